@@ -19,9 +19,10 @@ import typing
 from typing import Any, NoReturn
 
 
-def fail(message: str) -> NoReturn:
-    """End the program with one line on stderr and exit code 1; of several processes only rank 0 speaks."""
-    if os.environ.get('RANK', '0') != '0':
+def fail(message: str, everywhere: bool = False) -> NoReturn:
+    """End the program with one line on stderr and exit code 1. Of several processes only rank 0 speaks, unless
+    `everywhere`: what went wrong may be known to this process alone."""
+    if os.environ.get('RANK', '0') != '0' and not everywhere:
         sys.exit(1)
     raise SystemExit(f'{os.path.basename(sys.argv[0])}: {message}')
 
