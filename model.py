@@ -228,7 +228,6 @@ class Attention(nn.Module):
             self.kq_diag = nn.Parameter(torch.full((K if cfg.kq_diag == 'per_head' else 1, D), cfg.kq_diag_init))
         if not self.rope:
             self.b_self, self.b_cross = nn.Parameter(torch.zeros(K)), nn.Parameter(torch.zeros(K))
-            self.register_buffer('m', 2.0 ** (-8 / K * torch.arange(1, K + 1)), persistent=False)
 
     def forward(self, x: Tensor, pos: Positions, cache: Cache | None = None) -> Tensor:
         h = u = self.norm(x)
@@ -261,7 +260,9 @@ class Attention(nn.Module):
 
     def alibi(self, pos: Positions) -> Tensor:
         """b_ijk = -m_k |i - j| + b_self [i = j] + b_cross [i != j], -inf where j > i: (K, I, J)."""
-        b_self, b_cross, m = (b[:, None, None] for b in (self.b_self, self.b_cross, self.m))
+        K = self.cfg.n_head
+        m = 2.0 ** (-8 / K * torch.arange(1, K + 1, device=pos.mask.device, dtype=pos.mask.dtype))
+        b_self, b_cross, m = (b[:, None, None] for b in (self.b_self, self.b_cross, m))
         return pos.mask + torch.where(pos.distance == 0, b_self, b_cross) - m * pos.distance
 
     def output_weight(self) -> Tensor:
