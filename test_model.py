@@ -54,6 +54,7 @@ def describe(cfg: ModelConfig) -> str:
 
 
 SETS = covering(seed=0, n=40)
+torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
 
 
 # Sizes
