@@ -18,6 +18,8 @@ import types
 import typing
 from typing import Any, NoReturn
 
+UNION = (types.UnionType, typing.Union)  # what X | None is, by the kind of X
+
 
 def fail(message: str, everywhere: bool = False) -> NoReturn:
     """End the program with one line on stderr and exit code 1. Of several processes only rank 0 speaks, unless
@@ -93,7 +95,7 @@ def _check(key: str, value: Any, hints: dict[str, Any], where: str) -> Any:
 def _convert(value: Any, hint: Any) -> Any:
     """`value` as type `hint`; ValueError where it is not one. 3.3B, 50M and 8K are numbers."""
     args = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):  # X | None
+    if typing.get_origin(hint) in UNION:  # X | None
         return None if value is None or value == 'None' else _convert(value, args[0])
     if typing.get_origin(hint) is typing.Literal:
         if value in args:
@@ -117,7 +119,7 @@ def _convert(value: Any, hint: Any) -> Any:
 def describe(hint: Any) -> str:
     """A type in words: 'one of llama, cem', 'a whole number', ..."""
     args = typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in UNION:
         return f'{describe(args[0])}, or None'
     if typing.get_origin(hint) is typing.Literal:
         return 'one of ' + ', '.join(args)

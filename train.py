@@ -16,6 +16,7 @@ import math
 import os
 import resource
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import build, fail, read_options
@@ -138,7 +140,11 @@ def start_world(cfg: TrainConfig) -> World:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
     if size > 1:
-        dist.init_process_group('nccl' if kind == 'cuda' else 'gloo', timeout=timedelta(minutes=cfg.timeout_minutes))
+        store, rank, size = next(rendezvous('env://', rank, size, timeout=timedelta(minutes=cfg.timeout_minutes)))
+        if os.environ.get('LOCAL_WORLD_SIZE') == str(size):  # torchrun on one machine keeps its store when it restarts the
+            store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)  # group, the dead's addresses too
+        dist.init_process_group('nccl' if kind == 'cuda' else 'gloo', store=store, rank=rank, world_size=size,
+                                timeout=timedelta(minutes=cfg.timeout_minutes))
     return World(rank, size, device)
 
 
@@ -149,7 +155,7 @@ class Pieces:
         self.meta, self.length = read_meta(folder), length
         self.vocab_size = vocab_size or self.meta['vocab_size']
         dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
-        self.paths, self.shards, self.fingerprint = [], [], 0
+        self.paths, self.shards, fingerprint = [], [], 0
         for shard in self.meta['splits'].get(split, {}).get('shards', []):
             path = os.path.join(folder, shard['file'])
             if not os.path.isfile(path):
@@ -162,13 +168,16 @@ class Pieces:
             tokens = np.memmap(path, dtype=dtype, mode='r')
             for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):  # a look at 32 places
                 self.check(tokens[at:at + 4096], path)
-                self.fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), self.fingerprint)
+                fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
             self.paths.append(path)
             self.shards.append(tokens)
         counts = [(len(tokens) - 1) // length for tokens in self.shards]
         self.starts = np.cumsum([0, *counts])  # the first piece of each shard
         if not self.shards:
             fail(f'{folder}: no shard of the {split} split holds a piece of context_length + 1 = {length + 1} tokens')
+        self.identity = {'tokenizer': self.meta['tokenizer'], 'tokenizer_sha256': self.meta.get('tokenizer_sha256'),
+                         'vocab_size': self.meta['vocab_size'], f'{split} tokens': sum(map(len, self.shards)),
+                         f'{split} fingerprint': fingerprint}
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -275,9 +284,9 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def differences(saved: dict[str, Any], model: dict[str, Any]) -> str:
-    """The fields of two architectures that differ, in words; how attention is computed is not architecture."""
-    return ', '.join(f'{k}={saved.get(k)} (now {model[k]})' for k in model if model[k] != saved.get(k) and k != 'attn_impl')
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """The fields of two descriptions that differ, in words; how attention is computed (attn_impl) makes no difference."""
+    return ', '.join(f'{k}={saved.get(k)} (now {now[k]})' for k in now if now[k] != saved.get(k) and k != 'attn_impl')
 
 
 class Log:
@@ -369,11 +378,10 @@ class Trainer:
         if world.rank == 0:
             self.save_config()
             self.log = Log(cfg.out_dir, self.step, cfg.tensorboard)
-        self.parallel: Any = self.model
-        if cfg.compile or (cfg.compile is None and on_gpu):
-            self.parallel = torch.compile(self.parallel)
+        compiled = cfg.compile or (cfg.compile is None and on_gpu)
+        self.compiled = self.parallel = torch.compile(self.model) if compiled else self.model
         if world.size > 1:
-            self.parallel = DistributedDataParallel(self.parallel, device_ids=[world.device] if on_gpu else None,
+            self.parallel = DistributedDataParallel(self.compiled, device_ids=[world.device] if on_gpu else None,
                                                     gradient_as_bucket_view=True)
 
     def resume(self) -> None:
@@ -385,8 +393,8 @@ class Trainer:
             return
         if different := differences(state['model_config'], asdict(self.model_cfg)):
             fail(f'the checkpoint in {self.cfg.out_dir} is of another architecture: {different}')
-        if state['data'] != self.data['train'].fingerprint:
-            fail(f'{self.cfg.data} is not what the run in {self.cfg.out_dir} has been trained on: its train shards changed')
+        if different := differences(state['data'], self.data['train'].identity):
+            fail(f'data={self.cfg.data} is not what the run in {self.cfg.out_dir} was trained on: {different}')
         self.model.load_state_dict(state['model'])
         self.optimizer.load_state_dict(state['optimizer'])
         self.step, self.best, self.recent, self.skipped = (state[k] for k in ('step', 'best', 'recent', 'skipped'))
@@ -398,7 +406,7 @@ class Trainer:
         for leftover in glob(os.path.join(glob_escape(self.cfg.out_dir), '*.tmp')):
             os.remove(leftover)
         write_whole(os.path.join(self.cfg.out_dir, 'config.json'), json.dumps(
-            {'train': asdict(self.cfg), 'model': asdict(self.model_cfg)}, indent=1).encode())
+            {'train': asdict(self.cfg), 'model': asdict(self.model_cfg), 'launcher': launcher()}, indent=1).encode())
 
     def checkpoint(self, best: bool = False) -> None:
         """Write the state after self.step steps, and let the oldest numbered checkpoints go."""
@@ -408,7 +416,7 @@ class Trainer:
         written = save_checkpoint(self.cfg.out_dir, name, {
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(), 'step': self.step,
             'best': self.best, 'recent': self.recent, 'skipped': self.skipped, 'model_config': asdict(self.model_cfg),
-            'data': self.data['train'].fingerprint, 'data_dir': self.cfg.data})
+            'data': self.data['train'].identity, 'data_dir': self.cfg.data})
         if written and not best:
             for old in checkpoints(self.cfg.out_dir)[:-self.cfg.keep_checkpoints]:
                 os.remove(old)
@@ -453,7 +461,7 @@ class Trainer:
         for at in range(0, len(mine), self.cfg.micro_batch_size):
             x, y = data.batch(mine[at:at + self.cfg.micro_batch_size])
             with self.autocast:
-                total += float(self.model(x.to(world.device), y.to(world.device))[1]) * len(x)
+                total += float(self.compiled(x.to(world.device), y.to(world.device))[1]) * len(x)
         self.model.train()
         return float(world.sum(total.to(world.device)) / len(pieces))
 
@@ -550,52 +558,75 @@ def sample_text(model: Transformer, data: str, prompt: str, tokens: int, tempera
     return tokenizer.decode(model.generate(idx, tokens, temperature, top_k, generator)[0].tolist())
 
 
-def newest_run() -> str | None:
-    """The folder under out/ whose run was touched last."""
-    runs = glob('out/*/config.json')
-    return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else None
+def launcher() -> str:
+    """What started this process, the same after torchrun restarts it."""
+    return f'{socket.gethostname()}:{os.getppid()}'
 
 
-def fresh_run(size: str, m: dict[str, Any]) -> str:
+def read_config(out_dir: str | None) -> dict[str, Any] | None:
+    """A run's config.json; None where there is none that can be read."""
+    try:
+        with open(os.path.join(out_dir or '', 'config.json'), encoding='utf-8') as file:
+            config = json.load(file)
+        return config if {'train', 'model', 'launcher'} <= set(config) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def newest_run(mine: bool = False) -> str | None:
+    """The folder under out/ whose run was started or resumed last, or last by this process's launcher."""
+    runs = [os.path.dirname(path) for path in sorted(glob('out/*/config.json'), key=os.path.getmtime)]
+    if mine:
+        runs = [run for run in runs if (read_config(run) or {}).get('launcher') == launcher()]
+    return runs[-1] if runs else None
+
+
+def fresh_run(model_options: dict[str, Any]) -> str:
     """A new folder under out/, named after the model."""
-    cfg = build(ModelConfig, {'size': size, **m})
-    name = f'out/{size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
+    cfg = build(ModelConfig, model_options)
+    name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
     return next(path for n in range(1, 10_000) if not os.path.exists(path := name + (f'-{n}' if n > 1 else '')))
 
 
 def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code."""
     given = read_options(argv, TrainConfig, ModelConfig)
-    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0:
-        given['init_from'] = 'resume'  # torchrun --max-restarts
-    resume = given.get('init_from') == 'resume'
-    out_dir = given.get('out_dir')
+    restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0  # torchrun --max-restarts
+    resume, out_dir = given.get('init_from') == 'resume', given.get('out_dir')
+    if restarted and not resume:
+        out_dir = out_dir or newest_run(mine=True)
+        resume = read_config(out_dir) is not None
     if resume:
         out_dir = out_dir or newest_run()
-        try:
-            with open(os.path.join(out_dir or 'out/', 'config.json'), encoding='utf-8') as file:
-                saved = json.load(file)
-        except (OSError, ValueError):
-            fail(f'init_from=resume: no run in {out_dir or "out/"} (config.json is missing or damaged); '
-                 'start one with --init_from=scratch')
+        saved = read_config(out_dir)
+        if saved is None:
+            fail(f'init_from=resume: no run in {out_dir or "out/"} (config.json is missing or damaged)')
         asked = {k: v for k, v in given.items() if k in saved['model'] and v is not None}
         if different := differences(saved['model'], asked):
             fail(f'the run in {out_dir} is of another architecture: {different}')
-        given = {**saved['train'], **saved['model'], **given}
-    elif given.get('size', 'mini') == 'mini':
+        given = {**saved['train'], 'stop_step': None, **saved['model'], **given, 'init_from': 'resume'}
+    elif out_dir and (checkpoints(out_dir) or os.path.exists(os.path.join(out_dir, 'result.json'))):
+        fail(f'out_dir={out_dir} holds a run already: --init_from=resume goes on with it, another --out_dir starts beside it')
+    if given.get('size', 'mini') == 'mini' and not resume:
         mini = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'config', 'mini.py')
         given = {**read_options([mini], TrainConfig, ModelConfig), **given}
     cfg = build(TrainConfig, given)
     model_options = {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__}
-    size = model_options.pop('size', 'mini')
-    cfg.out_dir = out_dir
-    if not resume and out_dir and (checkpoints(out_dir) or os.path.exists(os.path.join(out_dir, 'result.json'))):
-        fail(f'{out_dir} holds a run already: --init_from=resume goes on with it, another --out_dir starts beside it')
     world = start_world(cfg)
-    cfg.out_dir = world.share(out_dir or fresh_run(size, model_options))
+    cfg.out_dir = world.share(out_dir or fresh_run(model_options))
     signals = Signals()
-    trainer = Trainer(cfg, {'size': size, **model_options}, world)
-    code = trainer.train(signals)
+    try:
+        code = Trainer(cfg, model_options, world).train(signals)
+    except torch.OutOfMemoryError as error:
+        fail(f'out of memory at micro_batch_size={cfg.micro_batch_size}: halve it, or set --activation_checkpointing '
+             f'({str(error).splitlines()[0]})', everywhere=True)
+    except RuntimeError as error:  # what gloo and NCCL raise when another process is gone
+        if world.size == 1:
+            raise
+        fail(f'process {world.rank} of {world.size} lost the others: {str(error).splitlines()[0]}; once all can run again, go '
+             f'on with --init_from=resume --out_dir={cfg.out_dir}', everywhere=True)
     if world.size > 1:
+        dist.barrier()  # leave together: rank 0 was still writing
         dist.destroy_process_group()
     return code
 
