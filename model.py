@@ -99,10 +99,10 @@ class ModelConfig:
                 raise ValueError(f'{name}={getattr(self, name)} acts on CEM sublayers only: set {flag}=cem')
         for name in ('d_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length', 'attn_steps', 'mlp_steps',
                      'attn_rank', 'mlp_rank'):
-            if getattr(self, name) < 1:
-                raise ValueError(f'{name}={getattr(self, name)}: expected at least 1')
-        if self.extra_layers < 0:
-            raise ValueError(f'extra_layers={self.extra_layers}: expected at least 0')
+            if not 1 <= getattr(self, name) <= 1_000_000:
+                raise ValueError(f'{name}={getattr(self, name)}: expected 1 to 1,000,000')
+        if not 0 <= self.extra_layers <= 1_000_000:
+            raise ValueError(f'extra_layers={self.extra_layers}: expected 0 to 1,000,000')
         if self.d_model % self.n_head:
             raise ValueError(f'd_model={self.d_model} is not a multiple of n_head={self.n_head}')
         if self.positions == 'rope' and self.d_model // self.n_head % 2:

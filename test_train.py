@@ -777,6 +777,7 @@ def any_option_set_place() -> tuple[Path, Path]:
 def test_option_sets_of_both_kinds_were_tried() -> None:
     """Runs after the property test: it is worth nothing if all its option sets end one way."""
     shutil.rmtree(any_option_set_place()[0].parent)
+    print(TRAINED)
     assert min(TRAINED.values()) > 300, TRAINED
 
 

@@ -81,19 +81,16 @@ class TrainConfig:
     sample_tokens: int = 400  # length of the text sampled at the end
 
     def __post_init__(self) -> None:
-        least = dict(batch_size=1, micro_batch_size=1, eval_interval=1, eval_tokens=1, test_tokens=1, log_interval=1,
-                     checkpoint_interval=1, keep_checkpoints=1, max_skipped=0, sample_tokens=0, seed=0, tokens=1,
-                     stop_step=1, max_minutes=0, weight_decay=0, final_lr=0, warmup=0, beta1=0, beta2=0, learning_rate=0)
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ValueError(f'{name}={value}: expected at least {low}')
-        for name in ('tokens_per_param', 'adam_eps', 'grad_clip', 'timeout_minutes'):
-            if not getattr(self, name) > 0:
-                raise ValueError(f'{name}={getattr(self, name)}: expected above 0')
-        for name in ('warmup', 'final_lr', 'beta1', 'beta2'):
-            if getattr(self, name) >= 1:
-                raise ValueError(f'{name}={getattr(self, name)}: expected below 1')
+        for names, low, high in (
+                ('batch_size micro_batch_size keep_checkpoints stop_step', 1, 10**6),
+                ('eval_interval log_interval checkpoint_interval', 1, 10**6),
+                ('tokens eval_tokens test_tokens', 1, 10**15), ('sample_tokens max_skipped', 0, 10**6), ('seed', 0, 2**63 - 1),
+                ('tokens_per_param adam_eps grad_clip timeout_minutes', 1e-30, 10**6),
+                ('learning_rate weight_decay max_minutes', 0, 10**6), ('warmup final_lr beta1 beta2', 0, 0.9999)):
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not low <= value <= high:
+                    raise ValueError(f'{name}={value}: expected {low:,} to {high:,}')
 
 
 @dataclass
