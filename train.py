@@ -10,6 +10,7 @@ Options are read from config files and --key=value, later ones win. A run lives 
 last checkpoints, best.pt, TensorBoard's events, and result.json once it is finished.
 """
 import contextlib
+import glob
 import io
 import json
 import math
@@ -25,7 +26,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from glob import glob
 from typing import Any, Literal
 
 import numpy as np
@@ -253,11 +253,7 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> bool:
 
 def checkpoints(out_dir: str) -> list[str]:
     """The numbered checkpoints, oldest first."""
-    return sorted(glob(os.path.join(glob_escape(out_dir), 'step_*.pt')))
-
-
-def glob_escape(path: str) -> str:
-    return ''.join(f'[{c}]' if c in '*?[' else c for c in path)
+    return sorted(glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt')))
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
@@ -306,6 +302,7 @@ class Log:
                 print('TensorBoard is not installed; log.jsonl has the same numbers', flush=True)
 
     def __call__(self, step: int, **values: Any) -> None:
+        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}  # JSON has no NaN
         try:
             with open(self.path, 'a', encoding='utf-8') as file:
                 file.write(json.dumps({'step': step, **values}) + '\n')
@@ -369,7 +366,7 @@ class Trainer:
         bf16 = cfg.dtype == 'bfloat16' or (cfg.dtype == 'auto' and on_gpu and torch.cuda.is_bf16_supported())
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
-        self.step, self.best, self.recent, self.skipped = 0, math.inf, [], 0
+        self.step, self.best, self.recent, self.skipped, self.in_a_row = 0, math.inf, [], 0, 0
         if cfg.init_from == 'resume':
             self.resume()
         if world.rank == 0:
@@ -400,7 +397,7 @@ class Trainer:
 
     def save_config(self) -> None:
         os.makedirs(self.cfg.out_dir, exist_ok=True)
-        for leftover in glob(os.path.join(glob_escape(self.cfg.out_dir), '*.tmp')):
+        for leftover in glob.glob(os.path.join(glob.escape(self.cfg.out_dir), '*.tmp')):
             os.remove(leftover)
         write_whole(os.path.join(self.cfg.out_dir, 'config.json'), json.dumps(
             {'train': asdict(self.cfg), 'model': asdict(self.model_cfg), 'launcher': launcher()}, indent=1).encode())
@@ -462,7 +459,24 @@ class Trainer:
         self.model.train()
         return float(world.sum(total.to(world.device)) / len(pieces))
 
+    def watch(self, loss: float, norm: float) -> None:
+        """Log spikes of the loss, count steps skipped for their numbers, give up after max_skipped of those in a row."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            if len(self.recent) >= 20 and loss > (mean := statistics.fmean(self.recent)) + max(
+                    0.5, 6 * statistics.stdev(self.recent)):
+                self.report(f'step {self.step}: loss spike, {loss:.3f} after {mean:.3f}', event='spike', loss=loss)
+            self.recent = [*self.recent[-99:], loss]
+            return
+        self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
+        self.report(f'step {self.step} skipped: loss {loss}, gradient norm {norm}', event='skipped', loss=loss, grad_norm=norm)
+        if self.in_a_row > self.cfg.max_skipped:
+            last = (checkpoints(self.cfg.out_dir) or ['none'])[-1]
+            fail(f'{self.in_a_row} steps in a row without a finite loss and gradient, up to batch {self.step - 1}; last good '
+                 f'checkpoint: {last}; try a lower learning_rate, or look at that batch')
+
     def report(self, text: str, **values: Any) -> None:
+        """A line on the screen and its values in the log, from rank 0."""
         if self.world.rank == 0:
             print(text, flush=True)
             self.log(self.step, **values)
@@ -470,7 +484,7 @@ class Trainer:
     def train(self, signals: Signals) -> int:
         """The loop. Returns the exit code: 0 finished, STOPPED asked to stop, 1 given up."""
         cfg, world = self.cfg, self.world
-        begin, spent, since, in_a_row = time.monotonic(), 0.0, self.step, 0
+        begin, spent, since = time.monotonic(), 0.0, self.step
         peak = peak_flops(world.device, self.dtype) * world.size
         if world.rank == 0:
             print(f'{cfg.out_dir}: {self.model.num_params():,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} '
@@ -480,35 +494,20 @@ class Trainer:
             start = time.monotonic()
             loss, norm = self.train_step()
             spent += time.monotonic() - start
-            lr = self.optimizer.param_groups[0]['lr']
             self.step += 1
-            if math.isfinite(loss) and math.isfinite(norm):
-                in_a_row = 0
-                if len(self.recent) >= 20 and loss > statistics.fmean(self.recent) + max(
-                        0.5, 6 * statistics.stdev(self.recent)):
-                    self.report(f'step {self.step}: loss spike, {loss:.3f} after {statistics.fmean(self.recent):.3f}',
-                                event='spike', loss=loss)
-                self.recent = [*self.recent[-99:], loss]
-            else:
-                in_a_row, self.skipped = in_a_row + 1, self.skipped + 1
-                self.report(f'step {self.step} skipped: loss {loss}, gradient norm {norm}', event='skipped',
-                            loss=str(loss), grad_norm=str(norm))
-                if in_a_row > cfg.max_skipped:
-                    last = (checkpoints(cfg.out_dir) or ['none'])[-1]
-                    fail(f'{in_a_row} steps in a row without a finite loss and gradient, up to batch {self.step - 1}; last '
-                         f'good checkpoint: {last}; try a lower learning_rate, or look at that batch')
+            self.watch(loss, norm)
             if self.step % cfg.log_interval == 0 or self.step == self.steps:
                 rate, done = (self.step - since) * self.tokens_per_step / spent, self.step * self.tokens_per_step
                 mfu, left = self.model.estimate_mfu(rate, peak), (self.steps - self.step) * self.tokens_per_step / rate
+                lr, memory = self.optimizer.param_groups[0]['lr'], memory_gb(world.device)
                 self.report(f'step {self.step:>6,}/{self.steps:,} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f} | '
-                            f'{rate:,.0f} tok/s | MFU {mfu:.1%} | {memory_gb(world.device):.2f} GB | '
-                            f'ETA {timedelta(seconds=round(left))}',
-                            tokens=done, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu,
-                            memory_gb=memory_gb(world.device), skipped=self.skipped)
+                            f'{rate:,.0f} tok/s | MFU {mfu:.1%} | {memory:.2f} GB | ETA {timedelta(seconds=round(left))}',
+                            tokens=done, loss=loss, lr=lr, grad_norm=norm, tokens_per_s=rate, mfu=mfu, memory_gb=memory,
+                            skipped=self.skipped)
                 spent, since = 0.0, self.step
             if self.step % cfg.eval_interval == 0 or self.step == self.steps:
                 val_loss = self.evaluate('val', cfg.eval_tokens)
-                self.report(f'step {self.step:>6,}: validation loss {val_loss:.4f}, perplexity {math.exp(val_loss):.3f}',
+                self.report(f'step {self.step:>6,}: validation loss {val_loss:.4f}, perplexity {perplexity(val_loss):.3f}',
                             val_loss=val_loss)
                 if val_loss < self.best:
                     self.best = val_loss
@@ -528,21 +527,23 @@ class Trainer:
         return 0
 
     def finish(self, seconds: float) -> None:
-        """Test perplexity, a sample of text, result.json."""
-        test_loss = self.evaluate('test', self.cfg.test_tokens)
-        val_loss = self.evaluate('val', self.cfg.eval_tokens)
+        """Test perplexity, result.json, a sample of text."""
+        test_loss, val_loss = self.evaluate('test', self.cfg.test_tokens), self.evaluate('val', self.cfg.eval_tokens)
         if self.world.rank != 0:
             return
         write_whole(os.path.join(self.cfg.out_dir, 'result.json'), json.dumps({
-            'test_loss': test_loss, 'test_perplexity': math.exp(test_loss), 'val_loss': val_loss,
-            'val_perplexity': math.exp(val_loss), 'parameters': self.model.num_params(), 'steps': self.steps,
+            'test_loss': test_loss, 'test_perplexity': perplexity(test_loss), 'val_loss': val_loss,
+            'val_perplexity': perplexity(val_loss), 'parameters': self.model.num_params(), 'steps': self.steps,
             'tokens': self.steps * self.tokens_per_step, 'flops_per_token': self.model.flops_per_token(),
             'skipped': self.skipped, 'seconds': seconds}, indent=1).encode())
+        print(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity {perplexity(test_loss):.3f}, loss '
+              f'{test_loss:.4f} nats a token. A sample; python sample.py --out_dir={self.cfg.out_dir} makes more:', flush=True)
         if self.cfg.sample_tokens:
-            print(f'--- a sample (python sample.py --out_dir={self.cfg.out_dir} makes more)', flush=True)
-            print(sample_text(self.model, self.cfg.data, '', self.cfg.sample_tokens, 0.8, None, self.cfg.seed))
-        print(f'--- test perplexity {math.exp(test_loss):.3f} (loss {test_loss:.4f} nats a token, over at most '
-              f'{self.cfg.test_tokens:,} tokens) after {timedelta(seconds=round(seconds))}', flush=True)
+            print(sample_text(self.model, self.cfg.data, '', self.cfg.sample_tokens, 0.8, None, self.cfg.seed), flush=True)
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
 
 
 def sample_text(model: Transformer, data: str, prompt: str, tokens: int, temperature: float, top_k: int | None,
@@ -572,7 +573,7 @@ def read_config(out_dir: str | None) -> dict[str, Any] | None:
 
 def newest_run(mine: bool = False) -> str | None:
     """The folder under out/ whose run was started or resumed last, or last by this process's launcher."""
-    runs = [os.path.dirname(path) for path in sorted(glob('out/*/config.json'), key=os.path.getmtime)]
+    runs = [os.path.dirname(path) for path in sorted(glob.glob('out/*/config.json'), key=os.path.getmtime)]
     if mine:
         runs = [run for run in runs if (read_config(run) or {}).get('launcher') == launcher()]
     return runs[-1] if runs else None
