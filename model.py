@@ -1,8 +1,8 @@
 """
 Llama and Causal Energy Minimization (CEM, arXiv 2605.07588) in one file.
 
-A Transformer layer as descent on two conditional energies. Attention steps down the interaction energy (Eq. 3), the MLP
-down the element-wise energy (Eq. 12); the gradients are attention with W_V = W_K, W_O = W_Q and a gated MLP with W_d = V^T.
+A Transformer layer as descent on two conditional energies. Attention steps down the interaction energy (Eq. 2), the MLP
+down the element-wise energy (Eq. 7); the gradients are attention with W_V = W_K, W_O = W_Q and a gated MLP with W_d = V^T.
 Both sublayers here are one class each, where 'llama' (untied weights) or 'cem' (tied) is a flag:
 
     h = norm(x)                       the context, fixed: keys = values = W_K h, gamma = W h
@@ -27,7 +27,7 @@ from scipy.special import spence
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# The paper's Table 2 (vocabulary 32,000). 256m is ours: the paper names it and gives no shape, only that its CEM model has
+# The paper's Table 1 (vocabulary 32,000). 256m is ours: the paper names it and gives no shape, only that its CEM model has
 # two layers more. mini is for a laptop.
 SIZES: dict[str, dict[str, int]] = {
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -65,7 +65,7 @@ class ModelConfig:
     mlp_rank: int = 16  # rank of the MLP's
     residual: Literal['normed', 'raw'] | None = None  # x starts at norm(x), as Algorithm 1, or at x; default: normed
     exact_update: bool = False  # add the part of the gradient that Algorithm 1 leaves out: sum_j alpha_ijk d_k * h_j
-    mlp_energy: Literal['gated', 'sign_convex'] | None = None  # Eq. 12, or the Hopfield appendix's; default: gated
+    mlp_energy: Literal['gated', 'sign_convex'] | None = None  # Eq. 7, or the Hopfield appendix's; default: gated
     mlp_match: Literal['dims', 'params'] | None = None  # CEM MLP as wide as Llama's, or with as many weights; default: dims
     init_std: float | None = None  # weights start from N(0, init_std); default: 0.02 sqrt(768 / D_h)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
@@ -134,7 +134,7 @@ class RMSNorm(nn.Module):
 
 
 class Preconditioner(nn.Module):
-    """n matrices P = diag(softplus(d)) + U V^T + V U^T of shape (D, D) (Eq. 19), with d = sqrt(D) p; never formed."""
+    """n matrices P = diag(softplus(d)) + U V^T + V U^T of shape (D, D) (Eq. 13), with d = sqrt(D) p; never formed."""
     def __init__(self, n: int, dim: int, rank: int):
         super().__init__()
         self.p = nn.Parameter(torch.full((n, dim), dim ** -0.5))  # d starts at 1
@@ -266,7 +266,7 @@ class Attention(nn.Module):
         return pos.mask + torch.where(pos.distance == 0, b_self, b_cross) - m * pos.distance
 
     def output_weight(self) -> Tensor:
-        """K blocks (R, D): W_k^Q P_k, so that o_k through them gives sum_k P_k W_k^Q^T o_k (Eq. 20)."""
+        """K blocks (R, D): W_k^Q P_k, so that o_k through them gives sum_k P_k W_k^Q^T o_k (Eq. 14)."""
         return self.P(self.per_head(self.W_Q)).flatten(0, 1) if self.cem else self.W_O
 
     def update(self, u: Tensor, context: Context, W_out: Tensor) -> Tensor:
@@ -312,7 +312,7 @@ class Attention(nn.Module):
         return du @ context.h[:, None].mT + context.bias
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """eps(u_i | h_1..i) = -tau sum_k log sum_j exp(s_ijk) (Eq. 3, with the biases): u, h (B, J, D) -> (B, J).
+        """eps(u_i | h_1..i) = -tau sum_k log sum_j exp(s_ijk) (Eq. 2, with the biases): u, h (B, J, D) -> (B, J).
         Minus its gradient in u is the update if P is the identity and the diagonal is none or exact_update is on."""
         if not self.cem:
             raise ValueError('a Llama sublayer has no energy: its weights are not tied; set attn=cem')
@@ -334,11 +334,10 @@ class Phi(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
         ctx.save_for_backward(z)
-        a = z.detach().double().cpu()
-        # Li2(-e^a) is spence(1 + e^a); for a > 0 its inversion, so that nothing overflows.
-        dilog = torch.from_numpy(np.asarray(spence(1 + np.exp(-a.abs().numpy()))))
-        dilog = torch.where(a > 0, -math.pi ** 2 / 6 - a ** 2 / 2 - dilog, dilog)
-        return (a * F.softplus(a) + dilog).to(z)
+        a = z.detach().double().cpu().numpy()
+        dilog = spence(1 + np.exp(-abs(a)))  # Li2(-e^a); where a > 0 by its inversion, so that nothing overflows
+        dilog = np.where(a > 0, -math.pi ** 2 / 6 - a ** 2 / 2 - dilog, dilog)
+        return torch.as_tensor(a * np.logaddexp(0, a) + dilog).to(z)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -378,11 +377,11 @@ class MLP(nn.Module):
         return self.P(self.V[None])[0] if self.cem else self.W_d
 
     def update(self, u: Tensor, gamma: Tensor, W_out: Tensor) -> Tensor:
-        """P V^T (gamma * phi'(V u)), phi' = SiLU (Eq. 14): u (B, J, D), gamma (B, J, D_v) -> (B, J, D)."""
+        """P V^T (gamma * phi'(V u)), phi' = SiLU (Eq. 15): u (B, J, D), gamma (B, J, D_v) -> (B, J, D)."""
         return gamma * F.silu(self.sign(gamma) * F.linear(u, self.V)) @ W_out
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 12), or sign-convex -|gamma| . phi(sign(gamma) * V u):
+        """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or sign-convex -|gamma| . phi(sign(gamma) * V u):
         u, h (B, J, D) -> (B, J). Minus its gradient in u is the update if P is the identity."""
         if not self.cem:
             raise ValueError('a Llama sublayer has no energy: its weights are not tied; set mlp=cem')
@@ -391,7 +390,8 @@ class MLP(nn.Module):
         return -(gamma * sign * Phi.apply(sign * F.linear(u, self.V))).sum(dim=-1)
 
     def sign(self, gamma: Tensor) -> Tensor | int:
-        """1, or for the sign-convex energy sign(gamma), its gradient straight through."""
+        """1, or for the sign-convex energy sign(gamma), its gradient straight through. (Convex as far as phi is: SiLU falls
+        below -1.28.)"""
         return gamma + (gamma.sign() - gamma).detach() if self.cfg.mlp_energy == 'sign_convex' else 1
 
 

@@ -130,7 +130,7 @@ ENERGIES = [dict(positions=p, kq_diag=d, score_scale=s, exact_update=d != 'none'
 
 
 def slow_energy(attn: Attention, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """Eq. 3 word for word: -tau sum_k log sum_{j <= i} exp(h_j^T A_k(i, j)^T u_i / tau + b_ijk), A_k formed."""
+    """Eq. 2 word for word: -tau sum_k log sum_{j <= i} exp(h_j^T A_k(i, j)^T u_i / tau + b_ijk), A_k formed."""
     cfg, total = attn.cfg, []
     K, R = cfg.n_head, cfg.d_model // cfg.n_head
     tau = math.sqrt(R if cfg.score_scale == 'head' else cfg.d_model)
@@ -221,7 +221,7 @@ def test_straight_through_sign_passes_gradients_to_gamma() -> None:
 
 @pytest.mark.parametrize('kind, exact', list(itertools.product(OPTIONS['preconditioner'], [False, True])))
 def test_folded_preconditioner_equals_the_dense_one(kind: str, exact: bool) -> None:
-    """sum_k P_k W_k^Q^T o_k with each P_k formed as in Eq. 19, and P_mlp V^T g likewise."""
+    """sum_k P_k W_k^Q^T o_k with each P_k formed as in Eq. 13, and P_mlp V^T g likewise."""
     cfg = ModelConfig(**TINY, preconditioner=kind, kq_diag='per_head', exact_update=exact)
     block = randomize(Transformer(cfg), seed=7).blocks[0]
     def dense(P: Preconditioner, k: int) -> torch.Tensor:

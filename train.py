@@ -45,7 +45,7 @@ STOPPED = 75  # exit code of a run that stopped early, checkpoint written (EX_TE
 
 @dataclass
 class TrainConfig:
-    """The run. Defaults are the paper's recipe (Table 3); config/mini.py overrides some where --size=mini."""
+    """The run. Defaults are the paper's recipe (Table 2); config/mini.py overrides some where --size=mini."""
     data: str = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     out_dir: str | None = None  # where the run lives; default: a new folder under out/, or to resume the newest
     init_from: Literal['scratch', 'resume'] = 'scratch'  # resume: from the last checkpoint in out_dir, with its options
