@@ -31,9 +31,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape, glob
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from multiprocessing import get_context, parent_process
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -163,10 +164,10 @@ def write_whole(path: str, data: bytes) -> None:
 
 def ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
     """question(HfApi()); whatever goes wrong ends the program with one line."""
-    import huggingface_hub
-    from huggingface_hub import errors
-    huggingface_hub.utils.disable_progress_bars()
-    api = huggingface_hub.HfApi()
+    from huggingface_hub import HfApi, errors
+    from huggingface_hub.utils import disable_progress_bars
+    disable_progress_bars()
+    api = HfApi()
     try:
         return question(api)
     except errors.GatedRepoError:
@@ -197,22 +198,27 @@ class Source:
     folder: str  # where the files are, or are downloaded to
     files: list[File]
 
-    def fetch(self, file: File) -> str:
-        """The path of a file, downloaded if need be."""
+    def fetch(self, file: File) -> Future:
+        """The path of a file, once it is there."""
         if self.name.startswith(HUB):
             repo, _, commit = self.name.removeprefix(HUB).partition('@')
-            return ask_hub(repo, lambda api: api.hf_hub_download(
+            return in_thread(ask_hub, repo, lambda api: api.hf_hub_download(
                 repo, file.name, repo_type='dataset', revision=commit, local_dir=self.folder))
-        return os.path.join(self.folder, file.name)
+        here: Future = Future()
+        here.set_result(os.path.join(self.folder, file.name))
+        return here
 
-    def paths(self, first: int, wanted: Callable[[File], bool]) -> Iterator[tuple[int, str]]:
-        """(number, path) of the wanted files from number `first` on. The next is downloaded while one is read."""
+    def paths(self, first: int, wanted: Callable[[File], bool]) -> Iterator[tuple[int, str | None]]:
+        """(number, path) of the wanted files from number `first` on. The next is downloaded while one is read; before a wait
+        for it comes (number, None)."""
         ready: tuple[int, Future] | None = None
         for number in [*range(first, len(self.files)), None]:
             if number is not None and not wanted(self.files[number]):
                 continue
-            coming = None if number is None else (number, in_thread(self.fetch, self.files[number]))
+            coming = None if number is None else (number, self.fetch(self.files[number]))
             if ready:
+                if not ready[1].done():
+                    yield ready[0], None
                 yield ready[0], ready[1].result()
             ready = coming
 
@@ -313,7 +319,7 @@ def read_parquet(path: str) -> Iterator[tuple[Any, float]]:
         if 'text' not in file.schema_arrow.names:
             raise Bad(f'no "text" column, only {", ".join(file.schema_arrow.names)}')
         done = 0
-        for batch in file.iter_batches(256, columns=['text']):
+        for batch in file.iter_batches(64, columns=['text']):
             for text in batch.column(0).to_pylist():
                 done += 1
                 yield text, done / file.metadata.num_rows
@@ -371,10 +377,13 @@ class Batch(NamedTuple):
     bad: str = ''  # what is wrong with the file: nothing more comes of it
 
 
-def batches(source: Source, first: int, skip: int, held_out: float, wanted: Callable[[File], bool]) -> Iterator[Batch]:
-    """The documents of the wanted files, from document `skip` of file `first` on."""
+def batches(source: Source, first: int, skip: int, held_out: float, wanted: Callable[[File], bool]) -> Iterator[Batch | None]:
+    """The documents of the wanted files, from document `skip` of file `first` on. None before a wait for a download."""
     own = {file.split for file in source.files}
     for number, path in source.paths(first, wanted):
+        if path is None:
+            yield None
+            continue
         items, size, documents, share, bad = [], 0, 0, 0.0, ''
         try:
             for documents, (chunks, share) in enumerate(read_documents(path), 1):
@@ -412,23 +421,23 @@ def encode_batch(items: list[tuple[str, str, bool, bool]]) -> list[np.ndarray]:
             for _, text, begins, ends in items]
 
 
-def encoded(work: Iterator[Batch], workers: int, setup: tuple[str, str, bool]) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+def encoded(work: Iterator[Batch | None], workers: int, setup: tuple[str, str, bool],
+            ) -> Iterator[tuple[Batch, list[np.ndarray]]]:
     """Batches with their tokens, in their order, made by as many processes."""
     if workers == 1:
         start_worker(*setup, child=False)
-        for batch in work:
+        for batch in filter(None, work):
             yield batch, encode_batch(batch.items)
         return
     pool = ProcessPoolExecutor(workers, get_context('spawn'), start_worker, (*setup, True))
     try:
         under_way: deque[tuple[Batch, Future]] = deque()
-        for batch in work:
-            under_way.append((batch, pool.submit(encode_batch, batch.items)))
-            if len(under_way) > 2 * workers:  # no more, so that memory stays flat
-                batch, future = under_way.popleft()
-                yield batch, future.result()
-        for batch, future in under_way:
-            yield batch, future.result()
+        for batch in chain(work, [None]):
+            if batch:
+                under_way.append((batch, pool.submit(encode_batch, batch.items)))
+            while under_way and (not batch or len(under_way) > 2 * workers):  # no more, so that memory stays flat
+                done, future = under_way.popleft()
+                yield done, future.result()
     except BrokenProcessPool:
         fail('a worker process was killed, for lack of memory? The same command with fewer --workers goes on from here')
     finally:
@@ -507,18 +516,26 @@ def look_at(path: str, dtype: np.dtype, bos: int) -> dict[str, Any]:
     return {**seen, 'sha256': digest.hexdigest()}
 
 
+@contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """A folder, made if need be, for this process alone."""
+    os.makedirs(folder, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        fail(f'{folder}: another process is preparing it')
+    finally:
+        os.close(handle)
+
+
 def prepare(o: argparse.Namespace, quiet: bool = False) -> None:
-    """Make o.out_dir, or go on with it. SystemExit with one line where that cannot be."""
+    """Make o.out_dir, or go on with it. SystemExit with one line where that cannot be; the caller holds the folder's lock."""
     def path(name: str) -> str:
         return os.path.join(o.out_dir, name)
 
     config = {key: getattr(o, key) for key in ('input', 'tokenizer', 'eos', 'tokens', 'held_out', 'seed', 'shard_tokens')}
-    os.makedirs(o.out_dir, exist_ok=True)
-    lock = os.open(o.out_dir, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f'{o.out_dir}: another process is preparing it')
     meta, state = read_json(path('meta.json')), read_json(path('progress.json'))
     if found := meta or state:
         before = found.get('config', {})
@@ -565,6 +582,7 @@ def prepare(o: argparse.Namespace, quiet: bool = False) -> None:
             file = source.files[batch.file]
             if batch.bad:
                 if not o.skip_bad:
+                    source.release(file)  # a download may come out well the next time
                     fail(f'{os.path.join(o.input, file.name)}: {batch.bad}; --skip_bad leaves damaged files out')
                 state['skipped'][file.name] = batch.bad
                 writer.rewind(state['start'])
@@ -601,7 +619,6 @@ def prepare(o: argparse.Namespace, quiet: bool = False) -> None:
     write_whole(path('meta.json'), json.dumps(meta, indent=1).encode())
     os.remove(path('progress.json'))
     shutil.rmtree(path('download'), ignore_errors=True)
-    os.close(lock)
     if not quiet:
         seconds, new = time.monotonic() - begin, sum(writer.tokens.values()) - before
         for split, s in splits.items():
@@ -616,7 +633,8 @@ def prepare(o: argparse.Namespace, quiet: bool = False) -> None:
 
 def prepare_builtin(out_dir: str) -> None:
     """Make the built-in corpus in `out_dir`: about 12 million bytes, nothing downloaded."""
-    prepare(parse(['--input=builtin', f'--out_dir={out_dir}', '--workers=1']), quiet=True)
+    with locked(out_dir):
+        prepare(parse(['--input=builtin', f'--out_dir={out_dir}', '--workers=1']), quiet=True)
 
 
 def verify(data_dir: str) -> None:
@@ -651,7 +669,7 @@ def peek(data_dir: str, split: str) -> None:
         fail(f'{data_dir} has no {split} split')
     ids = np.memmap(os.path.join(data_dir, shards[0]['file']), np.dtype(meta['dtype']).newbyteorder('<'), 'r')
     starts = [*np.flatnonzero(ids[:1 << 22] == tokenizer.bos)[:6], len(ids)]
-    for begin, end in list(zip(starts, starts[1:], strict=False))[:5]:
+    for begin, end in list(pairwise(starts))[:5]:
         print(f'--- {end - begin:,} tokens: {ids[begin:begin + 12].tolist()} ...')
         print(tokenizer.decode(ids[begin:min(end, begin + 200)].tolist()))
 
@@ -720,7 +738,8 @@ def main(argv: list[str]) -> None:
         if o.peek:
             peek(o.out_dir, o.peek)
         if not (o.verify or o.peek):
-            prepare(o)
+            with locked(o.out_dir):
+                prepare(o)
     except OSError as error:
         fail(f'{error.filename or o.out_dir}: {error.strerror or error}; the same command goes on from here')
     except KeyboardInterrupt:

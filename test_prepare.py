@@ -56,7 +56,7 @@ def write(path: Path, texts: list[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ''.join(json.dumps({'text': text, 'meta': {'n': 1}}) + '\n' for text in texts).encode()
     if path.suffix == '.parquet':
-        pq.write_table(pa.table({'meta': ['x'] * len(texts), 'text': texts}), path, row_group_size=100)
+        pq.write_table(pa.table({'meta': ['x'] * len(texts), 'text': texts}), path, row_group_size=100, compression='none')
     elif path.suffix == '.zst':
         path.write_bytes(pa.Codec('zstd').compress(lines, asbytes=True))
     elif path.suffix == '.jsonl':
@@ -90,7 +90,7 @@ def refused(where: Path | str, out: Path, *options: str, **env: str) -> str:
 
 def prepare(where: Path | str, out: Path, *options: str) -> dict[str, Any]:
     """The same in this process. Returns the bytes of the shards and of meta.json's `splits`."""
-    prep.prepare(prep.parse(command(where, out, *options)[2:]), quiet=True)
+    prep.main(command(where, out, *options)[2:])
     return result(out)
 
 
@@ -342,3 +342,338 @@ def test_killed_and_restarted_gives_the_same_bytes(tmp_path: Path) -> None:
     done = subprocess.run(argv, env=dict(slow, SLOW='0'), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert result(out) == straight
+
+
+def test_a_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'a.jsonl', documents(1000, seed=7, characters=2000)), tmp_path / 'out'
+    straight = prepare(where, tmp_path / 'straight', '--workers=1')
+    limit = len(straight['train_00000.bin']) // 2
+    done = subprocess.run(command(where, out, '--workers=1'), capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert done.returncode == 1 and re.search(r'prepare_slimpajama.py: .*(File too large|No space left)', done.stderr.splitlines()[-1])
+    assert not list(out.glob('*.bin')) and not (out / 'meta.json').exists()
+    assert prepare(where, out, '--workers=1') == straight
+
+
+def test_a_full_disk_for_real(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'a.jsonl', documents(1000, seed=7, characters=2000)), tmp_path / 'small'
+    out.mkdir()
+    inside = ' '.join(command(where, out, '--workers=1'))
+    if subprocess.run(['unshare', '-rm', 'mount', '-t', 'tmpfs', 'x', str(out)], capture_output=True).returncode:
+        pytest.skip('this machine lets nobody mount a small disk')
+    done = subprocess.run(['unshare', '-rm', 'sh', '-c', f'mount -t tmpfs -o size=512k x {out} && {inside}; code=$?; ls {out}; '
+                           'exit $code'], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith('prepare_slimpajama.py: ')
+    assert 'No space left on device' in done.stderr.splitlines()[-1]
+    assert '.bin\n' not in done.stdout and 'meta.json' not in done.stdout
+
+
+def test_an_unfinished_folder_is_kept_to_its_configuration(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'in' / 'a.jsonl', documents(50, seed=8)).parent, tmp_path / 'out'
+    prepare(where, out)
+    before = (out / 'meta.json').read_bytes()
+    done = run(where, out, '--held_out=0.2', '--seed=3')
+    assert done.returncode == 1 and 'held_out=0.005, not 0.2; seed=0, not 3' in done.stderr
+    assert run(where, out).returncode == 0 and (out / 'meta.json').read_bytes() == before
+    (out / 'meta.json').unlink()
+    done = run(where, out)
+    assert done.returncode == 1 and 'no meta.json' in done.stderr
+    unfinished = tmp_path / 'unfinished'
+    write(where / 'b.parquet', documents(50, seed=9)).write_bytes(b'PAR1 damaged')
+    assert 'b.parquet' in refused(where, unfinished, '--workers=1')
+
+
+# Damage
+
+def damage(folder: Path, kind: str) -> str:
+    """A folder of three files, the second damaged. Returns what the message must say."""
+    texts = documents(900, seed=20, characters=1000)
+    write(folder / 'a.jsonl', texts[:300])
+    write(folder / 'c.jsonl', texts[600:])
+    name, says = {'cut parquet': ('b.parquet', ''), 'broken parquet': ('b.parquet', ''), 'not parquet': ('b.parquet', 'magic'),
+                  'no column': ('b.parquet', 'no "text" column, only words'), 'numbers': ('b.parquet', 'no string but 1'),
+                  'cut zst': ('b.jsonl.zst', 'Truncated'), 'broken zst': ('b.jsonl.zst', 'ZSTD'),
+                  'empty zst': ('b.jsonl.zst', 'empty'), 'not JSON': ('b.jsonl', 'line 200 is not JSON'),
+                  'no field': ('b.jsonl', 'line 201 has no "text" field'), 'not UTF-8': ('b.jsonl', 'line 200 is not JSON')}[kind]
+    path = write(folder / name, texts[300:600])
+    data = path.read_bytes()
+    middle = len(data) // 2
+    if kind == 'no column':
+        pq.write_table(pa.table({'words': ['a']}), path)
+    elif kind == 'numbers':
+        pq.write_table(pa.table({'text': [1]}), path)
+    elif kind.startswith('not J') or kind.startswith('not U') or kind == 'no field':
+        lines = data.splitlines()
+        lines[199 + (kind == 'no field')] = {'not JSON': b'{"text": "a', 'no field': b'{"txt": "a"}', 'not UTF-8': b'{"text": "\xff"}'}[kind]
+        path.write_bytes(b'\n'.join(lines))
+    else:
+        path.write_bytes({'cut': data[:middle], 'broken': data[:middle - 99] + os.urandom(200) + data[middle + 101:], 'empty': b'',
+                          'not': b'not a parquet file at all'}[kind.split()[0]])
+    return says
+
+
+@pytest.mark.parametrize('kind', ['cut parquet', 'broken parquet', 'not parquet', 'no column', 'numbers', 'cut zst', 'broken zst',
+                                  'empty zst', 'not JSON', 'no field', 'not UTF-8'])
+def test_a_damaged_file_is_named_and_left_out_only_on_demand(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prep, 'BATCH', 10_000)  # so that documents before the damage are written before it is met
+    monkeypatch.setattr(prep, 'SAVE_SECONDS', 0)
+    folder, out = tmp_path / 'in', tmp_path / 'out'
+    says = damage(folder, kind)
+    with pytest.raises(SystemExit, match=r'^prepare_slimpajama.py: .*/in/b\.(parquet|jsonl|jsonl\.zst): .*--skip_bad') as stop:
+        prepare(folder, out, '--held_out=0.1', '--workers=1', '--shard_tokens=50K')
+    assert says in str(stop.value) and '\n' not in str(stop.value)
+    assert not list(out.glob('*.bin')) and not (out / 'meta.json').exists()
+    skipped = prepare(folder, out, '--held_out=0.1', '--workers=1', '--shard_tokens=50K', '--skip_bad')
+    meta = json.loads((out / 'meta.json').read_text())
+    assert list(meta['skipped']) == [next(p.name for p in folder.glob('b.*'))] and meta['files'] == ['a.jsonl', 'c.jsonl']
+    next(folder.glob('b.*')).unlink()
+    assert skipped == prepare(folder, tmp_path / 'without', '--held_out=0.1', '--workers=1', '--shard_tokens=50K')
+
+
+def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
+    out, some = tmp_path / 'out', write(tmp_path / 'a.jsonl', ['text'])
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'empty.jsonl').touch()
+    (tmp_path / 'other.model').write_bytes(b'not a tokenizer')
+    for where, options, says in (
+            (tmp_path / 'nothing', (), 'no such file or folder'), (tmp_path / 'empty', (), 'holds no .parquet, .jsonl'),
+            (tmp_path / 'empty.jsonl', ('--workers=1',), 'holds no text'), (some, ('--tokens=many',), 'expected a number'),
+            (some, ('--tokens=0',), 'expected a number'), (some, ('--tokenizer=bert',), 'none of llama, gpt2, byte'),
+            (some, (f'--tokenizer={tmp_path}/other.model',), LLAMA_SAYS), (some, ('--nonsense=1',), 'unrecognized'),
+            (some, ('--workers=0',), 'at least 1'), (some, ('--held_out=0.7',), 'below 0.5'), (some, ('--eos',), 'no EOS'),
+            (some, ('--size=86m', '--tokens=1M'), 'give one'), (some, ('--size=1m',), 'invalid choice')):
+        assert says in refused(where, out, *options)
+
+
+LLAMA_SAYS = f'expected {prep.LLAMA_SHA256}'
+
+
+def test_verify_and_train_find_damage(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'a.jsonl', documents(300, seed=30)), tmp_path / 'out'
+    prepare(where, out, '--held_out=0.1', '--shard_tokens=10K', '--workers=1')
+    prep.verify(str(out))
+    path = out / 'train_00001.bin'
+    good = np.fromfile(path, '<u2')
+
+    def check(data: bytes, says: str, train_says: str | None) -> None:
+        path.write_bytes(data)
+        with pytest.raises(SystemExit, match=says):
+            prep.verify(str(out))
+        if train_says:
+            with pytest.raises(SystemExit, match=train_says):
+                train.Pieces(str(out), 'train', 64)
+        path.write_bytes(good.tobytes())
+
+    changed = good.copy()
+    changed[1234] ^= 1
+    check(changed.tobytes(), 'sha256', None)
+    changed[1234] = 257
+    check(changed.tobytes(), 'token 257, outside the vocabulary of 257', 'holds token 257')
+    check(good[:-1].tobytes(), 'tokens 9999, meta.json says 10000', 'cut off')
+    changed[:] = np.where(good == 256, 32, good)
+    check(changed.tobytes(), 'documents 0, meta', None)
+    path.rename(out / 'away')
+    with pytest.raises(SystemExit, match='train_00001.bin is missing'):
+        prep.verify(str(out))
+    with pytest.raises(SystemExit, match='train_00001.bin is missing'):
+        train.Pieces(str(out), 'train', 64)
+    (out / 'away').rename(path)
+    prep.verify(str(out))
+    with pytest.raises(SystemExit, match='holds token 256, outside the vocabulary of 200'):
+        train.Pieces(str(out), 'train', 64, vocab_size=200)
+    with pytest.raises(SystemExit, match='python prepare_slimpajama.py'):
+        train.Pieces(str(tmp_path / 'nothing'), 'train', 64)
+    meta = json.loads((out / 'meta.json').read_text())
+    (out / 'meta.json').write_text(json.dumps({**meta, 'vocab_size': 300}))
+    with pytest.raises(SystemExit, match='another byte tokenizer: vocabulary 300'):
+        prep.load_tokenizer(str(out))
+    (out / 'meta.json').write_text('{"format": 1')
+    with pytest.raises(SystemExit, match='damaged'):
+        prep.verify(str(out))
+
+
+def test_peek(tmp_path: Path) -> None:
+    texts = [f'document {i}: ' + 'naïve ' * i for i in range(9)]
+    prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0')
+    done = run('builtin', tmp_path / 'out', '--peek')
+    assert done.returncode == 0 and [line for line in done.stdout.splitlines() if not line.startswith('---')] == texts[:5]
+    assert run('builtin', tmp_path / 'out', '--peek=val').stderr.startswith('prepare_slimpajama.py: ')
+
+
+def test_memory_is_flat(tmp_path: Path) -> None:
+    script = ('import sys, prepare_slimpajama as prep\nprep.main(sys.argv[1:])\n'
+              'print([line for line in open("/proc/self/status") if "VmHWM" in line][0].split()[1])')
+    text = ' '.join(documents(10, seed=40, characters=2000))
+    for name in ('a.parquet', 'a.jsonl.zst', 'a.txt'):
+        peak = []
+        for n in (5, 50):
+            path = tmp_path / f'{n}{name[1:]}'
+            parts = [f'{i} {text}' for i in range(n * 1_000_000 // len(text))]
+            path.write_text(' '.join(parts)) if name == 'a.txt' else write(path, parts)
+            options = command(path, tmp_path / f'{n}{name}', '--workers=1')[2:]
+            done = subprocess.run([sys.executable, '-c', script, *options], capture_output=True, text=True, cwd=REPO)
+            peak.append(int(done.stdout.split()[-1]) // 1024)
+        print(name, peak)
+        assert peak[1] < peak[0] + 40, peak  # MB; the larger input is 50 MB of text
+
+
+# The Hub
+
+class StandIn(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of the Hub, for one dataset repository, org/data, and the tokenizer's."""
+    protocol_version = 'HTTP/1.1'
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes = b'', **headers: str) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key.replace('_', '-'), value)
+        self.send_header('Content-Length', str(len(body)))
+        self.end_headers()
+        if self.command == 'GET':
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.server.hub, self.path.partition('?')[0]
+        if path.startswith('/api/datasets/org/gated') or '/org/gated/resolve' in path:
+            return self.answer(403, X_Error_Code='GatedRepo', X_Error_Message='accept the terms')
+        if path.startswith('/api/datasets/org/data/revision/nosuch'):
+            return self.answer(404, X_Error_Code='RevisionNotFound')
+        if path in ('/api/datasets/org/data', f'/api/datasets/org/data/revision/{hub.sha}'):
+            sha = hub.sha if path.endswith(hub.sha) else hub.sha_now
+            return self.answer(200, json.dumps({'id': 'org/data', 'sha': sha, 'siblings': [], 'tags': []}).encode())
+        if path == f'/api/datasets/org/data/tree/{hub.sha}':
+            tree = [{'type': 'directory', 'path': 'data', 'oid': 'd' * 40}, {'type': 'file', 'path': 'README.md', 'size': 1, 'oid': 'a' * 40}]
+            tree += [{'type': 'file', 'path': name, 'size': len(data), 'oid': 'b' * 40} for name, data in hub.files.items()]
+            return self.answer(200, json.dumps(tree).encode(), Content_Type='application/json')
+        name = path.removeprefix(f'/datasets/org/data/resolve/{hub.sha}/')
+        data = hub.files.get(name) or hub.tokenizer.get(path)
+        if data is None or name in hub.gone:
+            code = 'EntryNotFound' if name in hub.gone else 'RepoNotFound'
+            return self.answer(404, X_Error_Code=code)
+        etag = f'"{hashlib.sha256(data).hexdigest()}"'
+        headers = {'ETag': etag, 'X_Repo_Commit': hub.sha, 'Accept_Ranges': 'bytes'}
+        if self.command == 'HEAD':
+            return self.answer(200, data, **headers)
+        hub.gets.append((name, self.headers.get('Range')))
+        while name == hub.hold:
+            time.sleep(0.05)
+        match = re.fullmatch(r'bytes=(\d+)-', self.headers.get('Range') or '')
+        if match:
+            at = int(match[1])
+            return self.answer(206, data[at:], **headers, Content_Range=f'bytes {at}-{len(data) - 1}/{len(data)}')
+        if name in hub.drop:  # the connection breaks in the middle of the file
+            hub.drop.discard(name)
+            self.send_response(200)
+            for key, value in {**headers, 'Content_Length': str(len(data))}.items():
+                self.send_header(key.replace('_', '-'), value)
+            self.end_headers()
+            self.wfile.write(data[:len(data) // 2])
+            self.wfile.flush()
+            self.close_connection = True
+            return None
+        return self.answer(200, data, **headers)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A stand-in Hub with three parquet files; where() is the --input, env what a run needs to find it."""
+    texts = documents(900, seed=50, characters=5000)
+    names = [f'data/train-0000{i}-of-00003.parquet' for i in range(3)]
+    files = {name: write(tmp_path / 'hub' / name, texts[i * 300:][:300]).read_bytes() for i, name in enumerate(names)}
+    state = SimpleNamespace(sha='c' * 40, files=files, sha_now='c' * 40, tokenizer={}, gone=set(), drop=set(),
+                            hold='', gets=[], texts=texts)
+    server = ThreadingHTTPServer(('127.0.0.1', 0), StandIn)
+    server.hub = state
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    state.env = {'HF_ENDPOINT': f'http://127.0.0.1:{server.server_port}', 'HF_HOME': str(tmp_path / 'hf'), 'HF_TOKEN': '',
+                 'HF_HUB_DISABLE_XET': '1', 'no_proxy': '127.0.0.1', 'HF_HUB_OFFLINE': '0'}
+    yield state
+    server.shutdown()
+    server.server_close()
+
+
+DATA = 'hf://datasets/org/data'
+
+
+def test_hub_with_a_dropped_connection(tmp_path: Path, hub: SimpleNamespace) -> None:
+    dropped = sorted(hub.files)[1]
+    hub.texts[300:600] = [random.Random(i).randbytes(40_000).hex() for i in range(300)]
+    pq.write_table(pa.table({'text': hub.texts[300:600]}), tmp_path / 'large.parquet', compression='none')
+    hub.files[dropped] = (tmp_path / 'large.parquet').read_bytes()
+    hub.drop.add(dropped)
+    done = run(DATA, tmp_path / 'out', '--held_out=0.1', '--workers=1', **hub.env)
+    assert done.returncode == 0, done.stderr
+    made = result(tmp_path / 'out')
+    assert {k: v for k, v in made.items() if k != 'splits'} == expected(hub.texts, 0.1)
+    assert [r for name, r in hub.gets if name == dropped] == [None, f'bytes={10 * 2 ** 20}-']  # it writes 10 MB at a time
+    assert len(hub.gets) == 4
+    assert sorted(p.name for p in (tmp_path / 'out').iterdir()) == ['meta.json', 'test.bin', 'train_00000.bin', 'val.bin']
+    meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
+    assert meta['source'] == f'{DATA}@{hub.sha}' and meta['files'] == sorted(hub.files)
+    assert run(DATA, tmp_path / 'out', '--held_out=0.1', HF_ENDPOINT='http://127.0.0.1:9').returncode == 0  # nothing left to ask
+
+
+def test_hub_takes_no_more_files_than_the_tokens_need(tmp_path: Path, hub: SimpleNamespace) -> None:
+    done = run(DATA, tmp_path / 'out', '--tokens=100K', '--held_out=0', '--workers=1', **hub.env)
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / 'out')['train_00000.bin'] == expected(hub.texts, 0)['train_00000.bin'][:200_000]
+    assert {name for name, _ in hub.gets} <= set(sorted(hub.files)[:2])  # the one used, and the one fetched beside it
+    assert json.loads((tmp_path / 'out' / 'meta.json').read_text())['files'] == sorted(hub.files)[:1]
+
+
+def test_hub_killed_and_restarted_never_fetches_a_finished_file_again(tmp_path: Path, hub: SimpleNamespace) -> None:
+    names, out = sorted(hub.files), tmp_path / 'out'
+    hub.hold = names[2]
+    process = subprocess.Popen(command(DATA, out, '--held_out=0.1', '--workers=2'), env={**os.environ, **hub.env})
+    while not (out / 'progress.json').exists() or json.loads((out / 'progress.json').read_text())['file'] < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    hub.hold, hub.sha_now = '', 'e' * 40  # the repository has moved on: the run stays with the commit it began with
+    assert run(DATA, out, '--held_out=0.1', '--workers=2', **hub.env).returncode == 0
+    assert {k: v for k, v in result(out).items() if k != 'splits'} == expected(hub.texts, 0.1)
+    assert [name for name, _ in hub.gets] == [*names, names[2]]
+
+
+def test_a_damaged_download_is_fetched_again(tmp_path: Path, hub: SimpleNamespace) -> None:
+    name = sorted(hub.files)[1]
+    good = hub.files[name]
+    hub.files[name] = good[:-9] + bytes(9)
+    assert name in refused(DATA, tmp_path / 'out', '--held_out=0.1', '--workers=1', **hub.env)
+    hub.files[name] = good
+    assert run(DATA, tmp_path / 'out', '--held_out=0.1', '--workers=1', **hub.env).returncode == 0
+    assert {k: v for k, v in result(tmp_path / 'out').items() if k != 'splits'} == expected(hub.texts, 0.1)
+
+
+@needs_llama
+def test_hub_brings_the_llama_tokenizer(tmp_path: Path, hub: SimpleNamespace, llama: prep.LlamaTokenizer) -> None:
+    at = '/hf-internal-testing/llama-tokenizer/resolve/main/tokenizer.model'
+    hub.tokenizer[at] = b'another model'
+    assert LLAMA_SAYS in refused(DATA, tmp_path / 'out', '--tokenizer=llama', **hub.env)
+    shutil.rmtree(tmp_path / 'hf')
+    hub.tokenizer[at] = Path(LLAMA).read_bytes()
+    done = run(DATA, tmp_path / 'out', '--tokenizer=llama', '--tokens=10K', '--held_out=0', '--workers=1', **hub.env)
+    assert done.returncode == 0, done.stderr
+    ids = np.frombuffer(result(tmp_path / 'out')['train_00000.bin'], '<u2').tolist()
+    assert ids == sum(([1, *llama.encode(text)] for text in hub.texts[:60]), [])[:10_000]
+
+
+def test_hub_errors_are_one_line(tmp_path: Path, hub: SimpleNamespace) -> None:
+    out = tmp_path / 'out'
+    assert 'org/none is not on http' in refused('hf://datasets/org/none', out, **hub.env)
+    assert 'org/gated is gated' in refused('hf://datasets/org/gated', out, **hub.env)
+    assert 'no such revision' in refused(DATA + '@nosuch', out, **hub.env)
+    nowhere = {**hub.env, 'HF_ENDPOINT': 'http://127.0.0.1:9'}
+    assert 'is there a network?' in refused(DATA, out, **nowhere)
+    hub.gone.add(sorted(hub.files)[1])
+    assert 'no such file' in refused(DATA, out, '--workers=1', **hub.env)
+    hub.gone.clear()
+    assert run(DATA, out, '--workers=1', **hub.env).returncode == 0
+    assert result(out)['train_00000.bin'] == expected(hub.texts, 0.005)['train_00000.bin']
