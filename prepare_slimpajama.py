@@ -315,11 +315,11 @@ def read_documents(path: str) -> Iterator[tuple[Iterable[str], float]]:
 
 def read_parquet(path: str) -> Iterator[tuple[Any, float]]:
     from pyarrow.parquet import ParquetFile
-    with ParquetFile(path, buffer_size=1 << 20) as file:  # a buffer, or pyarrow reads whole row groups
+    with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:  # or pyarrow keeps all it has read in memory
         if 'text' not in file.schema_arrow.names:
             raise Bad(f'no "text" column, only {", ".join(file.schema_arrow.names)}')
         done = 0
-        for batch in file.iter_batches(64, columns=['text']):
+        for batch in file.iter_batches(64, columns=['text'], use_threads=False):
             for text in batch.column(0).to_pylist():
                 done += 1
                 yield text, done / file.metadata.num_rows
