@@ -7,11 +7,10 @@ SlimPajama, or any text, to token shards that train.py reads.
     python prepare_slimpajama.py --input=builtin                            the Python standard library's source
     python prepare_slimpajama.py --verify --out_dir=data/slimpajama         check every shard fully
     python prepare_slimpajama.py --peek=val --out_dir=data/slimpajama       read the first documents of a split
-    python prepare_slimpajama.py --benchmark --input=FOLDER                 speed, beside SentencePiece and transformers
 
-Documents are tokenized in their order, BOS before each, and laid end to end: train_00000.bin, ..., val.bin, test.bin (little-endian
-unsigned integers) and meta.json. A killed run goes on where it was when the same command is given again; the bytes do not
-depend on kills nor on the number of workers.
+Documents are tokenized in their order, BOS before each, and laid end to end: train_00000.bin, ..., val.bin, test.bin
+(little-endian unsigned integers) and meta.json. A killed run goes on where it was when the same command is given again; the
+bytes depend neither on kills nor on the number of workers.
 """
 import argparse
 import errno
@@ -110,7 +109,8 @@ class LlamaTokenizer:
         """The ids of a text, or of a later part of one (begins=False). Word by word, most words from a cache: four times as
         fast as SentencePiece, and the same ids, since no piece of this vocabulary reaches over a word's end or a line's."""
         ids: list[int] = []
-        for word in re.findall('\n|\u2581*[^\u2581\n]+|\u2581+', '\u2581' * (begins and bool(text)) + text.replace(' ', '\u2581')):
+        text = '\u2581' * (begins and bool(text)) + text.replace(' ', '\u2581')
+        for word in re.findall('\n|\u2581*[^\u2581\n]+|\u2581+', text):
             found = self.cache.get(word)
             if found is None:
                 found = self.model.encode('\n' + word)[2:]  # less the space SentencePiece puts in front, and the line end
@@ -130,16 +130,20 @@ def make_tokenizer(name: str, model: str) -> Any:
 
 def load_tokenizer(data_dir: str) -> Any:
     """The tokenizer that made `data_dir`: encode, decode, bos, vocab_size. SystemExit if it is missing or another one."""
-    meta = read_json(os.path.join(data_dir, 'meta.json')) or {'tokenizer': 'byte', 'vocab_size': 257}
+    meta = read_meta(data_dir)
     try:
         tokenizer = make_tokenizer(meta['tokenizer'], os.path.join(data_dir, 'tokenizer.model'))
     except FileNotFoundError as error:
         fail(f'{error.filename} is missing; prepare the data again')
-    if (tokenizer.vocab_size, tokenizer.sha256) != (meta['vocab_size'], meta['tokenizer_sha256']):
-        fail(f'{data_dir}/meta.json names another {meta["tokenizer"]} tokenizer: vocabulary {meta["vocab_size"]}, SHA-256 '
-             f'{meta["tokenizer_sha256"]}, not {tokenizer.vocab_size}, {tokenizer.sha256}; prepare the data again')
+    right = meta['vocab_size'], meta.get('tokenizer_sha256')
+    if tokenizer.sha256 and right != (tokenizer.vocab_size, tokenizer.sha256):
+        fail(f'{data_dir}/meta.json names another {tokenizer.name} tokenizer: vocabulary {right[0]}, SHA-256 {right[1]}, '
+             f'not {tokenizer.vocab_size}, {tokenizer.sha256}; prepare the data again')
     return tokenizer
 
+
+def read_meta(data_dir: str) -> dict[str, Any]:
+    return read_json(os.path.join(data_dir, 'meta.json')) or fail(f'{data_dir}/meta.json is missing: nothing is prepared there')
 
 
 def read_json(path: str) -> dict[str, Any] | None:
@@ -262,11 +266,9 @@ def find_source(where: str, seed: int, downloads: str) -> Source:
         fail(f'--input={where}: no such file or folder; the Hub is {HUB}OWNER/NAME')
     if not found:
         fail(f'--input={where} holds no {", ".join(SUFFIXES)} file')
-    own = {'train': 'train', 'validation': 'val', 'valid': 'val', 'val': 'val', 'test': 'test'}
-    files = []
-    for path, size in found:
-        match = re.search(rf'(?:^|/)({"|".join(own)})(?=[/._-])', path)
-        files.append(File(path, size, own[match[1]] if match else None))
+    own = {'train': 'train', 'valid': 'val', 'val': 'val', 'validation': 'val', 'test': 'test'}
+    named = re.compile(rf'(?:^|/)({"|".join(own)})(?=[/._-])')
+    files = [File(path, size, own[match[1]] if (match := named.search(path)) else None) for path, size in found]
     if where == 'builtin' or not any(file.split == 'train' for file in files):
         files = [file._replace(split=None) for file in files]  # a folder that happens to be called test
     if seed:
@@ -408,7 +410,7 @@ def start_worker(name: str, model: str, eos: bool, child: bool) -> None:
     """Make encode_batch ready in this process."""
     global worker
     tokenizer = make_tokenizer(name, model)
-    worker = tokenizer, [tokenizer.eos] if eos else [], np.uint16 if tokenizer.vocab_size <= 2 ** 16 else np.uint32
+    worker = tokenizer, [tokenizer.eos] if eos else []
     if child:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
         in_thread(lambda: (parent_process().join(), os._exit(1)))  # a killed one leaves no workers behind
@@ -416,8 +418,8 @@ def start_worker(name: str, model: str, eos: bool, child: bool) -> None:
 
 def encode_batch(items: list[tuple[str, str, bool, bool]]) -> list[np.ndarray]:
     """The tokens of each piece."""
-    tokenizer, eos, dtype = worker
-    return [np.array([tokenizer.bos] * begins + tokenizer.encode(text, begins) + eos * ends, dtype=dtype)
+    tokenizer, eos = worker
+    return [np.array([tokenizer.bos] * begins + tokenizer.encode(text, begins) + eos * ends, dtype=np.uint32)
             for _, text, begins, ends in items]
 
 
@@ -477,7 +479,7 @@ class Writer:
             number, at = divmod(self.tokens[split], self.shard_tokens)
             name, room = (f'train_{number:05d}.bin', self.shard_tokens - at) if split == 'train' else (f'{split}.bin', len(ids))
             if name not in self.open:
-                self.open[name] = open(os.path.join(self.folder, name + '.part'), 'ab')
+                self.open[name] = open(os.path.join(self.folder, name + '.part'), 'ab')  # noqa: SIM115  open to the end
             self.open[name].write(ids[:room].astype(self.dtype).tobytes())
             self.tokens[split] += len(ids[:room])
             ids = ids[room:]
@@ -544,7 +546,7 @@ def prepare(o: argparse.Namespace, quiet: bool = False) -> None:
         if meta:
             print(f'{o.out_dir} is prepared already')
             return
-    elif left := glob(path('*.bin')):
+    elif left := glob(os.path.join(escape(o.out_dir), '*.bin')):
         fail(f'{o.out_dir} holds {os.path.basename(left[0])} but no meta.json: choose another --out_dir, or delete it')
     if o.tokenizer == 'llama' and not os.path.exists(path('tokenizer.model')):
         model = o.model or ask_hub(LLAMA[0], lambda api: api.hf_hub_download(*LLAMA))
@@ -674,10 +676,6 @@ def peek(data_dir: str, split: str) -> None:
         print(tokenizer.decode(ids[begin:min(end, begin + 200)].tolist()))
 
 
-def read_meta(data_dir: str) -> dict[str, Any]:
-    return read_json(os.path.join(data_dir, 'meta.json')) or fail(f'{data_dir}/meta.json is missing: nothing is prepared there')
-
-
 def count(text: str) -> int:
     """3.3B, 50M, 8K or a plain number."""
     match = re.fullmatch(r'(\d+(?:\.\d+)?)([KMB]?)', text)
@@ -688,7 +686,8 @@ def count(text: str) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The options, all defaults filled in. SystemExit on bad ones."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.error = fail  # one line, without the usage
     add = parser.add_argument
     add('--input', default=SLIMPAJAMA, help=f'a file or folder of {", ".join(SUFFIXES)}; {HUB}OWNER/NAME[@REVISION]; or '
@@ -740,6 +739,8 @@ def main(argv: list[str]) -> None:
         if not (o.verify or o.peek):
             with locked(o.out_dir):
                 prepare(o)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # | head has seen enough
     except OSError as error:
         fail(f'{error.filename or o.out_dir}: {error.strerror or error}; the same command goes on from here')
     except KeyboardInterrupt:
