@@ -49,6 +49,7 @@ LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347
 SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2e9}  # 20 tokens a parameter, and 1% more
 SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.txt')
 BATCH = 1 << 19  # characters a worker gets at a time; longer documents are cut
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1  # macOS has none
 SAVE_SECONDS = 1.0  # between two notes of how far the run has come: what a kill can lose
 # A space or line end after something else: no token of any of our tokenizers crosses it (BPE words of gpt2 begin there, no
 # Llama piece holds a space after a letter, nor a line end), so that both sides can be tokenized apart.
@@ -701,7 +702,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         'own (default 0.005, for builtin 0.05)')
     add('--seed', type=int, default=0, help='shuffle the order of the files (default 0: by name)')
     add('--shard_tokens', type=count, default=100_000_000, help='tokens a shard of the train split (default 100M)')
-    add('--workers', type=int, default=len(os.sched_getaffinity(0)), help='processes (default: one a core)')
+    add('--workers', type=int, default=CORES, help='processes (default: one a core)')
     add('--skip_bad', action='store_true', help='leave damaged files out, name and count them')
     add('--verify', action='store_true', help='check out_dir fully')
     add('--peek', nargs='?', const='train', choices=SPLITS, help='print the first documents of a split of out_dir')
