@@ -201,9 +201,18 @@ def test_accumulation_equals_one_large_batch(data: Path, tmp_path: Path) -> None
     assert all(torch.allclose(p, q, atol=1e-4) for p, q in zip(ps, qs, strict=True))
 
 
-def test_bfloat16_and_compiled_steps_stay_close(data: Path, tmp_path: Path) -> None:
+def test_bfloat16_steps_stay_close(data: Path, tmp_path: Path) -> None:
     plain, bf16 = (make_trainer(data, tmp_path / d, dtype=d).train_step()[0] for d in ('float32', 'bfloat16'))
     assert bf16 == pytest.approx(plain, rel=2e-2) and bf16 != plain
+
+
+@pytest.mark.slow
+def test_compiled_steps_stay_close(data: Path, tmp_path: Path) -> None:
+    """Needs a C++ compiler, and a minute."""
+    plain, compiled = (make_trainer(data, tmp_path / str(c), compile=c) for c in (False, True))
+    for _ in range(3):
+        assert compiled.train_step() == pytest.approx(plain.train_step(), rel=1e-4)
+    assert compiled.evaluate('val', 100) == pytest.approx(plain.evaluate('val', 100), rel=1e-4)
 
 
 def test_two_processes_and_checkpointing_give_one_processs_losses(data: Path, tmp_path: Path) -> None:
