@@ -137,7 +137,8 @@ def table(name: str, cfg: ReproduceConfig) -> None:
                              round(r['test_perplexity'], 4)])
         if results:
             cells = [spread([r[k] for _, r in results]) for k in ('val_perplexity', 'test_perplexity')]
-            rows.append(f'| {label} | `{options}` | {results[0][1]["parameters"]:,} | {" | ".join(cells)} | {len(results)} |')
+            cells = [label, f'`{options or "(defaults)"}`', f'{results[0][1]["parameters"]:,}', *cells, str(len(results))]
+            rows.append(f'| {" | ".join(cells)} |')
     head = ['| model | options of train.py | parameters | validation perplexity | test perplexity | seeds |',
             '|---|---|---|---|---|---|']
     os.makedirs('results', exist_ok=True)
@@ -164,12 +165,12 @@ def draw_curves(name: str, cfg: ReproduceConfig) -> None:
         train = [[(line['tokens'], line['loss']) for line in log if 'lr' in line] for log in logs]
         tokens, loss = np.mean(train, axis=0).T
         per_step = tokens[0] / next(line['step'] for line in logs[0] if 'lr' in line)
-        window = max(1, len(loss) // 30)
+        window = max(1, len(loss) // 12)
         smooth = np.convolve(loss, np.ones(window) / window, 'valid')
         axes.plot(tokens[window - 1:] / 1e6, smooth, color=f'C{n}', label=label, lw=1.5)
         val = [[(line['step'] * per_step / 1e6, line['val_loss']) for line in log if 'val_loss' in line] for log in logs]
         axes.plot(*np.mean(val, axis=0).T, 'o', color=f'C{n}', ms=4)
-    axes.set(xlabel='million tokens (bytes)', ylabel='loss, nats a token', ylim=(1.2, 2.6))
+    axes.set(xlabel='million tokens (bytes)', ylabel='loss, nats a token', ylim=(1.1, 2.4))
     axes.set_title(f'mini models, built-in corpus: training (lines), validation (points), {len(cfg.seeds)} seeds', fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend()
