@@ -381,7 +381,7 @@ def table(o: Options, ours: Numbers) -> list[list[str]]:
         best = min((v[i] for (k, m), v in source.items() if k == key[0] and v[i] == v[i]), default=None)  # nan: diverged
         text = f'{source[key][i]:.4f} ± {source[key][i + 1]:.4f}'
         return f'**{text}**' if source[key][i] == best else text
-    lines = [['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE', 'paper', 'off by (paper\'s std)']]
+    lines = [['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE', 'paper', "off by (paper's std)"]]
     size = {m: sizes_text(o, m) for m in o.models}
     for k, m in ours:
         off = '{:+.1f}, {:+.1f}'.format(*deviations(ours, (k, m))) if (k, m) in PAPER else '-'
@@ -482,7 +482,9 @@ def report(o: Options, cells: dict[tuple[str, str], dict[str, Any]]) -> None:
     lines, found = table(o, ours), findings(o, ours)
     caption = (f'Mean ± std over {o.repeats} repeats; {o.points} points, {o.steps} steps of {o.batch_size}'
                + (" (--quick: a look, not the paper's table)." if o.quick else '.'))
-    write_csv(f'{o.out_dir}/table.csv', [[entry.replace('*', '') for entry in line] for line in lines])
+    header = ['model', 'parameters', 'flops', 'kernel', 'train_rmse', 'train_std', 'test_rmse', 'test_std']
+    write_csv(f'{o.out_dir}/table.csv', [header + [f'paper_{name}' for name in header[4:]], *(
+        [m, *sizes(o, m), KERNELS[k].title, *(f'{v:.6f}' for v in ours[k, m]), *PAPER.get((k, m), [''] * 4)] for k, m in ours)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ['-' * width for width in widths])
     aligned = '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)

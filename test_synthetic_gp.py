@@ -283,9 +283,9 @@ def test_what_a_run_leaves(monkeypatch, tmp_path, capsys):
     run(monkeypatch, *ARGS, '--T_max=3', '--kernels=matern', '--precond=diag_lowrank', '--norm', f'--out_dir={tmp_path}')
     assert sorted(os.listdir(tmp_path)) == ['cells', 'figure.png', 'table.csv', 'table.md', 'test_steps.png']
     with open(tmp_path / 'table.csv') as file:
-        rows = list(csv.reader(file))
-    assert [row[0] for row in rows[1:]] == ['Plain', 'Gated', 'CEM-T1', 'CEM-T2', 'CEM-T3']
-    assert rows[-1][5] == '-'  # the paper has no T = 3
+        rows = list(csv.DictReader(file))
+    assert [row['model'] for row in rows] == ['Plain', 'Gated', 'CEM-T1', 'CEM-T2', 'CEM-T3']
+    assert [row['paper_test_rmse'] for row in rows[3:]] == ['0.2166', '']  # the paper has no T = 3
     assert '--quick' in capsys.readouterr().out
     with open(glob(f'{tmp_path}/cells/*CEM-T3*')[0]) as file:
         cell = json.load(file)
