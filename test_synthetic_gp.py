@@ -149,7 +149,8 @@ def test_switches_start_where_they_change_nothing_but_the_diagonal():
 
 
 @pytest.mark.parametrize('model, options', [('Plain', {}), ('Gated', {}), ('CEM-T1', {}), ('CEM-T4', {}),
-                                            ('CEM-T2', dict(precond='diag_lowrank', norm=True))], ids=str)
+                                            ('CEM-T2', dict(precond='diag_lowrank', norm=True)),
+                                            ('CEM-T4', dict(grad_clip=0.5))], ids=str)
 def test_batched_training_is_one_by_one_training(model, options):
     """25 steps over three epochs and a bit: all weights of three repeats, in float64 to rounding, in float32 nearly."""
     o, T = Options(**TINY | options | dict(steps=25, points=160)), gp.trained_steps(model)
@@ -197,7 +198,7 @@ def test_calibration_searches_the_plain_rows_alone(tmp_path, monkeypatch, capsys
         assert model == 'Plain'
         train, _, test, _ = PAPER[{v.title: k for k, v in KERNELS.items()}[kernel.title], model]
         factor = 2 * (kernel.lengthscale / 3) ** -1.5
-        gap = 1 if o.points == 6000 else 1.2  # elsewhere train and test cannot both fit
+        gap = 1 if o.steps == 2000 else 1.2  # elsewhere train and test cannot both fit
         return {'train': [train * factor / gap], 'test': [test * factor * gap]}
     monkeypatch.setattr(gp, 'train_cell', train_cell)
     monkeypatch.setattr(gp, 'draw', lambda *args: None)
@@ -206,7 +207,7 @@ def test_calibration_searches_the_plain_rows_alone(tmp_path, monkeypatch, capsys
         chosen = [row for row in csv.DictReader(file) if row['chosen']]
     assert [row['kernel'] for row in chosen] == list(KERNELS)
     for row in chosen:
-        assert row['points'] == '6000' and float(row['lengthscale']) == pytest.approx(3 * 2 ** (1 / 1.5), rel=0.05)
+        assert row['steps'] == '2000' and float(row['lengthscale']) == pytest.approx(3 * 2 ** (1 / 1.5), rel=0.05)
 
 
 def test_the_frozen_constants_are_the_recorded_calibrations():
@@ -226,7 +227,8 @@ def run(monkeypatch, *args: str) -> None:
 @pytest.mark.parametrize('arg, says', [
     ('--kernels=rbf,linear', 'non_stationary'), ('--models=Plain,CEM', 'CEM-T1'), ('--models=CEM-T0', 'CEM-T1'),
     ('--repeats=0', 'at least 1'), ('--steps=0', 'at least 1'), ('--T_max=0', 'at least 1'), ('--seed=-1', 'at least 0'),
-    ('--learning_rate=fast', 'a number'), ('--batch_size=7000', 'points=6000'), ('--points=1M', '30,000'),
+    ('--grad_clip=-1', 'at least 0'), ('--learning_rate=fast', 'a number'),
+    ('--batch_size=7000', 'points=4000'), ('--points=1M', '30,000'),
     ('--precond=full', 'diag_lowrank'), ('--device=tpu', 'cuda'), ('--repeat=3', 'repeats'), ('--kernels=', 'rbf')])
 def test_bad_options_are_one_clear_line(monkeypatch, arg, says):
     with pytest.raises(SystemExit) as error:
