@@ -281,6 +281,17 @@ def test_an_interrupted_run_goes_on(monkeypatch, tmp_path, capsys):
             assert a.read() == b.read()
 
 
+def test_a_cell_is_reused_only_where_its_numbers_are_the_same():
+    o, rbf = Options(), KERNELS['rbf']
+    changes = dict(repeats=6, seed=1, points=300, test_points=10, batch_size=20, steps=3, learning_rate=1e-3, weight_decay=0.1,
+                   precond='diag', norm=True, grad_clip=1.0)
+    paths = [gp.cell_path(o, rbf, 'CEM-T2'), gp.cell_path(o, rbf, 'CEM-T4'), gp.cell_path(o, KERNELS['matern'], 'CEM-T2'),
+             gp.cell_path(o, rbf._replace(lengthscale=2.0), 'CEM-T2'),
+             *(gp.cell_path(replace(o, **{name: value}), rbf, 'CEM-T2') for name, value in changes.items())]
+    assert len(set(paths)) == len(paths) == 15
+    assert gp.cell_path(replace(o, T_max=16, models=('Plain',), kernels=('rbf',)), rbf, 'CEM-T2') == paths[0]
+
+
 def test_what_a_run_leaves(monkeypatch, tmp_path, capsys):
     run(monkeypatch, *ARGS, '--T_max=3', '--kernels=matern', '--precond=diag_lowrank', '--norm', f'--out_dir={tmp_path}')
     assert sorted(os.listdir(tmp_path)) == ['cells', 'figure.png', 'table.csv', 'table.md', 'test_steps.png']
