@@ -580,6 +580,7 @@ def benchmark(o: Options) -> None:
 def main() -> None:
     given = read_options(sys.argv[1:], Options)
     o = build(Options, (QUICK if given.get('quick') else {}) | given)
+    torch.set_num_threads(1)  # on CPUs: products this small gain little from threads and, on a busy machine, wait for them
     start = time.perf_counter()
     try:
         os.makedirs(f'{o.out_dir}/cells', exist_ok=True)
