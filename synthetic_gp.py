@@ -494,7 +494,9 @@ def report(o: Options, cells: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Table and findings on the screen and in files, and the figures."""
     ours = {key: (*spread(cell['train']), *spread(cell['test'])) for key, cell in cells.items()}
     lines, found = table(o, ours), findings(o, ours)
-    caption = (f'Mean ± std over {o.repeats} repeats; {o.points} points, {o.steps} steps of {o.batch_size}'
+    switches = ''.join(f', {name}={getattr(o, name)}' for name in ('precond', 'norm', 'grad_clip')
+                       if getattr(o, name) != getattr(Options, name))
+    caption = (f'Mean ± std over {o.repeats} repeats; {o.points} points, {o.steps} steps of {o.batch_size}{switches}'
                + (" (--quick: a look, not the paper's table)." if o.quick else '.'))
     header = ['model', 'parameters', 'flops', 'kernel', 'train_rmse', 'train_std', 'test_rmse', 'test_std']
     write_csv(f'{o.out_dir}/table.csv', [header + [f'paper_{name}' for name in header[4:]], *(
