@@ -1,0 +1,603 @@
+"""
+Regression on Gaussian-process draws: the paper's table on recursion (appendix, "Study recursion on synthetic data").
+
+    python synthetic_gp.py                       the table: 6 models x 5 kernels, our numbers beside the paper's
+    python synthetic_gp.py --quick               fewer points, steps and repeats: a look, not the table
+    python synthetic_gp.py --T_max=32            deeper recursion than the paper's
+    python synthetic_gp.py --calibrate           how points, steps and lengthscales were found, on the Plain rows alone
+    python synthetic_gp.py --benchmark           the repeats of a cell in one batch against one by one
+
+A cell of the table is a model and a kernel. Its repeats (own draw, own weights) train together: every weight and every batch
+has a leading dimension R, and the sum of the R losses gives each repeat its own gradient. Finished cells are kept in
+out_dir/cells, so that an interrupted run goes on. What the script leaves: table.csv, table.md, figure.png, test_steps.png.
+
+Shapes: R repeats, N points, D = 64 model width.
+"""
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise, product
+from statistics import mean, stdev
+from typing import Any, Literal, NamedTuple
+
+import matplotlib.pyplot as plt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from configurator import build, fail, read_options
+
+INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are those of a forward pass over 200 inputs
+JITTER = 1e-6  # added to the kernel's diagonal: noise of standard deviation 0.001, far below every RMSE of the table
+QUICK = dict(repeats=2, points=2000, steps=800)
+
+# What --calibrate tries: (points, steps). It picks the pair whose Plain rows come nearest to the paper's.
+PROTOCOLS = ((4000, 2000), (4000, 4000))
+
+
+def sq_dist(a: Tensor, b: Tensor) -> Tensor:
+    """Squared distances (N, M) of a (N, inputs) and b (M, inputs)."""
+    return (a.square().sum(1)[:, None] + b.square().sum(1) - 2 * a @ b.T).clamp_(min=0)
+
+
+def rbf(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
+    """exp(-|a - b|^2 / (2 lengthscale^2))."""
+    return torch.exp(-0.5 * sq_dist(a, b) / lengthscale ** 2)
+
+
+def matern(a: Tensor, b: Tensor, lengthscale: float, nu: float = 1.5) -> Tensor:
+    """Matern's at the three nu where it needs no Bessel function; draws are the smoother the higher nu."""
+    r = (2 * nu * sq_dist(a, b)).sqrt() / lengthscale
+    return {0.5: 1, 1.5: 1 + r, 2.5: 1 + r + r ** 2 / 3}[nu] * torch.exp(-r)
+
+
+def periodic(a: Tensor, b: Tensor, lengthscale: float, period: float = 2.0) -> Tensor:
+    """prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2). A product over dimensions: with the sine of the whole
+    distance |a - b| it is not positive definite in 10 of them. 4 sin^2 is the squared chord between two points of a circle."""
+    circle = [torch.cat([(2 * math.pi / period * x).cos(), (2 * math.pi / period * x).sin()], dim=1) for x in (a, b)]
+    return rbf(*circle, lengthscale)
+
+
+def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float = 1.0) -> Tensor:
+    """(1 + |a - b|^2 / (2 alpha lengthscale^2))^-alpha, a mixture of RBFs."""
+    return (1 + sq_dist(a, b) / (2 * alpha * lengthscale ** 2)) ** -alpha
+
+
+def gibbs(a: Tensor, b: Tensor, lengthscale: float, slope: float = 0.5) -> Tensor:
+    """Gibbs's non-stationary kernel (Rasmussen and Williams 2006, Eq. 4.32) with l(x) = lengthscale exp(slope x_1):
+    (2 l(a) l(b) / (l(a)^2 + l(b)^2))^(inputs / 2) exp(-|a - b|^2 / (l(a)^2 + l(b)^2))."""
+    la, lb = lengthscale * torch.exp(slope * a[:, :1]), lengthscale * torch.exp(slope * b[:, 0])
+    scale = la ** 2 + lb ** 2  # (N, M)
+    return (2 * la * lb / scale) ** (a.shape[1] / 2) * torch.exp(-sq_dist(a, b) / scale)
+
+
+class Kernel(NamedTuple):
+    title: str
+    function: Callable[..., Tensor]  # a (N, inputs), b (M, inputs) -> (N, M), ones on the diagonal
+    lengthscale: float  # found by --calibrate
+
+
+KERNELS = {
+    'rbf': Kernel('RBF', rbf, 5.77),
+    'matern': Kernel('Matern', matern, 2.7),
+    'periodic': Kernel('Periodic', periodic, 11.6),
+    'rational_quadratic': Kernel('Rational Quadratic', rational_quadratic, 2.64),
+    'non_stationary': Kernel('Non-Stationary', gibbs, 4.85),
+}
+
+# The paper's table: train RMSE, its std, test RMSE, its std.
+PAPER = {
+    ('rbf', 'Plain'): (0.0139, 0.0022, 0.0158, 0.0024),
+    ('rbf', 'Gated'): (0.0109, 0.0014, 0.0122, 0.0015),
+    ('rbf', 'CEM-T1'): (0.0102, 0.0010, 0.0119, 0.0011),
+    ('rbf', 'CEM-T2'): (0.0074, 0.0008, 0.0092, 0.0008),
+    ('rbf', 'CEM-T4'): (0.0068, 0.0006, 0.0086, 0.0007),
+    ('rbf', 'CEM-T8'): (0.0066, 0.0008, 0.0088, 0.0012),
+    ('matern', 'Plain'): (0.2129, 0.0205, 0.2308, 0.0237),
+    ('matern', 'Gated'): (0.1903, 0.0205, 0.2162, 0.0253),
+    ('matern', 'CEM-T1'): (0.1836, 0.0199, 0.2194, 0.0267),
+    ('matern', 'CEM-T2'): (0.1623, 0.0170, 0.2166, 0.0274),
+    ('matern', 'CEM-T4'): (0.1742, 0.0206, 0.2168, 0.0271),
+    ('matern', 'CEM-T8'): (0.1676, 0.0174, 0.2161, 0.0248),
+    ('periodic', 'Plain'): (0.0557, 0.0056, 0.0614, 0.0058),
+    ('periodic', 'Gated'): (0.0386, 0.0036, 0.0445, 0.0043),
+    ('periodic', 'CEM-T1'): (0.0352, 0.0036, 0.0421, 0.0044),
+    ('periodic', 'CEM-T2'): (0.0240, 0.0022, 0.0342, 0.0033),
+    ('periodic', 'CEM-T4'): (0.0238, 0.0029, 0.0340, 0.0042),
+    ('periodic', 'CEM-T8'): (0.0242, 0.0037, 0.0344, 0.0053),
+    ('rational_quadratic', 'Plain'): (0.0791, 0.0109, 0.0885, 0.0108),
+    ('rational_quadratic', 'Gated'): (0.0599, 0.0070, 0.0715, 0.0075),
+    ('rational_quadratic', 'CEM-T1'): (0.0578, 0.0072, 0.0709, 0.0082),
+    ('rational_quadratic', 'CEM-T2'): (0.0409, 0.0039, 0.0596, 0.0068),
+    ('rational_quadratic', 'CEM-T4'): (0.0417, 0.0033, 0.0606, 0.0067),
+    ('rational_quadratic', 'CEM-T8'): (0.0406, 0.0035, 0.0606, 0.0060),
+    ('non_stationary', 'Plain'): (0.0385, 0.0052, 0.0426, 0.0062),
+    ('non_stationary', 'Gated'): (0.0315, 0.0030, 0.0358, 0.0039),
+    ('non_stationary', 'CEM-T1'): (0.0305, 0.0044, 0.0356, 0.0051),
+    ('non_stationary', 'CEM-T2'): (0.0257, 0.0027, 0.0330, 0.0042),
+    ('non_stationary', 'CEM-T4'): (0.0267, 0.0030, 0.0330, 0.0043),
+    ('non_stationary', 'CEM-T8'): (0.0243, 0.0030, 0.0317, 0.0043),
+}
+PAPER_SIZES = {
+    'Plain': ('33.98K', '6.76M'),
+    'Gated': ('33.94K', '6.73M'),
+    'CEM-T1': ('22.66K', '6.73M'),
+    'CEM-T2': ('22.66K', '11.08M'),
+    'CEM-T4': ('22.66K', '19.79M'),
+    'CEM-T8': ('22.66K', '37.20M'),
+}
+
+
+@dataclass
+class Options:
+    """What to run. The protocol (points to weight_decay) is one for all rows."""
+    kernels: tuple[Literal['rbf', 'matern', 'periodic', 'rational_quadratic', 'non_stationary'], ...] = tuple(KERNELS)  # rows
+    models: tuple[str, ...] | None = None  # of Plain, Gated, CEM-T1, CEM-T2, ...; default: Plain, Gated, CEM up to T_max
+    T_max: int = 8  # CEM models with T = 1, 2, 4, ... steps up to this many
+    repeats: int = 5  # R: GP draws, each with its own initial weights
+    seed: int = 0  # of all of them
+    points: int = 4000  # training points of a draw
+    test_points: int = 1000  # further points of the same draw
+    batch_size: int = 200  # points a step
+    steps: int = 2000  # of AdamW, its learning rate falling to zero along a cosine
+    learning_rate: float = 2e-3  # at the first step
+    weight_decay: float = 0.01  # AdamW's
+    precond: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P of the CEM models (Eq. 19), of rank 16
+    norm: bool = False  # an RMSNorm in front of every step of the recursion
+    grad_clip: float | None = None  # largest gradient norm of a repeat; default: no limit
+    device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
+    out_dir: str | None = None  # default: out/gp, or out/gp_quick with --quick
+    quick: bool = False  # 2 repeats, 2000 points, 800 steps, unless given
+    calibrate: bool = False  # search points, steps and lengthscales on the Plain rows; writes calibration.csv
+    benchmark: bool = False  # time the batched training against one by one
+
+    def __post_init__(self) -> None:
+        for name, least in dict(T_max=1, repeats=1, seed=0, points=1, test_points=1, batch_size=1, steps=1,
+                                learning_rate=0, weight_decay=0, grad_clip=0).items():
+            if getattr(self, name) is not None and getattr(self, name) < least:
+                raise ValueError(f'{name}={getattr(self, name)}: expected at least {least}')
+        if self.batch_size > self.points:
+            raise ValueError(f'batch_size={self.batch_size} is more than points={self.points}')
+        if self.points + self.test_points > 30_000:
+            raise ValueError(f'points={self.points}: an exact draw needs a matrix of (points + test_points)^2; at most 30,000')
+        if self.models is None:
+            powers = [2 ** i for i in range(self.T_max.bit_length())]
+            self.models = ('Plain', 'Gated', *(f'CEM-T{T}' for T in sorted({*powers, self.T_max})))
+        for model in self.models:
+            if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
+                raise ValueError(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
+        if self.calibrate and self.benchmark:
+            raise ValueError('calibrate and benchmark are two commands: give one of them')
+        if self.device == 'cuda' and not torch.cuda.is_available():
+            raise ValueError('device=cuda: this machine has no GPU that torch can use')
+        if self.device == 'auto':
+            self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        self.out_dir = self.out_dir or ('out/gp_quick' if self.quick else 'out/gp')
+
+
+def generator(o: Options, repeat: int, use: Literal['data', 'weights', 'batches']) -> torch.Generator:
+    """The random numbers of one repeat, for one use: no other repeat, model or kernel changes them."""
+    digest = hashlib.sha256(f'{o.seed} {repeat} {use}'.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], 'big'))
+
+
+class Data(NamedTuple):
+    """The points of R draws."""
+    x: Tensor  # (R, points, 10)
+    y: Tensor  # (R, points, 1)
+    x_test: Tensor  # (R, test_points, 10)
+    y_test: Tensor  # (R, test_points, 1)
+
+
+def draw(o: Options, kernel: Kernel, repeats: Iterable[int]) -> Data:
+    """Exact draws f = L z, L L^T the kernel matrix of training and test points together, uniform in [-1, 1]^10. The points
+    and z of a repeat are the same for every kernel."""
+    xs, ys = [], []
+    for repeat in repeats:
+        g, N = generator(o, repeat, 'data'), o.points + o.test_points
+        x = (2 * torch.rand(N, INPUTS, generator=g, dtype=torch.float64) - 1).to(o.device)
+        z = torch.randn(N, 1, generator=g, dtype=torch.float64).to(o.device)
+        K = kernel.function(x, x, kernel.lengthscale)
+        K.diagonal().add_(JITTER)
+        xs.append(x.float())
+        ys.append((torch.linalg.cholesky(K) @ z).float())
+    x, y = torch.stack(xs), torch.stack(ys)
+    return Data(x[:, :o.points], y[:, :o.points], x[:, o.points:], y[:, o.points:])
+
+
+def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
+    """Weights by name, each (R, out, in) or (R, 1, out) for a bias; matrices and biases start as torch.nn.Linear's do.
+    Which weights there are is what tells the models apart."""
+    linears = {'in': (D, INPUTS), 'out': (1, D)} | {
+        'Plain': {'fc': (256, D), 'proj': (D, 256)},
+        'Gated': {'gate': (170, D), 'up': (170, D), 'down': (D, 170)},
+    }.get(model, {'W': (170, D), 'V': (170, D)})
+    copies = []
+    for repeat in repeats:
+        g = generator(o, repeat, 'weights')
+        w = {'ln_gain': torch.ones(1, D), 'ln_bias': torch.zeros(1, D)}
+        for name, (n_out, n_in) in linears.items():
+            w[name] = (2 * torch.rand(n_out, n_in, generator=g) - 1) / math.sqrt(n_in)
+            if name not in ('W', 'V'):
+                w[name + '_bias'] = (2 * torch.rand(1, n_out, generator=g) - 1) / math.sqrt(n_in)
+        if 'V' in w and o.precond != 'none':
+            w['P_d'] = torch.full((1, D), D ** -0.5)
+        if 'V' in w and o.precond == 'diag_lowrank':
+            w |= {'P_U': 0.02 * torch.randn(D, 16, generator=g), 'P_V': torch.zeros(D, 16)}
+        if 'V' in w and o.norm:
+            w['rms_gain'] = torch.ones(1, D)
+        copies.append(w)
+    return {name: torch.stack([w[name] for w in copies]).to(o.device).requires_grad_() for name in copies[0]}
+
+
+def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
+    """T steps down the element-wise energy xi(u | h) = -gamma . phi(V u), gamma = W h, phi' = SiLU (Eq. 12), from u = h:
+    x <- x + P V^T (gamma * silu(V u)) (Eq. 14). h (R, N, D) -> (R, N, D)."""
+    x, gamma, W_out = h, h @ w['W'].mT, w['V']
+    if 'P_d' in w:  # P = diag(softplus(sqrt(D) d)) + U V^T + V U^T (Eq. 19), folded into the output weight
+        W_out = W_out * F.softplus(D ** 0.5 * w['P_d'])
+        if 'P_U' in w:
+            W_out = W_out + (w['V'] @ w['P_U']) @ w['P_V'].mT + (w['V'] @ w['P_V']) @ w['P_U'].mT
+    for _ in range(T):
+        u = F.rms_norm(x, (D,)) * w['rms_gain'] if 'rms_gain' in w else x
+        x = torch.baddbmm(x, gamma * F.silu(u @ w['V'].mT), W_out)  # gamma * silu is (R, N, 170)
+    return x
+
+
+def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
+    """Inputs (R, N, 10) -> predictions (R, N, 1): Linear, LayerNorm, a residual block (here is where the models differ; T
+    concerns CEM alone), Linear. The residual starts from the normed h, as in Algorithm 1."""
+    def linear(name: str, x: Tensor) -> Tensor:
+        return torch.baddbmm(w[name + '_bias'], x, w[name].mT)
+    h = torch.addcmul(w['ln_bias'], F.layer_norm(linear('in', x), (D,)), w['ln_gain'])
+    if 'fc' in w:
+        h = h + linear('proj', F.silu(linear('fc', h)))
+    elif 'gate' in w:
+        h = h + linear('down', F.silu(linear('gate', h)) * linear('up', h))
+    else:
+        h = recursion(w, h, T)
+    return linear('out', h)
+
+
+def trained_steps(model: str) -> int:
+    """T of a model's name."""
+    return int(model[5:]) if model.startswith('CEM-T') else 1
+
+
+def sizes(o: Options, model: str) -> tuple[int, int]:
+    """Parameters of one copy, and the FLOPs of a forward pass over 200 inputs as fvcore counts them: a multiply-add of a
+    matrix product is one, a norm five an element, all else nothing."""
+    w, T = init(o, model, [0]), trained_steps(model)
+    with FlopCounterMode(display=False) as counter:
+        forward(w, torch.zeros(1, ROWS, INPUTS, device=o.device), T)
+    norms = 1 + T * ('rms_gain' in w)
+    return sum(p.numel() for p in w.values()), counter.get_total_flops() // 2 + 5 * norms * ROWS * D
+
+
+def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequence[int],
+          tick: Callable[[], Any] = lambda: None) -> None:
+    """o.steps of AdamW on the weights of all repeats at once; `tick` is called after each."""
+    optimizer = torch.optim.AdamW(w.values(), lr=o.learning_rate, weight_decay=o.weight_decay, fused=True)
+    orders = [generator(o, repeat, 'batches') for repeat in repeats]
+    batches = o.points // o.batch_size
+    for step in range(o.steps):
+        if step % batches == 0:  # a new epoch, every repeat in its own order
+            order = torch.stack([torch.randperm(o.points, generator=g) for g in orders]).to(o.device)[:, :, None]
+            x, y = data.x.gather(1, order.expand(-1, -1, INPUTS)), data.y.gather(1, order)
+        batch = slice(step % batches * o.batch_size, (step % batches + 1) * o.batch_size)
+        optimizer.param_groups[0]['lr'] = o.learning_rate * 0.5 * (1 + math.cos(math.pi * step / o.steps))
+        loss = (forward(w, x[:, batch], T) - y[:, batch]).square().mean(dim=1).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        if o.grad_clip is not None:
+            norms = sum(p.grad.square().sum(dim=(1, 2)) for p in w.values()).sqrt()  # (R,): repeats do not share a limit
+            for p in w.values():
+                p.grad *= (o.grad_clip / norms).clamp(max=1)[:, None, None]
+        optimizer.step()
+        tick()
+
+
+@torch.no_grad()
+def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> list[float]:
+    """Root mean squared error of each repeat."""
+    return (forward(w, x, T) - y).square().mean(dim=(1, 2)).sqrt().tolist()
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    with open(path + '.tmp', 'wb') as file:
+        file.write(data)
+    os.replace(path + '.tmp', path)
+
+
+def cell_path(o: Options, kernel: Kernel, model: str) -> str:
+    """Where a cell is kept; the name holds a digest of all that its numbers depend on."""
+    decides = [o.repeats, o.seed, o.points, o.test_points, o.batch_size, o.steps, o.learning_rate, o.weight_decay, o.precond,
+               o.norm, o.grad_clip, kernel.lengthscale, kernel.function.__defaults__, JITTER]
+    digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
+    return f'{o.out_dir}/cells/{kernel.function.__name__}_{model}_{digest}.json'
+
+
+def load_cell(o: Options, kernel: Kernel, model: str) -> dict[str, Any] | None:
+    """A finished cell, or None."""
+    try:
+        with open(cell_path(o, kernel, model), encoding='utf-8') as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def train_cell(o: Options, kernel: Kernel, model: str, data: Data, tick: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    """Train a cell, keep and return it: train and test RMSE of each repeat and, for CEM, test RMSE after 1, 2, ... steps."""
+    w, T = init(o, model, range(o.repeats)), trained_steps(model)
+    train(o, w, T, data, range(o.repeats), tick)
+    cell = {'train': rmse(w, data.x, data.y, T), 'test': rmse(w, data.x_test, data.y_test, T)}
+    if 'V' in w:
+        cell['test_steps'] = [rmse(w, data.x_test, data.y_test, t) for t in range(1, 2 * max(T, 8) + 1)]
+    path = cell_path(o, kernel, model)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_whole(path, json.dumps(cell).encode())
+    return cell
+
+
+def run_table(o: Options) -> dict[tuple[str, str], dict[str, Any]]:
+    """All cells of the table, trained where they are not there yet, under a progress bar that counts multiply-adds."""
+    cells = {(k, m): load_cell(o, KERNELS[k], m) for k in o.kernels for m in o.models}
+    todo = {k: [m for m in o.models if cells[k, m] is None] for k in o.kernels}
+    cost = {m: 3 * o.repeats * o.batch_size / ROWS * sizes(o, m)[1] for m in o.models}  # of a step, backward pass included
+    draw_cost = o.repeats * (o.points + o.test_points) ** 3 / 3
+    total = sum(draw_cost * bool(ms) + sum(o.steps * cost[m] for m in ms) for ms in todo.values())
+    if found := sum(cell is not None for cell in cells.values()):
+        print(f'{found} of {len(cells)} cells found in {o.out_dir}/cells', file=sys.stderr)
+    with tqdm(total=total, smoothing=0, bar_format='{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left') as bar:
+        for k, models in todo.items():
+            if models:
+                bar.set_description_str(f'{k}, drawing'.ljust(26))
+                data = draw(o, KERNELS[k], range(o.repeats))
+                bar.update(draw_cost)
+            for m in models:
+                bar.set_description_str(f'{k}, {m}'.ljust(26))
+                cells[k, m] = train_cell(o, KERNELS[k], m, data, lambda m=m: bar.update(cost[m]))
+    return cells
+
+
+Numbers = dict[tuple[str, str], tuple[float, float, float, float]]  # (kernel, model): as in PAPER
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation over repeats."""
+    return mean(values), stdev(values) if len(values) > 1 else 0.0
+
+
+def deviations(ours: Numbers, key: tuple[str, str]) -> tuple[float, float]:
+    """How far our train and test RMSE lie from the paper's, in the paper's standard deviations."""
+    return tuple((ours[key][i] - PAPER[key][i]) / PAPER[key][i + 1] for i in (0, 2))
+
+
+def table(o: Options, ours: Numbers) -> list[list[str]]:
+    """The lines of the table, header first; in ours and in the paper's columns a kernel's best is **bold**."""
+    def number(source: Numbers, key: tuple[str, str], i: int) -> str:
+        if key not in source:
+            return '-'
+        best = min((v[i] for (k, m), v in source.items() if k == key[0] and v[i] == v[i]), default=None)  # nan: diverged
+        text = f'{source[key][i]:.4f} ± {source[key][i + 1]:.4f}'
+        return f'**{text}**' if source[key][i] == best else text
+    lines = [['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE', 'paper', "off by (paper's std)"]]
+    size = {m: sizes_text(o, m) for m in o.models}
+    for k, m in ours:
+        off = '{:+.1f}, {:+.1f}'.format(*deviations(ours, (k, m))) if (k, m) in PAPER else '-'
+        lines.append([m, *size[m], KERNELS[k].title, number(ours, (k, m), 0), number(PAPER, (k, m), 0),
+                      number(ours, (k, m), 2), number(PAPER, (k, m), 2), off])
+    return lines
+
+
+def sizes_text(o: Options, model: str) -> tuple[str, str]:
+    """Parameters and FLOPs as the paper prints them."""
+    parameters, flops = sizes(o, model)
+    return f'{parameters / 1e3:.2f}K', f'{flops / 1e6:.2f}M'
+
+
+def findings(o: Options, ours: Numbers) -> list[str]:
+    """What the paper reads off its table, in ours and in the paper's numbers, and how near our rows land."""
+    same = [a == b for m in PAPER_SIZES if m in o.models for a, b in zip(sizes_text(o, m), PAPER_SIZES[m], strict=True)]
+    lines = [f'Parameters and FLOPs as printed in the paper: {sum(same)} of {len(same)}.']
+    cem = ('CEM-T1', 'CEM-T2', 'CEM-T4', 'CEM-T8')
+
+    def falls(row: dict[str, tuple[float, ...]], i: int) -> bool:
+        return all(row[a][i] > row[b][i] for a, b in pairwise(cem))
+
+    for claim, models, holds in (
+            ('CEM-T1 at or below Gated in train RMSE', ('Gated', 'CEM-T1'), lambda row: row['CEM-T1'][0] <= row['Gated'][0]),
+            ('CEM-T2 below CEM-T1 in train RMSE', cem[:2], lambda row: row['CEM-T2'][0] < row['CEM-T1'][0]),
+            ('Train RMSE not monotone over T = 1, 2, 4, 8', cem, lambda row: not falls(row, 0)),
+            ('Test RMSE not monotone over T = 1, 2, 4, 8', cem, lambda row: not falls(row, 2)),
+            ('Best test RMSE not at Plain', tuple(PAPER_SIZES), lambda row: row['Plain'][2] > min(v[2] for v in row.values()))):
+        if kernels := [k for k in o.kernels if all((k, m) in ours for m in models)]:
+            yes, paper = ([k for k in kernels if holds({m: source[k, m] for m in models})] for source in (ours, PAPER))
+            but = ', '.join(KERNELS[k].title for k in kernels if k not in yes)
+            lines.append(f'{claim}: {len(yes)} of {len(kernels)} kernels{f" (not {but})" if but else ""}; paper {len(paper)}.')
+    if kernels := [k for k in o.kernels if (k, 'CEM-T1') in ours and (k, 'CEM-T2') in ours]:
+        gains = ([1 - source[k, 'CEM-T2'][0] / source[k, 'CEM-T1'][0] for k in kernels] for source in (ours, PAPER))
+        lines.append('Train RMSE saved by the second step: ' + ', '.join(
+            f'{KERNELS[k].title} {a:.0%} (paper {b:.0%})' for k, a, b in zip(kernels, *gains, strict=True)) + '.')
+    for what, plain in (('The calibrated rows (Plain)', True), ('The other rows', False)):
+        rows = [(k, m) for k, m in ours if (k, m) in PAPER and (m == 'Plain') == plain]
+        one, two = ([key for key in rows if all(abs(off) <= z for off in deviations(ours, key))] for z in (1, 2))
+        far = ', '.join(f'{KERNELS[k].title} {m}' for k, m in rows if (k, m) not in two)
+        lines.append(f"{what}, train and test RMSE both within one of the paper's std: {len(one)} of {len(rows)}; within two: "
+                     f'{len(two)}{f" (not {far})" if far else ""}.')
+    return lines
+
+
+def draw_figures(o: Options, ours: Numbers, cells: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """figure.png: RMSE against T for each kernel. test_steps.png: test RMSE against the steps taken at test time."""
+    def panels(rows: int, xlabel: str) -> tuple[plt.Figure, Any]:
+        fig, axes = plt.subplots(rows, len(o.kernels), figsize=(3.2 * len(o.kernels), 0.8 + 2.5 * rows), squeeze=False)
+        for ax, k in zip(axes[0], o.kernels, strict=True):
+            ax.set_title(KERNELS[k].title)
+        for ax in axes.flat:
+            ax.set_xscale('log', base=2)
+            ax.xaxis.set_major_formatter(lambda T, _: f'{T:g}')
+            ax.set_xlabel(xlabel if ax in axes[-1] else '')
+            ax.grid(alpha=0.3)
+        return fig, axes
+
+    def save(fig: plt.Figure, axes: Any, name: str) -> None:
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        fig.legend(handles, labels, loc='lower center', ncol=len(labels), frameon=False)
+        fig.tight_layout(rect=(0, 0.3 / fig.get_figheight(), 1, 1))
+        image = io.BytesIO()
+        fig.savefig(image, format='png', dpi=130)
+        plt.close(fig)
+        write_whole(f'{o.out_dir}/{name}', image.getvalue())
+
+    cem = [m for m in o.models if m.startswith('CEM')]
+    fig, axes = panels(2, 'T, steps of the recursion')
+    for (row, i, what), (column, k) in product(((0, 0, 'train'), (1, 2, 'test')), enumerate(o.kernels)):
+        ax = axes[row, column]
+        for source, who, line in ((ours, 'ours', '-'), (PAPER, 'paper', ':')):
+            for m, colour in (('Plain', 'tab:gray'), ('Gated', 'tab:green')):
+                if (k, m) in source and m in o.models:
+                    ax.axhline(source[k, m][i], color=colour, ls=line, label=f'{m}, {who}')
+            beside = 1 if who == 'ours' else 1.07  # so that error bars do not hide each other
+            points = [(trained_steps(m) * beside, *source[k, m][i:i + 2]) for m in cem if (k, m) in source]
+            if points:
+                ax.errorbar(*zip(*points, strict=True), color='tab:blue', ls=line, marker='o', capsize=3,
+                            mfc='tab:blue' if who == 'ours' else 'white', label=f'CEM, {who}')
+        ax.set_ylabel(f'{what} RMSE' if column == 0 else '')
+    save(fig, axes, 'figure.png')
+
+    fig, axes = panels(1, 'steps at test time')
+    for ax, k in zip(axes[0], o.kernels, strict=True):
+        for m, colour in zip(cem, plt.cm.viridis(torch.linspace(0, 0.9, len(cem)).numpy()), strict=True):
+            curve, T = [mean(values) for values in cells[k, m]['test_steps']], trained_steps(m)
+            ax.plot(range(1, len(curve) + 1), curve, color=colour, label=f'trained with T = {T}')
+            ax.plot(T, curve[T - 1], 'o', color=colour)
+        ax.set_yscale('log')
+        ax.set_ylim(top=2)  # the draws have variance 1: beyond, nothing is left to see
+    axes[0, 0].set_ylabel('test RMSE')
+    if cem:
+        save(fig, axes, 'test_steps.png')
+
+
+def report(o: Options, cells: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Table and findings on the screen and in files, and the figures."""
+    ours = {key: (*spread(cell['train']), *spread(cell['test'])) for key, cell in cells.items()}
+    lines, found = table(o, ours), findings(o, ours)
+    switches = ''.join(f', {name}={getattr(o, name)}' for name in ('precond', 'norm', 'grad_clip')
+                       if getattr(o, name) != getattr(Options, name))
+    caption = (f'Mean ± std over {o.repeats} repeats; {o.points} points, {o.steps} steps of {o.batch_size}{switches}'
+               + (" (--quick: a look, not the paper's table)." if o.quick else '.'))
+    header = ['model', 'parameters', 'flops', 'kernel', 'train_rmse', 'train_std', 'test_rmse', 'test_std']
+    write_csv(f'{o.out_dir}/table.csv', [header + [f'paper_{name}' for name in header[4:]], *(
+        [m, *sizes(o, m), KERNELS[k].title, *(f'{v:.6f}' for v in ours[k, m]), *PAPER.get((k, m), [''] * 4)] for k, m in ours)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ['-' * width for width in widths])
+    aligned = '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
+    markdown = '\n\n'.join([caption, aligned, '\n'.join(f'- {line}' for line in found)]) + '\n'
+    write_whole(f'{o.out_dir}/table.md', markdown.encode())
+    draw_figures(o, ours, cells)
+    if sys.stdout.isatty():
+        aligned = re.sub(r'\*\*(.+?)\*\*', '\033[1m\\1\033[0m    ', aligned)
+    print(caption, aligned, *found, f'Written to {o.out_dir}: table.csv, table.md and the figures.', sep='\n')
+
+
+def write_csv(path: str, lines: Iterable[Sequence[Any]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator='\n').writerows(lines)
+    write_whole(path, text.getvalue().encode())
+
+
+def search_lengthscale(o: Options, k: str) -> list[dict[str, Any]]:
+    """Plain rows of kernel k at up to five lengthscales, each nearer to the paper's: RMSE is nearly a power of the lengthscale,
+    so this is a secant in logarithms. It starts from 4, and from a power of -2."""
+    key, trials, log_l, slope, before = (k, 'Plain'), [], math.log(4.0), -2.0, None
+    while len(trials) < 5 and not (trials and trials[-1]['worst'] < 0.2):
+        kernel = KERNELS[k]._replace(lengthscale=float(f'{math.exp(log_l):.3g}'))
+        if kernel.lengthscale in [trial['lengthscale'] for trial in trials]:
+            break
+        cell = load_cell(o, kernel, 'Plain') or train_cell(o, kernel, 'Plain', draw(o, kernel, range(o.repeats)))
+        row = (*spread(cell['train']), *spread(cell['test']))
+        off = deviations({key: row}, key)
+        trials.append(dict(points=o.points, steps=o.steps, kernel=k, lengthscale=kernel.lengthscale, train=row[0], test=row[2],
+                           train_off=off[0], test_off=off[1], worst=max(map(abs, off))))
+        error = 0.5 * math.log(row[0] * row[2] / (PAPER[key][0] * PAPER[key][2]))
+        if before and abs(log_l - before[0]) > 0.02:  # any closer, the slope would be noise
+            slope = min(-0.5, (error - before[1]) / (log_l - before[0]))
+        before = log_l, error
+        log_l -= max(-0.7, min(0.7, error / slope))
+    return trials
+
+
+def calibrate(o: Options) -> None:
+    """Try the protocols, each with the best lengthscale a kernel, on Plain alone; choose the one whose worst kernel lies
+    nearest to the paper, in its std. KERNELS and the defaults of Options hold the choice, calibration.csv all trials."""
+    trials = {p: [search_lengthscale(replace(o, points=p[0], steps=p[1]), k) for k in tqdm(o.kernels, desc=f'{p[0]}, {p[1]}')]
+              for p in PROTOCOLS}
+    best = {p: [min(of_kernel, key=lambda t: t['worst']) for of_kernel in trials[p]] for p in PROTOCOLS}
+    chosen = min(PROTOCOLS, key=lambda p: max(t['worst'] for t in best[p]))
+    rows = [t | {'chosen': 'yes' if p == chosen and t in best[p] else ''} for p in PROTOCOLS for t in chain(*trials[p])]
+    write_csv(f'{o.out_dir}/calibration.csv',
+              [rows[0].keys(), *([f'{v:.4f}' if i in range(4, 9) else v for i, v in enumerate(t.values())] for t in rows)])
+    for p in PROTOCOLS:
+        print(f'{p[0]} points, {p[1]} steps{": chosen" if p == chosen else ""}')
+        for t in best[p]:
+            print(f"  {t['kernel']:18} lengthscale {t['lengthscale']:<5g} train {t['train']:.4f}, test {t['test']:.4f}; off by "
+                  f"{t['train_off']:+.2f}, {t['test_off']:+.2f} of the paper's std")
+    print(f'All trials: {o.out_dir}/calibration.csv')
+
+
+def benchmark(o: Options) -> None:
+    """Time 100 steps of each model: all repeats in one batch, then one after the other."""
+    o = replace(o, steps=100)
+    data = Data(*(torch.randn(o.repeats, n, d, device=o.device) for n in (o.points, o.test_points) for d in (INPUTS, 1)))
+
+    def seconds(model: str, groups: list[list[int]]) -> float:
+        start = time.perf_counter()
+        for group in groups:
+            w = init(o, model, group)
+            train(o, w, trained_steps(model), Data(*(part[group] for part in data)), group)
+            w['out'].sum().item()  # waits for the device
+        return time.perf_counter() - start
+
+    total = [0.0, 0.0]
+    for model in o.models:
+        seconds(model, [[0]])  # warm-up
+        times = seconds(model, [list(range(o.repeats))]), seconds(model, [[r] for r in range(o.repeats)])
+        total = [a + b for a, b in zip(total, times, strict=True)]
+        print(f'{model:6} one by one {times[1]:5.2f} s, in one batch {times[0]:5.2f} s: {times[1] / times[0]:.2f} x faster')
+    print(f'all    one by one {total[1]:5.2f} s, in one batch {total[0]:5.2f} s: {total[1] / total[0]:.2f} x faster')
+
+
+def main() -> None:
+    given = read_options(sys.argv[1:], Options)
+    o = build(Options, (QUICK if given.get('quick') else {}) | given)
+    torch.set_num_threads(1)  # on CPUs: products this small gain little from threads and, on a busy machine, wait for them
+    start = time.perf_counter()
+    try:
+        os.makedirs(f'{o.out_dir}/cells', exist_ok=True)
+        if o.benchmark:
+            benchmark(o)
+        elif o.calibrate:
+            calibrate(o)
+        else:
+            report(o, run_table(o))
+    except OSError as error:
+        fail(f'{error.filename}: {error.strerror}')
+    except KeyboardInterrupt:
+        fail(f'interrupted; finished cells are in {o.out_dir}/cells and the same command goes on from there')
+    print(f'{time.perf_counter() - start:.0f} s on {o.device}')
+
+
+if __name__ == '__main__':
+    main()
