@@ -152,7 +152,7 @@ class Options:
     steps: int = 2000  # of AdamW, its learning rate falling to zero along a cosine
     learning_rate: float = 2e-3  # at the first step
     weight_decay: float = 0.01  # AdamW's
-    precond: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P of the CEM models (Eq. 19), of rank 16
+    precond: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P of the CEM models (Eq. 13), of rank 16
     norm: bool = False  # an RMSNorm in front of every step of the recursion
     grad_clip: float | None = None  # largest gradient norm of a repeat; default: no limit
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
@@ -241,10 +241,10 @@ def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
 
 
 def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
-    """T steps down the element-wise energy xi(u | h) = -gamma . phi(V u), gamma = W h, phi' = SiLU (Eq. 12), from u = h:
-    x <- x + P V^T (gamma * silu(V u)) (Eq. 14). h (R, N, D) -> (R, N, D)."""
+    """T steps down the element-wise energy xi(u | h) = -gamma . phi(V u), gamma = W h, phi' = SiLU (Eq. 7), from u = h:
+    x <- x + P V^T (gamma * silu(V u)) (Eq. 15). h (R, N, D) -> (R, N, D)."""
     x, gamma, W_out = h, h @ w['W'].mT, w['V']
-    if 'P_d' in w:  # P = diag(softplus(sqrt(D) d)) + U V^T + V U^T (Eq. 19), folded into the output weight
+    if 'P_d' in w:  # P = diag(softplus(sqrt(D) d)) + U V^T + V U^T (Eq. 13), folded into the output weight
         W_out = W_out * F.softplus(D ** 0.5 * w['P_d'])
         if 'P_U' in w:
             W_out = W_out + (w['V'] @ w['P_U']) @ w['P_V'].mT + (w['V'] @ w['P_V']) @ w['P_U'].mT
