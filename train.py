@@ -103,6 +103,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """`values` summed over all processes."""
         if self.size > 1:
+            values = values.to(self.device)
             dist.all_reduce(values)
         return values
 
@@ -457,7 +458,7 @@ class Trainer:
             with self.autocast:
                 total += float(self.compiled(x.to(world.device), y.to(world.device))[1]) * len(x)
         self.model.train()
-        return float(world.sum(total.to(world.device)) / len(pieces))
+        return float(world.sum(total)) / len(pieces)
 
     def watch(self, loss: float, norm: float) -> None:
         """Log spikes of the loss, count steps skipped for their numbers, give up after max_skipped of those in a row."""
@@ -515,7 +516,7 @@ class Trainer:
             minutes = (time.monotonic() - begin) / 60
             reason = signals.received or (self.step == cfg.stop_step and 'stop_step') or (
                 cfg.max_minutes is not None and minutes >= cfg.max_minutes and 'max_minutes') or ''
-            stop = float(world.sum(torch.tensor(float(bool(reason)), device=world.device))) > 0
+            stop = float(world.sum(torch.tensor(float(bool(reason))))) > 0
             if self.step % cfg.checkpoint_interval == 0 or self.step == self.steps or stop:
                 self.checkpoint()
             if stop and self.step < self.steps:
