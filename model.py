@@ -120,7 +120,9 @@ class ModelConfig:
     def llama(self) -> 'ModelConfig':
         """The Llama counterpart, whose parameter count sets the token budget."""
         names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
-        return ModelConfig(**{n: getattr(self, n) for n in names}, attn='llama', mlp='llama', attn_steps=1, mlp_steps=1)
+        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'  # rope needs an even head width
+        return ModelConfig(**{n: getattr(self, n) for n in names}, positions=positions, attn='llama', mlp='llama',
+                           attn_steps=1, mlp_steps=1)
 
 
 class RMSNorm(nn.Module):

@@ -364,7 +364,7 @@ class Trainer:
             [{'params': matrices, 'weight_decay': cfg.weight_decay}, {'params': rest, 'weight_decay': 0.0}],
             betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=world.device.type in ('cpu', 'cuda'))
         on_gpu = world.device.type == 'cuda'
-        bf16 = cfg.dtype == 'bfloat16' or (cfg.dtype == 'auto' and on_gpu and torch.cuda.is_bf16_supported())
+        bf16 = cfg.dtype == 'bfloat16' or (cfg.dtype == 'auto' and on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
         self.step, self.best, self.recent, self.skipped, self.in_a_row = 0, math.inf, [], 0, 0
@@ -392,6 +392,8 @@ class Trainer:
             fail(f'data={self.cfg.data} is not what the run in {self.cfg.out_dir} was trained on: {different}')
         self.model.load_state_dict(state['model'])
         self.optimizer.load_state_dict(state['optimizer'])
+        for group, weight_decay in zip(self.optimizer.param_groups, (self.cfg.weight_decay, 0.0), strict=True):
+            group.update(betas=(self.cfg.beta1, self.cfg.beta2), eps=self.cfg.adam_eps, weight_decay=weight_decay)
         self.step, self.best, self.recent, self.skipped = (state[k] for k in ('step', 'best', 'recent', 'skipped'))
         if self.world.rank == 0:
             print(f'Resuming {self.cfg.out_dir} after step {self.step}', flush=True)
@@ -514,7 +516,7 @@ class Trainer:
                     self.best = val_loss
                     self.checkpoint(best=True)
             minutes = (time.monotonic() - begin) / 60
-            reason = signals.received or (self.step == cfg.stop_step and 'stop_step') or (
+            reason = signals.received or (self.step >= (cfg.stop_step or math.inf) and 'stop_step') or (
                 cfg.max_minutes is not None and minutes >= cfg.max_minutes and 'max_minutes') or ''
             stop = float(world.sum(torch.tensor(float(bool(reason))))) > 0
             if self.step % cfg.checkpoint_interval == 0 or self.step == self.steps or stop:
@@ -622,7 +624,7 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:  # what gloo and NCCL raise when another process is gone
         if world.size == 1:
             raise
-        fail(f'process {world.rank} of {world.size} lost the others: {str(error).splitlines()[0]}; once all can run again, go '
+        fail(f'process {world.rank} of {world.size} failed or lost the others: {str(error).splitlines()[0]}; once all can run again, go '
              f'on with --init_from=resume --out_dir={cfg.out_dir}', everywhere=True)
     if world.size > 1:
         dist.barrier()  # leave together: rank 0 was still writing
