@@ -364,7 +364,8 @@ class Trainer:
             [{'params': matrices, 'weight_decay': cfg.weight_decay}, {'params': rest, 'weight_decay': 0.0}],
             betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=world.device.type in ('cpu', 'cuda'))
         on_gpu = world.device.type == 'cuda'
-        bf16 = cfg.dtype == 'bfloat16' or (cfg.dtype == 'auto' and on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
+        bf16 = cfg.dtype == 'bfloat16' or (
+            cfg.dtype == 'auto' and on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
         self.step, self.best, self.recent, self.skipped, self.in_a_row = 0, math.inf, [], 0, 0
@@ -624,8 +625,8 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:  # what gloo and NCCL raise when another process is gone
         if world.size == 1:
             raise
-        fail(f'process {world.rank} of {world.size} failed or lost the others: {str(error).splitlines()[0]}; once all can run again, go '
-             f'on with --init_from=resume --out_dir={cfg.out_dir}', everywhere=True)
+        fail(f'process {world.rank} of {world.size} failed or lost the others: {str(error).splitlines()[0]}; once all can run '
+             f'again, go on with --init_from=resume --out_dir={cfg.out_dir}', everywhere=True)
     if world.size > 1:
         dist.barrier()  # leave together: rank 0 was still writing
         dist.destroy_process_group()
