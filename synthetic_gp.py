@@ -36,6 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from configurator import build, fail, read_options
+from prepare_slimpajama import write_whole
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are those of a forward pass over 200 inputs
 JITTER = 1e-6  # added to the kernel's diagonal: noise of standard deviation 0.001, far below every RMSE of the table
@@ -311,13 +312,6 @@ def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequenc
 def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> list[float]:
     """Root mean squared error of each repeat."""
     return (forward(w, x, T) - y).square().mean(dim=(1, 2)).sqrt().tolist()
-
-
-def write_whole(path: str, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    with open(path + '.tmp', 'wb') as file:
-        file.write(data)
-    os.replace(path + '.tmp', path)
 
 
 def cell_path(o: Options, kernel: Kernel, model: str) -> str:
