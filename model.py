@@ -28,8 +28,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 # The paper's Table 1 (vocabulary 32,000). 256m is ours: the paper names it and gives no shape, only that its CEM model has
-# two layers more. mini is for a laptop.
+# two layers more. mini is for a laptop; nano and micro are reproduce.py's, for hundreds of runs on one.
 SIZES: dict[str, dict[str, int]] = {
+    'nano': dict(d_model=32, n_layer=2, n_head=8, d_mlp=86),
+    'micro': dict(d_model=48, n_layer=2, n_head=8, d_mlp=128),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
     '86m': dict(d_model=672, n_layer=8, n_head=8, d_mlp=1792),
     '108m': dict(d_model=672, n_layer=12, n_head=12, d_mlp=1792),
@@ -42,7 +44,7 @@ SIZES: dict[str, dict[str, int]] = {
 @dataclass
 class ModelConfig:
     """The architecture. None means: what the comment says, resolved on construction."""
-    size: Literal['mini', '86m', '108m', '134m', '162m', '256m'] = 'mini'  # preset for the next four
+    size: Literal['nano', 'micro', 'mini', '86m', '108m', '134m', '162m', '256m'] = 'mini'  # preset for the next four
     d_model: int | None = None  # D_h; default: the size's
     n_layer: int | None = None  # default: the size's
     n_head: int | None = None  # K; default: the size's

@@ -368,7 +368,7 @@ class Trainer:
             cfg.dtype == 'auto' and on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
-        self.step, self.best, self.recent, self.skipped, self.in_a_row = 0, math.inf, [], 0, 0
+        self.step, self.best, self.recent, self.skipped, self.in_a_row, self.val_loss = 0, math.inf, [], 0, 0, None
         if cfg.init_from == 'resume':
             self.resume()
         if world.rank == 0:
@@ -510,11 +510,11 @@ class Trainer:
                             skipped=self.skipped)
                 spent, since = 0.0, self.step
             if self.step % cfg.eval_interval == 0 or self.step == self.steps:
-                val_loss = self.evaluate('val', cfg.eval_tokens)
-                self.report(f'step {self.step:>6,}: validation loss {val_loss:.4f}, perplexity {perplexity(val_loss):.3f}',
-                            val_loss=val_loss)
-                if val_loss < self.best:
-                    self.best = val_loss
+                self.val_loss = self.evaluate('val', cfg.eval_tokens)
+                self.report(f'step {self.step:>6,}: validation loss {self.val_loss:.4f}, perplexity '
+                            f'{perplexity(self.val_loss):.3f}', val_loss=self.val_loss)
+                if self.val_loss < self.best:
+                    self.best = self.val_loss
                     self.checkpoint(best=True)
             minutes = (time.monotonic() - begin) / 60
             reason = signals.received or (self.step >= (cfg.stop_step or math.inf) and 'stop_step') or (
@@ -532,7 +532,9 @@ class Trainer:
 
     def finish(self, seconds: float) -> None:
         """Test perplexity, result.json, a sample of text."""
-        test_loss, val_loss = self.evaluate('test', self.cfg.test_tokens), self.evaluate('val', self.cfg.eval_tokens)
+        test_loss, val_loss = self.evaluate('test', self.cfg.test_tokens), self.val_loss
+        if val_loss is None:  # resumed after the last step
+            val_loss = self.evaluate('val', self.cfg.eval_tokens)
         if self.world.rank != 0:
             return
         write_whole(os.path.join(self.cfg.out_dir, 'result.json'), json.dumps({
