@@ -1,95 +1,152 @@
 """
-Measured answers, one command each: the runs a figure or table needs, run where missing, then drawn.
+Every figure of the paper, and a few of our own: the runs each needs, done where missing, then drawn.
 
-    python reproduce.py --list
-    python reproduce.py curves                    mini Llama and CEM on the built-in corpus: loss curves and perplexities
-    python reproduce.py choices --jobs=2          what the defaults were chosen by
+    python reproduce.py --list                               the figures, their runs, and which are finished
+    python reproduce.py fig_attn                             one figure; all: every figure, then the table of claims
+    python reproduce.py claims                               the paper's claims answered from the runs that are finished
+    python reproduce.py all --scale=paper                    the plan: torchrun commands, tokens, GPU-hours, disk; --run does it
 
-A run is train.py with the options in the table, in out/reproduce/<its options>: finished ones are not done again, cut-off
-ones go on. Results are written to results/: a Markdown table, a CSV, and for curves a PNG.
+A run is train.py with the options in the tables below, in out/reproduce/: runs are shared among figures, finished ones are
+not done again, cut-off ones go on. What a figure gives goes to results/<scale>/: a PNG, a CSV and a Markdown table.
 """
 import csv
 import io
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.interpolate import Akima1DInterpolator
+from scipy.stats import t as student
 
 from configurator import build, fail, read_options
-from prepare_slimpajama import prepare_builtin, write_whole
+from model import MLP, Attention, ModelConfig, Transformer, positions
+from prepare_slimpajama import ByteTokenizer, prepare_builtin, write_whole
+from train import BUILTIN, Pieces, TrainConfig, last_checkpoint, perplexity
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
-LLAMA = 'config/llama.py --size=mini'
-T1 = '--attn_steps=1 --mlp_steps=1'
-ROPE = '--positions=rope --kq_diag=none'
-ATTN = '--mlp=llama --mlp_steps=1 --preconditioner=diag --tokens=3M'  # CEM attention, Llama MLP
-MLP = '--attn=llama --attn_steps=1 --preconditioner=diag --tokens=3M'  # Llama attention, CEM MLP
+LLAMA = '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1'
 
-# What each table or figure compares: label -> options of train.py.
-FIGURES: dict[str, dict[str, str]] = {
-    'curves': {
-        'Llama': LLAMA,
-        'CEM, T = 1': T1,
-        'CEM, T = 2': '',
-        'CEM, T = 1, exact RoPE': f'{T1} {ROPE} --score_scale=head',
-        'CEM, T = 2, exact RoPE': f'{ROPE} --score_scale=head',
-    },
-    'choices': {
-        'Llama, init_std 0.02': f'{LLAMA} --init_std=0.02 --tokens=3M',
-        'Llama, init_std 0.0693': f'{LLAMA} --init_std=0.0693 --tokens=3M',
-        'Llama, init_std 0.125': f'{LLAMA} --init_std=0.125 --tokens=3M',
-        'CEM T = 2, init_std 0.02': '--init_std=0.02 --tokens=3M',
-        'CEM T = 2, init_std 0.0693': '--init_std=0.0693 --tokens=3M',
-        'CEM T = 2, init_std 0.125': '--init_std=0.125 --tokens=3M',
-        **{f'attention T = {t}, {label}': f'{ATTN} --attn_steps={t} {options}'.strip() for t in (1, 2) for label, options in {
-            'Algorithm 1': '',
-            'residual raw': '--residual=raw',
-            'score_scale head': '--score_scale=head',
-            'exact RoPE, no diagonal, score_scale head': f'{ROPE} --score_scale=head',
-            'exact RoPE, no diagonal': ROPE,
-            'exact RoPE, shared diagonal': '--positions=rope',
-            'diagonal per head': '--kq_diag=per_head',
-            'diagonal from 1': '--kq_diag_init=1',
-            'no diagonal': '--kq_diag=none',
-            'no diagonal, score_scale head': '--kq_diag=none --score_scale=head',
-        }.items()},
-        **{f'MLP T = {t}, {label}': f'{MLP} --mlp_steps={t} {options}'.strip() for t in (1, 2) for label, options in {
-            'Algorithm 1': '',
-            'residual raw': '--residual=raw',
-        }.items()},
-    },
+
+def attn(T: int, P: str = 'diag', more: str = '') -> str:
+    """CEM attention of T steps with preconditioner P among Llama MLPs."""
+    return f'--attn=cem --mlp=llama --attn_steps={T} --mlp_steps=1 --preconditioner={P} {more}'.strip()
+
+
+def mlp(T: int, P: str = 'diag', more: str = '') -> str:
+    """CEM MLPs of T steps with preconditioner P among Llama attention."""
+    return f'--attn=llama --mlp=cem --attn_steps=1 --mlp_steps={T} --preconditioner={P} {more}'.strip()
+
+
+def cem(T: int = 2, more: str = '') -> str:
+    """All-CEM, the paper's full model."""
+    return f'--attn=cem --mlp=cem --attn_steps={T} --mlp_steps={T} --preconditioner=diag_lowrank {more}'.strip()
+
+
+P_NAMES = {'none': 'no preconditioner', 'diag': 'diagonal', 'diag_lowrank': 'diagonal + low rank'}
+MATCHED, ROPE = '--mlp_match=params', '--positions=rope --kq_diag=none --score_scale=head'
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where the figures are run: common options of every run by model size, the learning-rate sweep, seeds, launcher."""
+    sizes: dict[str, str]
+    rates: tuple[float, ...]
+    sweep_sizes: dict[str, str]  # further sizes of the sweep alone
+    seeds: tuple[int, ...]
+    launcher: tuple[str, ...]
+
+
+# The learning rate of a size is Llama's best of the sweep, as in the paper.
+SCALES = {
+    'mini': Scale({s: f'config/ladder.py --size={s} --learning_rate=0.016' for s in ('nano', 'micro')},
+                  (0.004, 0.008, 0.016, 0.032, 0.064), {}, (1, 2, 3), (sys.executable,)),
+    'paper': Scale({s: f'--size={s} --learning_rate=0.002' for s in ('86m', '108m', '134m', '162m')},
+                   (0.0005, 0.001, 0.002, 0.004, 0.008), {'256m': '--size=256m --learning_rate=0.002'}, (1,),
+                   ('torchrun', '--nproc_per_node=8')),
 }
+MFU, A100_FLOPS, GPUS = 0.4, 312e12, 8  # what the plan reckons with
+PAPER_GPU_HOURS = 10_000  # all of the paper's results (appendix, "Compute resources")
 
 
-@dataclass
-class ReproduceConfig:
-    """Which runs, and how."""
-    seeds: tuple[int, ...] = (1, 2)  # every run is done once a seed
-    jobs: int = 1  # runs side by side, the processor's cores shared among them
-    list: bool = False  # print the runs and whether they are finished, and do nothing
+@dataclass(frozen=True)
+class Figure:
+    """What a figure compares: group -> label -> options of train.py, at every size of the scale."""
+    title: str
+    draw: Callable[[str, list['Cell']], Any]
+    groups: dict[str, dict[str, str]]
+    sizes: dict[str, str] = field(default_factory=dict)  # instead of the scale's
 
-    def __post_init__(self) -> None:
-        if self.jobs < 1 or not self.seeds:
-            raise ValueError(f'jobs={self.jobs}, seeds={self.seeds}: expected at least one of each')
+
+class Run(NamedTuple):
+    """One bar, marker or line: at one size, trained once a seed."""
+    size: str
+    group: str
+    label: str
+    options: str
+
+
+class Cell(NamedTuple):
+    """A run and the results of its finished seeds."""
+    run: Run
+    results: list[dict[str, Any]]
+
+    @property
+    def values(self) -> list[float]:
+        return [r['test_perplexity'] for r in self.results]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+
+def canonical(options: str) -> str:
+    """The same options in one spelling: config files first, of each --key its last value."""
+    words = options.split()
+    last = {word.partition('=')[0]: word for word in words if word.startswith('--')}
+    return ' '.join([*(word for word in words if not word.startswith('--')), *last.values()])
+
+
+def runs_of(name: str, scale: Scale) -> list[Run]:
+    """The runs of a figure at a scale."""
+    figure, found = FIGURES[name], []
+    if name == 'fig_lr':
+        for size, base in {**scale.sizes, **scale.sweep_sizes}.items():
+            found += [Run(size, f'{rate:g}', label, canonical(f'{base} {options} --learning_rate={rate:g}'))
+                      for rate in scale.rates for label, options in figure.groups[''].items()]
+        return found
+    for size, base in (figure.sizes or scale.sizes).items():
+        found += [Run(size, group, label, canonical(f'{base} {options}'))
+                  for group, labels in figure.groups.items() for label, options in labels.items()]
+    return found
 
 
 def folder(options: str, seed: int) -> str:
-    """Where a run lives: the same options share one run among all figures."""
+    """Where a run lives."""
     words = [word.removeprefix('--').removeprefix('config/').removesuffix('.py') for word in options.split()]
     return os.path.join('out', 'reproduce', '_'.join([*words, f'seed={seed}']))
 
 
-def finished(out_dir: str) -> dict | None:
+def finished(out_dir: str) -> dict[str, Any] | None:
     """A run's result.json, None until it is finished."""
     try:
         with open(os.path.join(out_dir, 'result.json'), encoding='utf-8') as file:
@@ -98,106 +155,567 @@ def finished(out_dir: str) -> dict | None:
         return None
 
 
-def run(options: str, seed: int, jobs: int) -> str | None:
-    """Do or finish one run; None if it went well, else the last line it printed."""
+def cells(name: str, scale: Scale, seeds: Iterable[int]) -> list[Cell]:
+    """The finished part of a figure."""
+    found = [Cell(run, [{**r, 'seed': s, 'out_dir': out} for s in seeds if (r := finished(out := folder(run.options, s)))])
+             for run in runs_of(name, scale)]
+    return [cell for cell in found if cell.results]
+
+
+class Cost(NamedTuple):
+    parameters: int
+    tokens: float
+    flops: float  # of training
+    disk: float  # bytes: three checkpoints of weights and AdamW's two moments, float32
+
+
+@cache
+def cost(options: str) -> Cost:
+    """What a run takes, from its options alone."""
+    given = read_options(options.split(), TrainConfig, ModelConfig)
+    train = build(TrainConfig, given)
+    given.setdefault('vocab_size', ByteTokenizer.vocab_size if train.data == BUILTIN else 32_000)
+    cfg = build(ModelConfig, {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__})
+    with torch.device('meta'):
+        model, llama = Transformer(cfg), Transformer(cfg.llama())
+    tokens = train.tokens or train.tokens_per_param * llama.num_params()
+    return Cost(model.num_params(), tokens, tokens * model.flops_per_token(), 3 * 12 * model.num_params())
+
+
+def command(options: str, seed: int, scale: Scale) -> list[str]:
+    """The command line of a run."""
     out_dir = folder(options, seed)
-    command = [sys.executable, 'train.py', *options.split(), f'--seed={seed}', f'--out_dir={out_dir}', '--tensorboard=False',
-               '--sample_tokens=0']
-    if os.path.exists(os.path.join(out_dir, 'config.json')):
-        command.append('--init_from=resume')
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': threads}, check=False)
+    words = [*scale.launcher, 'train.py', *options.split(), f'--seed={seed}', f'--out_dir={out_dir}', '--tensorboard=False',
+             '--sample_tokens=0']
+    return [*words, '--init_from=resume'] if os.path.exists(os.path.join(out_dir, 'config.json')) else words
+
+
+def do_run(options: str, seed: int, scale: Scale) -> str | None:
+    """Do or finish one run, on one CPU thread, so that its numbers depend on nothing else that runs; None if it went well,
+    else the last line it printed."""
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run(command(options, seed, scale), capture_output=True, text=True, env=environment, check=False)
     return None if done.returncode == 0 else ((done.stderr or done.stdout).strip().splitlines() or ['no output'])[-1]
 
 
-def run_missing(figures: list[str], cfg: ReproduceConfig) -> None:
-    """All unfinished runs of these figures, with progress; failed ones are named and the rest go on."""
-    wanted = {folder(o, s): (o, s) for f in figures for o in FIGURES[f].values() for s in cfg.seeds}
-    missing = {out: run_ for out, run_ in wanted.items() if not finished(out)}
+def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: int) -> int:
+    """All unfinished runs of these figures, a seed after the other; returns how many failed: they are named, the rest go on."""
+    wanted = dict.fromkeys((run.options, seed) for seed in seeds for name in names for run in runs_of(name, scale))
+    missing = [run for run in wanted if not finished(folder(*run))]
     print(f'{len(wanted)} runs, {len(wanted) - len(missing)} finished', flush=True)
-    if missing and not os.path.exists('data/builtin/meta.json'):
-        prepare_builtin('data/builtin')  # once, before runs side by side would
-    start, done = time.monotonic(), 0
-    with ThreadPoolExecutor(cfg.jobs) as pool:
-        for out, error in zip(missing, pool.map(lambda r: run(*r, cfg.jobs), missing.values()), strict=True):
-            done += 1
-            left = timedelta(seconds=round((time.monotonic() - start) / done * (len(missing) - done)))
-            print(f'{done}/{len(missing)} {out}: {f"FAILED: {error}" if error else "done"} | ETA {left}', flush=True)
+    if any('ladder' in options or 'mini' in options for options, _ in missing) and not os.path.exists(f'{BUILTIN}/meta.json'):
+        prepare_builtin(BUILTIN)  # once, before runs side by side would
+    total, done, failed, start = sum(cost(options).flops for options, _ in missing), 0.0, 0, time.monotonic()
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        waiting = {pool.submit(do_run, *run, scale): run for run in missing}
+        for n, future in enumerate(as_completed(waiting), 1):
+            options, seed = waiting[future]
+            done += cost(options).flops
+            left = timedelta(seconds=round((time.monotonic() - start) * (total / done - 1)))
+            error, out_dir = future.result(), folder(options, seed)
+            failed += error is not None
+            text = f'FAILED: {error}' if error else f'test perplexity {finished(out_dir)["test_perplexity"]:.3f}'
+            print(f'{n}/{len(missing)} {out_dir}: {text} | ETA {left}', flush=True)
+    except KeyboardInterrupt:
+        pool.shutdown(cancel_futures=True)
+        fail('stopped; the same command goes on')
+    return failed
 
 
-def table(name: str, cfg: ReproduceConfig) -> None:
-    """results/<name>.md and .csv: perplexities of every finished run, mean and standard deviation over seeds."""
-    text, rows = io.StringIO(), []
-    writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(['model', 'options', 'parameters', 'tokens', 'seed', 'val_perplexity', 'test_perplexity'])
-    for label, options in FIGURES[name].items():
-        results = [(s, r) for s in cfg.seeds if (r := finished(folder(options, s)))]
-        for seed, r in results:
-            writer.writerow([label, options, r['parameters'], r['tokens'], seed, round(r['val_perplexity'], 4),
-                             round(r['test_perplexity'], 4)])
-        if results:
-            cells = [spread([r[k] for _, r in results]) for k in ('val_perplexity', 'test_perplexity')]
-            cells = [label, f'`{options or "(defaults)"}`', f'{results[0][1]["parameters"]:,}', *cells, str(len(results))]
-            rows.append(f'| {" | ".join(cells)} |')
-    head = ['| model | options of train.py | parameters | validation perplexity | test perplexity | seeds |',
-            '|---|---|---|---|---|---|']
-    os.makedirs('results', exist_ok=True)
-    write_whole(f'results/{name}.csv', text.getvalue().encode())
-    write_whole(f'results/{name}.md', '\n'.join([*head, *rows, '']).encode())
-    print('\n'.join(rows))
+# Figures: what is drawn of the cells.
+
+COLOURS = {'Llama': 'hotpink', 'CEM': 'tab:blue', 'CEM attention': 'tab:blue', 'CEM MLP': 'tab:blue',
+           'CEM MLP, parameter-matched': 'tab:orange', 'T = 1': 'tab:orange', 'T = 2': 'tab:blue',
+           P_NAMES['none']: 'tab:gray', P_NAMES['diag']: 'tab:cyan', P_NAMES['diag_lowrank']: 'tab:blue'}
+MARKERS = {'Llama': 'D', 'CEM MLP, parameter-matched': '^'}
+AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue', 'parameter-matched': 'mistyrose'}
 
 
-def spread(values: list[float]) -> str:
-    return f'{statistics.fmean(values):.3f}' + (f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else '')
+def by_size(found: list[Cell]) -> dict[str, list[Cell]]:
+    return {size: [c for c in found if c.run.size == size] for size in dict.fromkeys(c.run.size for c in found)}
 
 
-def draw_curves(name: str, cfg: ReproduceConfig) -> None:
-    """results/<name>.png: training loss (mean over seeds, smoothed) and validation loss (points) against tokens."""
+def draw_scatter(name: str, found: list[Cell]) -> plt.Figure:
+    """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the paper's 2a and 2b)."""
+    figure, axes = plt.subplots(figsize=(6, 4.2))
+    for same in by_size(found).values():
+        llama = next((c for c in same if c.run.label == 'Llama'), None)
+        for cell in same:
+            x, y = cell.results[0]['parameters'] / 1e6, cell.mean
+            if llama and cell is not llama:
+                axes.plot([llama.results[0]['parameters'] / 1e6, x], [llama.mean, y], color='lightgray', zorder=0)
+            axes.errorbar(x, y, cell.std, color=COLOURS[cell.run.label], marker=MARKERS.get(cell.run.label, 'o'), ms=8,
+                          capsize=3, ls='', label=cell.run.label)
+            axes.annotate(f'{cell.results[0]["tokens"] / 1e6:,.1f}M tokens', (x, y), (0, 9), textcoords='offset points',
+                          ha='center', fontsize=7)
+    axes.set(xlabel='parameters (millions)', ylabel='test perplexity')
+    axes.margins(0.15)
+    legend(axes)
+    return figure
+
+
+def draw_bars(name: str, found: list[Cell]) -> plt.Figure:
+    """A panel a size, a block of bars a group, a colour a label; Llama is the dashed line, as in the paper's 2c and 2d."""
+    panels = by_size(found)
+    figure, row = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), squeeze=False)
+    for axes, (size, same) in zip(row[0], panels.items(), strict=True):
+        bars = [c for c in same if c.run.label != 'Llama']
+        groups = list(dict.fromkeys(c.run.group for c in bars))
+        labels = list(dict.fromkeys(c.run.label for c in bars))
+        width = 0.8 / max(len([c for c in bars if c.run.group == g]) for g in groups)
+        for g, group in enumerate(groups):
+            mine = [c for c in bars if c.run.group == group]
+            if group in AREAS:
+                axes.axvspan(g - 0.48, g + 0.48, color=AREAS[group], alpha=0.5, zorder=0)
+            for n, cell in enumerate(mine):
+                colour = COLOURS.get(cell.run.label, f'C{labels.index(cell.run.label)}')
+                x = g + (n - (len(mine) - 1) / 2) * width
+                axes.bar(x, cell.mean, width * 0.9, yerr=cell.std, color=colour, capsize=3, label=cell.run.label)
+                axes.annotate(f'{cell.mean:.2f}', (x, cell.mean), (0, 3), textcoords='offset points', ha='center', fontsize=7)
+        everything = [v for c in same for v in c.values]
+        for cell in same:
+            if cell.run.label == 'Llama':
+                axes.axhline(cell.mean, color=COLOURS['Llama'], ls='--', label='Llama')
+        spread = max(everything) - min(everything)
+        axes.set(ylim=(min(everything) - 0.25 * spread - 1e-3, max(everything) + 0.3 * spread + 1e-3), title=size,
+                 ylabel='test perplexity')
+        axes.set_xticks(range(len(groups)), groups)
+        legend(axes, ncols=2)
+    return figure
+
+
+def draw_sweep(name: str, found: list[Cell]) -> plt.Figure:
+    """Test perplexity against learning rate, Akima's curve through the means, stars at its optima (the paper's 3a)."""
+    figure, axes = plt.subplots(figsize=(6, 4.5))
+    for n, (size, same) in enumerate(by_size(found).items()):
+        for label, colour in (('Llama', 'tab:orange'), ('CEM', 'tab:blue')):
+            points = sorted((float(c.run.group), c.mean, c.std) for c in same if c.run.label == label)
+            if len(points) < 2:
+                continue
+            rates, means, stds = zip(*points, strict=True)
+            axes.errorbar(rates, means, stds, color=colour, marker='osDv^'[n % 5], ls='', label=f'{label}, {size}')
+            fine = np.geomspace(rates[0], rates[-1], 200)
+            axes.plot(fine, Akima1DInterpolator(np.log(rates), means)(np.log(fine)), color=colour, lw=1)
+            axes.plot(*akima_optimum(rates, means), '*', color=colour, ms=14, mec='black')
+    axes.set(xscale='log', xlabel='learning rate', ylabel='test perplexity')
+    legend(axes)
+    return figure
+
+
+def draw_steps(name: str, found: list[Cell]) -> plt.Figure:
+    """Test perplexity and mean energy against the number of steps at test time; a ring at the number trained with."""
+    panels = by_size(found)
+    figure, rows = plt.subplots(len(panels), 2, figsize=(9, 3.4 * len(panels)), squeeze=False)
+    for row, (size, same) in zip(rows, panels.items(), strict=True):
+        for n, cell in enumerate(same):
+            inside = [look_inside(r['out_dir']) for r in cell.results]
+            for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
+                values = np.array([i[key] for i in inside])
+                T, mean = np.arange(1, values.shape[1] + 1), values.mean(axis=0)
+                axes.errorbar(T, mean, values.std(axis=0, ddof=1) if len(values) > 1 else None, color=f'C{n}', marker='o', ms=4,
+                              capsize=2, label=f'trained with {cell.run.label}')
+                trained = inside[0]['trained_steps']
+                axes.plot(trained, mean[trained - 1], 'o', ms=12, mfc='none', mec=f'C{n}')
+                axes.set(xlabel='T at test time', title=size)
+        row[0].set(ylabel='test perplexity', yscale='log')
+        row[1].set(ylabel='energy, summed over sublayers')
+        legend(row[0])
+    return figure
+
+
+def draw_energy(name: str, found: list[Cell]) -> plt.Figure:
+    """The energy of every sublayer along its steps, less its value at the start; the trained T is the dashed line."""
+    panels = by_size(found)
+    figure, rows = plt.subplots(len(panels), 2, figsize=(9, 3.4 * len(panels)), squeeze=False)
+    for row, (size, same) in zip(rows, panels.items(), strict=True):
+        inside = [look_inside(r['out_dir']) for r in same[0].results]
+        for axes, kind in zip(row, ('attn', 'mlp'), strict=True):
+            energies = np.mean([i[kind] for i in inside], axis=0)  # (layers, steps + 1)
+            for layer, energy in enumerate(energies):
+                axes.plot(energy - energy[0], marker='o', ms=4, label=f'layer {layer + 1}')
+            axes.axvline(inside[0]['trained_steps'], color='gray', ls='--', lw=1)
+            axes.set(xlabel='step t', ylabel='energy at step t less at 0', title=f'{size}: {"attention" if kind == "attn" else "MLP"}')
+            legend(axes)
+    return figure
+
+
+def draw_curves(name: str, found: list[Cell]) -> plt.Figure:
+    """Training loss (mean over seeds, smoothed) and validation loss (points) against tokens."""
     figure, axes = plt.subplots(figsize=(7.5, 4.5))
-    for n, (label, options) in enumerate(FIGURES[name].items()):
+    for n, cell in enumerate(found):
         logs = []
-        for seed in cfg.seeds:
-            if finished(folder(options, seed)):
-                with open(os.path.join(folder(options, seed), 'log.jsonl'), encoding='utf-8') as file:
-                    logs.append([json.loads(line) for line in file])
-        if not logs:
-            continue
-        train = [[(line['tokens'], line['loss']) for line in log if 'lr' in line] for log in logs]
-        tokens, loss = np.mean(train, axis=0).T
+        for result in cell.results:
+            with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
+                logs.append([json.loads(line) for line in file])
+        tokens, loss = np.mean([[(line['tokens'], line['loss']) for line in log if 'lr' in line] for log in logs], axis=0).T
         per_step = tokens[0] / next(line['step'] for line in logs[0] if 'lr' in line)
         window = max(1, len(loss) // 12)
         smooth = np.convolve(loss, np.ones(window) / window, 'valid')
-        axes.plot(tokens[window - 1:] / 1e6, smooth, color=f'C{n}', label=label, lw=1.5)
+        axes.plot(tokens[window - 1:] / 1e6, smooth, color=f'C{n}', label=cell.run.label, lw=1.5)
         val = [[(line['step'] * per_step / 1e6, line['val_loss']) for line in log if 'val_loss' in line] for log in logs]
         axes.plot(*np.mean(val, axis=0).T, 'o', color=f'C{n}', ms=4)
     axes.set(xlabel='million tokens (bytes)', ylabel='loss, nats a token', ylim=(1.1, 2.4))
-    axes.set_title(f'mini models, built-in corpus: training (lines), validation (points), {len(cfg.seeds)} seeds', fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend()
+    legend(axes)
+    return figure
+
+
+def legend(axes: plt.Axes, **options: Any) -> None:
+    """Each label once."""
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(handles.values(), handles.keys(), fontsize=7, **options)
+
+
+def akima_optimum(rates: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+    """Where Akima's interpolant of `values` over log(rates) (increasing) is lowest, and its value there; of equals the lowest
+    rate. At an edge of the sweep the optimum may lie beyond. ValueError below two points."""
+    if len(rates) < 2:
+        raise ValueError(f'{len(rates)} rates: a sweep needs at least two')
+    curve = Akima1DInterpolator(x := np.log(rates), values)
+    candidates = np.concatenate([x, r[(r > x[0]) & (r < x[-1])] if len(r := curve.derivative().roots(extrapolate=False)) else []])
+    candidates = np.sort(candidates[np.isfinite(candidates)])
+    best = candidates[np.argmin(np.round(curve(candidates), 12))]
+    return float(np.exp(best)), float(curve(best))
+
+
+@torch.no_grad()
+def look_inside(out_dir: str, max_steps: int = 8, pieces: int = 64) -> dict[str, Any]:
+    """A trained all-CEM model at test time, kept in its folder: perplexity and energy (mean over tokens, summed over
+    sublayers) after T = 1, ..., max_steps steps in every sublayer, and each sublayer's energy before every step where all
+    others do the steps they were trained with: attn and mlp, (layers, max_steps + 1)."""
+    path = os.path.join(out_dir, 'energies.json')
+    if os.path.exists(path):
+        with open(path, encoding='utf-8') as file:
+            return json.load(file)
+    state = last_checkpoint(out_dir) or fail(f'{out_dir}: its checkpoint is gone; remove the folder to train it again')
+    cfg = ModelConfig(**state['model_config'])
+    model = Transformer(cfg)
+    model.load_state_dict(state['model'])
+    data = Pieces(state['data_dir'], 'test', cfg.context_length)
+    x, y = data.batch(np.linspace(0, len(data), min(pieces, len(data)), endpoint=False).astype(int))
+    pos = positions(cfg, x.shape[1])
+
+    def descend(layer: Attention | MLP, x: torch.Tensor, steps: int) -> tuple[torch.Tensor, float]:
+        """A sublayer's output after `steps` steps, and the mean energy there."""
+        trained, layer.steps = layer.steps, steps
+        out, h = layer(x, pos) if isinstance(layer, Attention) else layer(x), layer.norm(x)
+        layer.steps = trained
+        return out, float(layer.energy(layer.norm(out), h).mean())
+
+    found: dict[str, Any] = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
+    for T in range(1, max_steps + 1):
+        stream, total = F.embedding(x, model.embedding), 0.0
+        for block in model.blocks:
+            for layer in (block.attn, block.mlp):
+                stream, energy = descend(layer, stream, T)
+                total += energy
+        logits = model.norm(stream) @ model.head.T
+        found['perplexity'].append(perplexity(float(F.cross_entropy(logits.flatten(0, 1), y.flatten()))))
+        found['energy'].append(total)
+    stream = F.embedding(x, model.embedding)
+    for block in model.blocks:
+        for kind in ('attn', 'mlp'):
+            layer = getattr(block, kind)
+            found[kind].append([descend(layer, stream, t)[1] for t in range(max_steps + 1)])
+            stream = descend(layer, stream, layer.steps)[0]
+    write_whole(path, json.dumps(found).encode())
+    return found
+
+
+FIGURES: dict[str, Figure] = {
+    'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {'': {'Llama': LLAMA, 'CEM attention': attn(1, 'none')}}),
+    'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {
+        '': {'Llama': LLAMA, 'CEM MLP': mlp(1, 'none'), 'CEM MLP, parameter-matched': mlp(1, 'none', MATCHED)}}),
+    'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {
+        '': {'Llama': LLAMA}, **{f'T = {T}': {P_NAMES[P]: attn(T, P) for P in P_NAMES} for T in (1, 2)},
+        'T = 3': {P_NAMES['diag']: attn(3)}}),
+    'fig_mlp_T': Figure('CEM MLP: steps and preconditioners', draw_bars, {
+        '': {'Llama': LLAMA}, **{f'T = {T}': {P_NAMES[P]: mlp(T, P) for P in P_NAMES} for T in (1, 2)},
+        'T = 3': {P_NAMES['diag']: mlp(3)}}),
+    'fig_lr': Figure('Learning rate: Llama, and all-CEM with T = 2, diagonal + low rank', draw_sweep, {
+        '': {'Llama': LLAMA, 'CEM': cem(2)}}),
+    'fig_kq_diag': Figure('The diagonal of A_k: CEM attention, T = 1, diagonal preconditioner', draw_bars, {
+        '': {'Llama': LLAMA},
+        **{k: {'CEM attention': attn(1, 'diag', more)} for k, more in {
+            'none': '--kq_diag=none', 'shared': '', 'per head': '--kq_diag=per_head'}.items()}}),
+    'fig_reuse_mlp': Figure('MLP: recursion within a layer against plain reuse of it', draw_bars, {
+        'plain reuse': {'T = 1': LLAMA, 'T = 2': f'{LLAMA} --mlp_steps=2'},
+        'dimension-matched': {'T = 1': mlp(1), 'T = 2': mlp(2)},
+        'parameter-matched': {'T = 1': mlp(1, 'diag', MATCHED), 'T = 2': mlp(2, 'diag', MATCHED)}}),
+    'fig_reuse_attn': Figure('Attention: recursion within a layer against plain reuse of it', draw_bars, {
+        'plain reuse': {'T = 1': LLAMA, 'T = 2': f'{LLAMA} --attn_steps=2'},
+        'dimension-matched': {'T = 1': attn(1), 'T = 2': attn(2)}}),
+    'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
+        '': {f'T = {T}': cem(T) for T in (1, 2, 3)}}),
+    'fig_energy': Figure('Energy along the steps of each layer, all-CEM trained with T = 2', draw_energy, {'': {'CEM': cem(2)}}),
+    'fig_rope': Figure('CEM attention: exact RoPE against ALiBi with a shared diagonal', draw_bars, {
+        '': {'Llama': LLAMA}, **{f'T = {T}': {'ALiBi, shared diagonal': attn(T), 'exact RoPE': attn(T, 'diag', ROPE)} for T in (1, 2)}}),
+    'fig_exact': Figure('The whole gradient against Algorithm 1, CEM attention', draw_bars, {
+        '': {'Llama': LLAMA},
+        **{f'T = {T}': {'Algorithm 1': attn(T), 'exact update': attn(T, 'diag', '--exact_update')} for T in (1, 2)}}),
+    'fig_choices': Figure('Scale of the scores and start of the residual', draw_bars, {
+        '': {'Llama': LLAMA},
+        **{f'attention, T = {T}': {'Algorithm 1': attn(T), 'score_scale=head': attn(T, 'diag', '--score_scale=head'),
+                                   'residual=raw': attn(T, 'diag', '--residual=raw')} for T in (1, 2)},
+        **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T, 'diag', '--residual=raw')} for T in (1, 2)}}),
+    'curves': Figure('python train.py: Llama and CEM', draw_curves, {
+        '': {'Llama': LLAMA, **{f'CEM, T = {T}{", exact RoPE" if more else ""}': cem(T, more) for more in ('', ROPE) for T in (1, 2)}}},
+        {'mini': 'config/mini.py'}),
+}
+
+
+def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
+    """results/<scale>/<figure>.png, .csv (a line a run) and .md (a line a cell)."""
+    found = cells(name, scale, seeds)
+    if not found:
+        print(f'{name}: no run is finished')
+        return
+    head, text = f'results/{scale_name}/{name}', io.StringIO()
+    writer = csv.writer(text, lineterminator='\n')
+    writer.writerow(['size', 'group', 'model', 'options', 'parameters', 'tokens', 'seed', 'val_perplexity', 'test_perplexity'])
+    lines = [f'{FIGURES[name].title}. Test perplexity, mean ± standard deviation over seeds.', '',
+             '| size | group | model | parameters | tokens | test perplexity | to Llama | seeds |', '|---|---|---|---|---|---|---|---|']
+    for run, results in found:
+        for r in results:
+            writer.writerow([run.size, run.group, run.label, run.options, r['parameters'], r['tokens'], r['seed'],
+                             f'{r["val_perplexity"]:.4f}', f'{r["test_perplexity"]:.4f}'])
+        cell = Cell(run, results)
+        llama = next((c for c in found if c.run.size == run.size and c.run.options.endswith(LLAMA)), None)
+        relative = f'{100 * (cell.mean / llama.mean - 1):+.1f}%' if llama else ''
+        lines.append(f'| {run.size} | {run.group} | {run.label} | {results[0]["parameters"]:,} | {results[0]["tokens"]:,} | '
+                     f'{cell.mean:.3f} ± {cell.std:.3f} | {relative} | {len(results)} |')
+    figure, image = FIGURES[name].draw(name, found), io.BytesIO()
+    figure.suptitle(FIGURES[name].title, fontsize=10)
     figure.tight_layout()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format='png', dpi=120)
-    write_whole(f'results/{name}.png', buffer.getvalue())
+    figure.savefig(image, format='png', dpi=120)
+    plt.close(figure)
+    os.makedirs(os.path.dirname(head), exist_ok=True)
+    for ending, data in (('.csv', text.getvalue().encode()), ('.md', '\n'.join([*lines, '']).encode()), ('.png', image.getvalue())):
+        write_whole(head + ending, data)
+    print('\n'.join(lines), flush=True)
+
+
+# Claims: the paper's findings as comparisons of test perplexity, A against B.
+
+class Test(NamedTuple):
+    """`kind` is what is claimed of A's mean test perplexity against B's: better, worse, no better; close: at most 2% worse;
+    alike: within 2% either way."""
+    text: str
+    kind: Literal['better', 'worse', 'no better', 'close', 'alike']
+    A: str
+    B: str
+
+
+CLAIMS: dict[str, tuple[str, list[Test]]] = {
+    'a': ('CEM attention, T = 1: close to Llama with half the attention weights', [
+        Test('CEM attention against Llama', 'close', attn(1, 'none'), LLAMA)]),
+    'b': ('CEM MLP, T = 1: worse dimension-matched, a little better parameter-matched', [
+        Test('CEM MLP, same width, against Llama', 'worse', mlp(1, 'none'), LLAMA),
+        Test('CEM MLP, same parameters, against Llama', 'better', mlp(1, 'none', MATCHED), LLAMA)]),
+    'c': ('T = 2 beats T = 1 for both; attention at T = 2 can beat Llama', [
+        Test('attention, T = 2 against 1', 'better', attn(2), attn(1)), Test('MLP, T = 2 against 1', 'better', mlp(2), mlp(1)),
+        Test('attention, T = 2, against Llama', 'better', attn(2), LLAMA)]),
+    'd': ('no consistent gain at T = 3', [
+        Test('attention, T = 3 against 2', 'no better', attn(3), attn(2)),
+        Test('MLP, T = 3 against 2', 'no better', mlp(3), mlp(2))]),
+    'e': ('preconditioners make little difference', [
+        Test(f'{kind}, T = {T}, {P_NAMES[P]} against none', 'alike', layer(T, P), layer(T, 'none'))
+        for kind, layer in (('attention', attn), ('MLP', mlp)) for T in (1, 2) for P in ('diag', 'diag_lowrank')]),
+    'f': ('a diagonal in A_k is essential; one shared by the heads is close to one per head', [
+        Test('shared against none', 'better', attn(1), attn(1, 'diag', '--kq_diag=none')),
+        Test('shared against per head', 'close', attn(1), attn(1, 'diag', '--kq_diag=per_head'))]),
+    'g': ('plain layer reuse gives little or nothing, recursion within the layer does', [
+        Test('Llama, MLP twice against once', 'no better', f'{LLAMA} --mlp_steps=2', LLAMA),
+        Test('Llama, attention twice against once', 'no better', f'{LLAMA} --attn_steps=2', LLAMA),
+        Test('CEM MLP, same parameters, T = 2 against 1', 'better', mlp(2, 'diag', MATCHED), mlp(1, 'diag', MATCHED))]),
+    'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer parameters', [
+        Test('all-CEM against Llama', 'close', cem(2), LLAMA)]),
+    'k': ('exact RoPE against ALiBi with a diagonal, in CEM attention (ours)', [
+        Test(f'T = {T}, exact RoPE against ALiBi', 'better', attn(T, 'diag', ROPE), attn(T)) for T in (1, 2)]),
+}
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Mean of a over mean of b, less one, and the half-width of its 95% interval (Student's t, equal variances); infinite with
+    one seed each."""
+    n = len(a) + len(b) - 2
+    relative = statistics.fmean(a) / statistics.fmean(b) - 1
+    if n == 0:
+        return relative, math.inf
+    pooled = sum((len(v) - 1) * statistics.variance(v) for v in (a, b) if len(v) > 1) / n
+    return relative, student.ppf(0.975, n) * math.sqrt(pooled * (1 / len(a) + 1 / len(b))) / statistics.fmean(b)
+
+
+def verdict(kind: str, d: float, h: float) -> str:
+    """What a relative difference d, 95% sure within +- h, says of a claim."""
+    low, high = d - h, d + h
+    holds, fails = {'better': (high < 0, low > 0), 'worse': (low > 0, high < 0), 'no better': (low > 0 or abs(d) < 0.005, high < 0),
+                    'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02)}[kind]
+    return 'holds' if holds else 'does not hold at this scale' if fails else 'within noise'
+
+
+def joint(verdicts: Iterable[str]) -> str:
+    """One verdict for several sizes: theirs where they agree, else both."""
+    return ' / '.join(dict.fromkeys(verdicts))
+
+
+def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
+    """results/<scale>/claims.md: every claim with its numbers, as far as the runs are finished."""
+    sizes = list(scale.sizes)
+    lines = ['Differences of mean test perplexity, A over B less one, with 95% intervals over seeds (Student). "Close": at most 2% worse; '
+             '"alike": within 2%.', '', f'| | claim | A against B | {" | ".join(sizes)} | |', '|' + '---|' * (len(sizes) + 4)]
+    for key, (text, tests) in CLAIMS.items():
+        for n, test in enumerate(tests):
+            row, verdicts = [], []
+            for base in scale.sizes.values():
+                a, b = ([r['test_perplexity'] for s in seeds if (r := finished(folder(canonical(f'{base} {options}'), s)))]
+                        for options in (test.A, test.B))
+                if a and b:
+                    d, h = difference(a, b)
+                    verdicts.append(verdict(test.kind, d, h))
+                    row.append(f'{100 * d:+.1f} ± {100 * h:.1f}%')
+                else:
+                    row.append('not run')
+            lines.append(f'| {key if n == 0 else ""} | {text if n == 0 else ""} | {test.text} ({test.kind}) | {" | ".join(row)} | '
+                         f'{joint(verdicts)} |')
+        if key == 'h':
+            lines.append(stability(scale, seeds))
+            lines += higher_rate(scale, seeds)
+            lines.append(recursion_on_gp(len(sizes)))
+    os.makedirs(f'results/{scale_name}', exist_ok=True)
+    write_whole(f'results/{scale_name}/claims.md', '\n'.join([*lines, '']).encode())
+    print('\n'.join(lines), flush=True)
+
+
+def stability(scale: Scale, seeds: Sequence[int]) -> str:
+    """Claim h's other half: loss spikes and skipped steps of all-CEM runs."""
+    row, total = [], 0
+    for base in scale.sizes.values():
+        events = steps = 0
+        for seed in seeds:
+            path = os.path.join(folder(canonical(f'{base} {cem(2)}'), seed), 'log.jsonl')
+            if os.path.exists(path):
+                with open(path, encoding='utf-8') as file:
+                    log = [json.loads(line) for line in file]
+                events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
+        row.append(f'{events} in {steps:,} steps' if steps else 'not run')
+        total += events
+    return f'| | | loss spikes and skipped steps (none) | {" | ".join(row)} | {"holds" if not total else "does not hold at this scale"} |'
+
+
+def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
+    """Claim i: the best learning rate of all-CEM over Llama's, each Akima's optimum of a seed's sweep."""
+    row, verdicts = [], []
+    for base in scale.sizes.values():
+        logs: list[list[float]] = [[], []]
+        for values, options in zip(logs, (cem(2), LLAMA), strict=True):
+            for seed in seeds:
+                sweep = [finished(folder(canonical(f'{base} {options} --learning_rate={rate:g}'), seed)) for rate in scale.rates]
+                if all(sweep):
+                    values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
+        if not all(logs):
+            row.append('not run')
+            continue
+        n = len(logs[0]) + len(logs[1]) - 2
+        d = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
+        h = math.inf if n == 0 else student.ppf(0.975, n) * math.sqrt(sum(
+            (len(v) - 1) * statistics.variance(v) for v in logs if len(v) > 1) / n * sum(1 / len(v) for v in logs))
+        verdicts.append('holds' if d > h else 'does not hold at this scale' if d < -h else 'within noise')
+        best = [math.exp(statistics.fmean(v)) for v in logs]
+        row.append(f'{best[0]:.4f} / {best[1]:.4f} = {math.exp(d):.2f} (x or / {math.exp(h):.2f})')
+    return [f'| i | CEM prefers a higher learning rate | best rate, all-CEM over Llama (higher) | {" | ".join(row)} | '
+            f'{joint(verdicts)} |']
+
+
+def recursion_on_gp(columns: int) -> str:
+    """Claim j, from synthetic_gp.py's table."""
+    try:
+        with open('results/gp/table.csv', encoding='utf-8') as file:
+            train = {(r['kernel'], r['model']): float(r['train_rmse']) for r in csv.DictReader(file)}
+    except FileNotFoundError:
+        return f'| j | deeper recursion helps, not monotonically (GP table) | python synthetic_gp.py | {"| " * columns}not run |'
+    kernels = list(dict.fromkeys(kernel for kernel, _ in train))
+    deeper = sum(train[k, 'CEM-T2'] < train[k, 'CEM-T1'] for k in kernels)
+    best = sum(min(train[k, f'CEM-T{T}'] for T in (4, 8)) < train[k, 'CEM-T2'] for k in kernels)
+    monotone = sum(train[k, 'CEM-T1'] > train[k, 'CEM-T2'] > train[k, 'CEM-T4'] > train[k, 'CEM-T8'] for k in kernels)
+    said = 'holds' if deeper == len(kernels) and monotone < len(kernels) else 'holds in part'
+    return (f'| j | deeper recursion helps, not monotonically (GP table) | train RMSE, {len(kernels)} kernels | T = 2 below T = 1 on {deeper}, '
+            f'T = 4 or 8 below T = 2 on {best}, monotone on {monotone} {"| " * (columns - 1)}| {said} |')
+
+
+def plan(names: Sequence[str], scale: Scale, seeds: Sequence[int]) -> None:
+    """The commands of a scale's unfinished runs and what they take on 8 x A100 at a stated utilisation."""
+    counted: dict[tuple[str, int], Cost] = {}
+    lines = ['| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |', '|---|---|---|---|---|---|---|']
+
+    def line(name: str, n: int, costs: list[Cost]) -> str:
+        flops = sum(c.flops for c in costs)
+        return (f'| {name} | {n} | {len(costs)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | {flops:.2e} | '
+                f'{flops / MFU / A100_FLOPS / 3600:,.0f} | {sum(c.disk for c in costs) / 1e9:,.0f} GB |')
+    for name in names:
+        runs = dict.fromkeys((run.options, seed) for seed in seeds for run in runs_of(name, scale))
+        new = {run: cost(run[0]) for run in runs if run not in counted}
+        counted |= new
+        lines.append(line(name, len(runs), list(new.values())))
+    for options, seed in counted:
+        if not finished(folder(options, seed)):
+            print(' '.join(command(options, seed, scale)))
+    print('\n'.join(['', *lines, line('all', len(counted), list(counted.values()))]))
+    print(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}, {GPUS} at a time; counted once where figures share a run. The paper: '
+          f'on the order of {PAPER_GPU_HOURS:,} GPU-hours for all its results.')
+
+
+@dataclass
+class ReproduceConfig:
+    """Which runs, and how."""
+    scale: Literal['mini', 'paper'] = 'mini'  # mini: laptop-sized models on the built-in corpus; paper: its sizes and tokens
+    seeds: tuple[int, ...] | None = None  # every run is done once a seed; default: 1, 2, 3 at mini, 1 at paper
+    sizes: tuple[str, ...] | None = None  # of the scale's model sizes; default: all
+    jobs: int | None = None  # runs side by side; default: one a core at mini, one at paper
+    run: bool = False  # at scale=paper: execute the commands instead of printing them
+    list: bool = False  # print the runs and whether they are finished, and do nothing
+
+    def __post_init__(self) -> None:
+        scale = SCALES[self.scale]
+        self.seeds = scale.seeds if self.seeds is None else self.seeds
+        self.jobs = self.jobs if self.jobs is not None else (os.cpu_count() or 1) if self.scale == 'mini' else 1
+        if self.jobs < 1 or not self.seeds:
+            raise ValueError(f'jobs={self.jobs}, seeds={self.seeds}: expected at least one of each')
+        known = {**scale.sizes, **scale.sweep_sizes}
+        if unknown := [size for size in self.sizes or () if size not in known]:
+            raise ValueError(f'sizes={",".join(unknown)}: scale={self.scale} has {", ".join(known)}')
 
 
 def main(argv: list[str]) -> None:
     names = [a for a in argv if not a.startswith('-')]
     cfg = build(ReproduceConfig, read_options([a for a in argv if a.startswith('-')], ReproduceConfig))
+    scale = SCALES[cfg.scale]
+    if cfg.sizes:
+        scale = replace(scale, **{f: {s: o for s, o in getattr(scale, f).items() if s in cfg.sizes} for f in ('sizes', 'sweep_sizes')})
     for name in names:
-        if name not in (*FIGURES, 'all'):
-            fail(f'{name}: no such figure; there are {", ".join(FIGURES)}, all')
-    figures = list(FIGURES) if 'all' in names or not names else names
+        if name not in (*FIGURES, 'all', 'claims'):
+            fail(f'{name}: no such figure; there are {", ".join(FIGURES)}, all, claims')
+    figures = [f for f in (FIGURES if 'all' in names or not names else names) if f in FIGURES]
+    if cfg.scale == 'paper':
+        figures = [f for f in figures if not FIGURES[f].sizes]  # those of a size of their own are a laptop's
     if cfg.list or not names:
         for name in figures:
-            for label, options in FIGURES[name].items():
-                done = sum(finished(folder(options, seed)) is not None for seed in cfg.seeds)
-                print(f'{name}: {label}: train.py {options} ({done} of {len(cfg.seeds)} seeds finished)')
+            print(f'{name}: {FIGURES[name].title}')
+            for run in runs_of(name, scale):
+                done = sum(finished(folder(run.options, seed)) is not None for seed in cfg.seeds)
+                print(f'    {run.size} {run.group} {run.label}: train.py {run.options} ({done} of {len(cfg.seeds)} seeds finished)')
         return
-    run_missing(figures, cfg)
+    if cfg.scale == 'paper' and not cfg.run:
+        plan(figures, scale, cfg.seeds)
+        return
+    failed = run_missing(figures, scale, cfg.seeds, cfg.jobs)
     for name in figures:
-        table(name, cfg)
-        if name == 'curves':
-            draw_curves(name, cfg)
+        write(name, cfg.scale, scale, cfg.seeds)
+    if {'all', 'claims'} & set(names):
+        claims(cfg.scale, scale, cfg.seeds)
+    if failed:
+        fail(f'{failed} runs failed; they are named above, the same command tries them again')
 
 
 if __name__ == '__main__':
