@@ -3,7 +3,7 @@ Every figure of the paper, and a few of our own: the runs each needs, done where
 
     python reproduce.py --list                               the figures, their runs, and which are finished
     python reproduce.py fig_attn                             one figure; all: every figure, then the table of claims
-    python reproduce.py claims                               the paper's claims answered from the runs that are finished
+    python reproduce.py claims                               the paper's claims, answered from the runs that are finished
     python reproduce.py all --scale=paper                    the plan: torchrun commands, tokens, GPU-hours, disk; --run does it
 
 A run is train.py with the options in the tables below, in out/reproduce/: runs are shared among figures, finished ones are
@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -80,7 +80,7 @@ SCALES = {
                    (0.0005, 0.001, 0.002, 0.004, 0.008), {'256m': '--size=256m --learning_rate=0.002'}, (1,),
                    ('torchrun', '--nproc_per_node=8')),
 }
-MFU, A100_FLOPS, GPUS = 0.4, 312e12, 8  # what the plan reckons with
+MFU, A100_FLOPS = 0.4, 312e12  # what the plan reckons with
 PAPER_GPU_HOURS = 10_000  # all of the paper's results (appendix, "Compute resources")
 
 
@@ -88,9 +88,8 @@ PAPER_GPU_HOURS = 10_000  # all of the paper's results (appendix, "Compute resou
 class Figure:
     """What a figure compares: group -> label -> options of train.py, at every size of the scale."""
     title: str
-    draw: Callable[[str, list['Cell']], Any]
+    draw: Callable[[list['Cell']], plt.Figure]
     groups: dict[str, dict[str, str]]
-    sizes: dict[str, str] = field(default_factory=dict)  # instead of the scale's
 
 
 class Run(NamedTuple):
@@ -134,7 +133,7 @@ def runs_of(name: str, scale: Scale) -> list[Run]:
             found += [Run(size, f'{rate:g}', label, canonical(f'{base} {options} --learning_rate={rate:g}'))
                       for rate in scale.rates for label, options in figure.groups[''].items()]
         return found
-    for size, base in (figure.sizes or scale.sizes).items():
+    for size, base in scale.sizes.items():
         found += [Run(size, group, label, canonical(f'{base} {options}'))
                   for group, labels in figure.groups.items() for label, options in labels.items()]
     return found
@@ -203,7 +202,7 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
     wanted = dict.fromkeys((run.options, seed) for seed in seeds for name in names for run in runs_of(name, scale))
     missing = [run for run in wanted if not finished(folder(*run))]
     print(f'{len(wanted)} runs, {len(wanted) - len(missing)} finished', flush=True)
-    if any('ladder' in options or 'mini' in options for options, _ in missing) and not os.path.exists(f'{BUILTIN}/meta.json'):
+    if any('ladder' in options for options, _ in missing) and not os.path.exists(f'{BUILTIN}/meta.json'):
         prepare_builtin(BUILTIN)  # once, before runs side by side would
     total, done, failed, start = sum(cost(options).flops for options, _ in missing), 0.0, 0, time.monotonic()
     pool = ThreadPoolExecutor(jobs)
@@ -236,7 +235,7 @@ def by_size(found: list[Cell]) -> dict[str, list[Cell]]:
     return {size: [c for c in found if c.run.size == size] for size in dict.fromkeys(c.run.size for c in found)}
 
 
-def draw_scatter(name: str, found: list[Cell]) -> plt.Figure:
+def draw_scatter(found: list[Cell]) -> plt.Figure:
     """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
     for same in by_size(found).values():
@@ -255,7 +254,7 @@ def draw_scatter(name: str, found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_bars(name: str, found: list[Cell]) -> plt.Figure:
+def draw_bars(found: list[Cell]) -> plt.Figure:
     """A panel a size, a block of bars a group, a colour a label; Llama is the dashed line, as in the paper's 2c and 2d."""
     panels = by_size(found)
     figure, row = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), squeeze=False)
@@ -285,7 +284,7 @@ def draw_bars(name: str, found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_sweep(name: str, found: list[Cell]) -> plt.Figure:
+def draw_sweep(found: list[Cell]) -> plt.Figure:
     """Test perplexity against learning rate, Akima's curve through the means, stars at its optima (the paper's 3a)."""
     figure, axes = plt.subplots(figsize=(6, 4.5))
     for n, (size, same) in enumerate(by_size(found).items()):
@@ -303,7 +302,7 @@ def draw_sweep(name: str, found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_steps(name: str, found: list[Cell]) -> plt.Figure:
+def draw_steps(found: list[Cell]) -> plt.Figure:
     """Test perplexity and mean energy against the number of steps at test time; a ring at the number trained with."""
     panels = by_size(found)
     figure, rows = plt.subplots(len(panels), 2, figsize=(9, 3.4 * len(panels)), squeeze=False)
@@ -324,7 +323,7 @@ def draw_steps(name: str, found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_energy(name: str, found: list[Cell]) -> plt.Figure:
+def draw_energy(found: list[Cell]) -> plt.Figure:
     """The energy of every sublayer along its steps, less its value at the start; the trained T is the dashed line."""
     panels = by_size(found)
     figure, rows = plt.subplots(len(panels), 2, figsize=(9, 3.4 * len(panels)), squeeze=False)
@@ -335,29 +334,27 @@ def draw_energy(name: str, found: list[Cell]) -> plt.Figure:
             for layer, energy in enumerate(energies):
                 axes.plot(energy - energy[0], marker='o', ms=4, label=f'layer {layer + 1}')
             axes.axvline(inside[0]['trained_steps'], color='gray', ls='--', lw=1)
-            axes.set(xlabel='step t', ylabel='energy at step t less at 0', title=f'{size}: {"attention" if kind == "attn" else "MLP"}')
+            axes.set(xlabel='step t', ylabel='energy at step t less at 0', title=f'{size}, {kind}')
             legend(axes)
     return figure
 
 
-def draw_curves(name: str, found: list[Cell]) -> plt.Figure:
-    """Training loss (mean over seeds, smoothed) and validation loss (points) against tokens."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.5))
-    for n, cell in enumerate(found):
-        logs = []
-        for result in cell.results:
-            with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
-                logs.append([json.loads(line) for line in file])
-        tokens, loss = np.mean([[(line['tokens'], line['loss']) for line in log if 'lr' in line] for log in logs], axis=0).T
-        per_step = tokens[0] / next(line['step'] for line in logs[0] if 'lr' in line)
-        window = max(1, len(loss) // 12)
-        smooth = np.convolve(loss, np.ones(window) / window, 'valid')
-        axes.plot(tokens[window - 1:] / 1e6, smooth, color=f'C{n}', label=cell.run.label, lw=1.5)
-        val = [[(line['step'] * per_step / 1e6, line['val_loss']) for line in log if 'val_loss' in line] for log in logs]
-        axes.plot(*np.mean(val, axis=0).T, 'o', color=f'C{n}', ms=4)
-    axes.set(xlabel='million tokens (bytes)', ylabel='loss, nats a token', ylim=(1.1, 2.4))
-    axes.grid(alpha=0.3)
-    legend(axes)
+def draw_curves(found: list[Cell]) -> plt.Figure:
+    """Training loss against tokens, mean over seeds, smoothed."""
+    panels = by_size(found)
+    figure, row = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), squeeze=False)
+    for axes, (size, same) in zip(row[0], panels.items(), strict=True):
+        for cell in same:
+            logs = []
+            for result in cell.results:
+                with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
+                    logs.append([(line['tokens'], line['loss']) for line in map(json.loads, file) if 'lr' in line])
+            tokens, loss = np.mean(logs, axis=0).T
+            window = max(1, len(loss) // 10)
+            axes.plot(tokens[window - 1:] / 1e6, np.convolve(loss, np.ones(window) / window, 'valid'), label=cell.run.label)
+        axes.set(xlabel='million tokens', ylabel='training loss, nats a token', title=size)
+        axes.grid(alpha=0.3)
+        legend(axes)
     return figure
 
 
@@ -373,8 +370,8 @@ def akima_optimum(rates: Sequence[float], values: Sequence[float]) -> tuple[floa
     if len(rates) < 2:
         raise ValueError(f'{len(rates)} rates: a sweep needs at least two')
     curve = Akima1DInterpolator(x := np.log(rates), values)
-    candidates = np.concatenate([x, r[(r > x[0]) & (r < x[-1])] if len(r := curve.derivative().roots(extrapolate=False)) else []])
-    candidates = np.sort(candidates[np.isfinite(candidates)])
+    flat = curve.derivative().roots(extrapolate=False)
+    candidates = np.sort(np.concatenate([x, flat[np.isfinite(flat)]]))  # roots() gives nan where a whole piece is flat
     best = candidates[np.argmin(np.round(curve(candidates), 12))]
     return float(np.exp(best)), float(curve(best))
 
@@ -424,7 +421,8 @@ def look_inside(out_dir: str, max_steps: int = 8, pieces: int = 64) -> dict[str,
 
 
 FIGURES: dict[str, Figure] = {
-    'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {'': {'Llama': LLAMA, 'CEM attention': attn(1, 'none')}}),
+    'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {
+        '': {'Llama': LLAMA, 'CEM attention': attn(1, 'none')}}),
     'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {
         '': {'Llama': LLAMA, 'CEM MLP': mlp(1, 'none'), 'CEM MLP, parameter-matched': mlp(1, 'none', MATCHED)}}),
     'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {
@@ -448,9 +446,10 @@ FIGURES: dict[str, Figure] = {
         'dimension-matched': {'T = 1': attn(1), 'T = 2': attn(2)}}),
     'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
         '': {f'T = {T}': cem(T) for T in (1, 2, 3)}}),
-    'fig_energy': Figure('Energy along the steps of each layer, all-CEM trained with T = 2', draw_energy, {'': {'CEM': cem(2)}}),
+    'fig_energy': Figure('Energy along the steps of each layer, all-CEM, T = 2', draw_energy, {'': {'CEM': cem(2)}}),
     'fig_rope': Figure('CEM attention: exact RoPE against ALiBi with a shared diagonal', draw_bars, {
-        '': {'Llama': LLAMA}, **{f'T = {T}': {'ALiBi, shared diagonal': attn(T), 'exact RoPE': attn(T, 'diag', ROPE)} for T in (1, 2)}}),
+        '': {'Llama': LLAMA},
+        **{f'T = {T}': {'ALiBi, shared diagonal': attn(T), 'exact RoPE': attn(T, 'diag', ROPE)} for T in (1, 2)}}),
     'fig_exact': Figure('The whole gradient against Algorithm 1, CEM attention', draw_bars, {
         '': {'Llama': LLAMA},
         **{f'T = {T}': {'Algorithm 1': attn(T), 'exact update': attn(T, 'diag', '--exact_update')} for T in (1, 2)}}),
@@ -459,9 +458,13 @@ FIGURES: dict[str, Figure] = {
         **{f'attention, T = {T}': {'Algorithm 1': attn(T), 'score_scale=head': attn(T, 'diag', '--score_scale=head'),
                                    'residual=raw': attn(T, 'diag', '--residual=raw')} for T in (1, 2)},
         **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T, 'diag', '--residual=raw')} for T in (1, 2)}}),
-    'curves': Figure('python train.py: Llama and CEM', draw_curves, {
-        '': {'Llama': LLAMA, **{f'CEM, T = {T}{", exact RoPE" if more else ""}': cem(T, more) for more in ('', ROPE) for T in (1, 2)}}},
-        {'mini': 'config/mini.py'}),
+    'fig_init': Figure('Initial weights N(0, sigma^2), and where the diagonal starts', draw_bars, {
+        '': {'Llama': LLAMA},
+        **{kind: {'0.02': f'{options} --init_std=0.02', 'default': options, '0.2': f'{options} --init_std=0.2'}
+           for kind, options in (('Llama, sigma', LLAMA), ('all-CEM, sigma', cem(2)))},
+        'all-CEM, d_k': {'d_k from 0': cem(2), 'd_k from 1': cem(2, '--kq_diag_init=1')}}),
+    'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
+        '': {'Llama': LLAMA, **{f'CEM, T = {T}': cem(T) for T in (1, 2, 3)}}}),
 }
 
 
@@ -471,28 +474,30 @@ def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> Non
     if not found:
         print(f'{name}: no run is finished')
         return
-    head, text = f'results/{scale_name}/{name}', io.StringIO()
+    text, image = io.StringIO(), io.BytesIO()
     writer = csv.writer(text, lineterminator='\n')
     writer.writerow(['size', 'group', 'model', 'options', 'parameters', 'tokens', 'seed', 'val_perplexity', 'test_perplexity'])
     lines = [f'{FIGURES[name].title}. Test perplexity, mean ± standard deviation over seeds.', '',
-             '| size | group | model | parameters | tokens | test perplexity | to Llama | seeds |', '|---|---|---|---|---|---|---|---|']
-    for run, results in found:
-        for r in results:
+             '| size | group | model | parameters | tokens | test perplexity | to Llama | seeds |', '|' + '---|' * 8]
+    for cell in found:
+        run, first = cell.run, cell.results[0]
+        for r in cell.results:
             writer.writerow([run.size, run.group, run.label, run.options, r['parameters'], r['tokens'], r['seed'],
                              f'{r["val_perplexity"]:.4f}', f'{r["test_perplexity"]:.4f}'])
-        cell = Cell(run, results)
-        llama = next((c for c in found if c.run.size == run.size and c.run.options.endswith(LLAMA)), None)
+        llamas = [c for c in found if c.run.size == run.size and c.run.options.endswith(LLAMA)]
+        llama = next((c for c in llamas if c.run.group == run.group), llamas[0] if llamas else None)
         relative = f'{100 * (cell.mean / llama.mean - 1):+.1f}%' if llama else ''
-        lines.append(f'| {run.size} | {run.group} | {run.label} | {results[0]["parameters"]:,} | {results[0]["tokens"]:,} | '
-                     f'{cell.mean:.3f} ± {cell.std:.3f} | {relative} | {len(results)} |')
-    figure, image = FIGURES[name].draw(name, found), io.BytesIO()
+        lines.append(f'| {run.size} | {run.group} | {run.label} | {first["parameters"]:,} | {first["tokens"]:,} | '
+                     f'{cell.mean:.3f} ± {cell.std:.3f} | {relative} | {len(cell.results)} |')
+    figure = FIGURES[name].draw(found)
     figure.suptitle(FIGURES[name].title, fontsize=10)
     figure.tight_layout()
-    figure.savefig(image, format='png', dpi=120)
+    figure.savefig(image, format='png', dpi=100)
     plt.close(figure)
-    os.makedirs(os.path.dirname(head), exist_ok=True)
-    for ending, data in (('.csv', text.getvalue().encode()), ('.md', '\n'.join([*lines, '']).encode()), ('.png', image.getvalue())):
-        write_whole(head + ending, data)
+    os.makedirs(f'results/{scale_name}', exist_ok=True)
+    markdown = '\n'.join([*lines, ''])
+    for ending, data in (('csv', text.getvalue().encode()), ('md', markdown.encode()), ('png', image.getvalue())):
+        write_whole(f'results/{scale_name}/{name}.{ending}', data)
     print('\n'.join(lines), flush=True)
 
 
@@ -550,8 +555,9 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 def verdict(kind: str, d: float, h: float) -> str:
     """What a relative difference d, 95% sure within +- h, says of a claim."""
     low, high = d - h, d + h
-    holds, fails = {'better': (high < 0, low > 0), 'worse': (low > 0, high < 0), 'no better': (low > 0 or abs(d) < 0.005, high < 0),
-                    'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02)}[kind]
+    holds, fails = {
+        'better': (high < 0, low > 0), 'worse': (low > 0, high < 0), 'no better': (low > 0, high < 0),
+        'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02)}[kind]
     return 'holds' if holds else 'does not hold at this scale' if fails else 'within noise'
 
 
@@ -563,8 +569,9 @@ def joint(verdicts: Iterable[str]) -> str:
 def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
     """results/<scale>/claims.md: every claim with its numbers, as far as the runs are finished."""
     sizes = list(scale.sizes)
-    lines = ['Differences of mean test perplexity, A over B less one, with 95% intervals over seeds (Student). "Close": at most 2% worse; '
-             '"alike": within 2%.', '', f'| | claim | A against B | {" | ".join(sizes)} | |', '|' + '---|' * (len(sizes) + 4)]
+    lines = ['Mean test perplexity of A over that of B, less one, with its 95% interval over seeds (Student). "Close": at most '
+             '2% worse; "alike": within 2% either way.', '',
+             f'| | claim | A against B | {" | ".join(sizes)} | |', '|' + '---|' * (len(sizes) + 4)]
     for key, (text, tests) in CLAIMS.items():
         for n, test in enumerate(tests):
             row, verdicts = [], []
@@ -577,8 +584,8 @@ def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
                     row.append(f'{100 * d:+.1f} ± {100 * h:.1f}%')
                 else:
                     row.append('not run')
-            lines.append(f'| {key if n == 0 else ""} | {text if n == 0 else ""} | {test.text} ({test.kind}) | {" | ".join(row)} | '
-                         f'{joint(verdicts)} |')
+            first = (key, text) if n == 0 else ('', '')
+            lines.append(f'| {" | ".join([*first, f"{test.text} ({test.kind})", *row, joint(verdicts)])} |')
         if key == 'h':
             lines.append(stability(scale, seeds))
             lines += higher_rate(scale, seeds)
@@ -601,7 +608,8 @@ def stability(scale: Scale, seeds: Sequence[int]) -> str:
                 events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
         row.append(f'{events} in {steps:,} steps' if steps else 'not run')
         total += events
-    return f'| | | loss spikes and skipped steps (none) | {" | ".join(row)} | {"holds" if not total else "does not hold at this scale"} |'
+    said = 'does not hold at this scale' if total else 'holds'
+    return f'| | | loss spikes and skipped steps (none) | {" | ".join(row)} | {said} |'
 
 
 def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
@@ -611,8 +619,8 @@ def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
         logs: list[list[float]] = [[], []]
         for values, options in zip(logs, (cem(2), LLAMA), strict=True):
             for seed in seeds:
-                sweep = [finished(folder(canonical(f'{base} {options} --learning_rate={rate:g}'), seed)) for rate in scale.rates]
-                if all(sweep):
+                swept = [canonical(f'{base} {options} --learning_rate={rate:g}') for rate in scale.rates]
+                if all(sweep := [finished(folder(o, seed)) for o in swept]):
                     values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
         if not all(logs):
             row.append('not run')
@@ -630,18 +638,18 @@ def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
 
 def recursion_on_gp(columns: int) -> str:
     """Claim j, from synthetic_gp.py's table."""
+    start = '| j | deeper recursion helps, not monotonically | train RMSE of the Gaussian-process table'
     try:
         with open('results/gp/table.csv', encoding='utf-8') as file:
             train = {(r['kernel'], r['model']): float(r['train_rmse']) for r in csv.DictReader(file)}
     except FileNotFoundError:
-        return f'| j | deeper recursion helps, not monotonically (GP table) | python synthetic_gp.py | {"| " * columns}not run |'
+        return f'{start} {"| " * columns}| not run: python synthetic_gp.py |'
     kernels = list(dict.fromkeys(kernel for kernel, _ in train))
-    deeper = sum(train[k, 'CEM-T2'] < train[k, 'CEM-T1'] for k in kernels)
-    best = sum(min(train[k, f'CEM-T{T}'] for T in (4, 8)) < train[k, 'CEM-T2'] for k in kernels)
-    monotone = sum(train[k, 'CEM-T1'] > train[k, 'CEM-T2'] > train[k, 'CEM-T4'] > train[k, 'CEM-T8'] for k in kernels)
-    said = 'holds' if deeper == len(kernels) and monotone < len(kernels) else 'holds in part'
-    return (f'| j | deeper recursion helps, not monotonically (GP table) | train RMSE, {len(kernels)} kernels | T = 2 below T = 1 on {deeper}, '
-            f'T = 4 or 8 below T = 2 on {best}, monotone on {monotone} {"| " * (columns - 1)}| {said} |')
+    falls = [[train[k, f'CEM-T{T}'] > train[k, f'CEM-T{2 * T}'] for T in (1, 2, 4)] for k in kernels]
+    counts = [sum(fall[n] for fall in falls) for n in range(3)]
+    said = 'holds' if counts[0] == len(kernels) and not all(map(all, falls)) else 'holds in part'
+    return (f'{start} | T = 2 below 1, 4 below 2, 8 below 4 on {counts[0]}, {counts[1]}, {counts[2]} of {len(kernels)} kernels '
+            f'{"| " * (columns - 1)}| {said} |')
 
 
 def plan(names: Sequence[str], scale: Scale, seeds: Sequence[int]) -> None:
@@ -662,8 +670,8 @@ def plan(names: Sequence[str], scale: Scale, seeds: Sequence[int]) -> None:
         if not finished(folder(options, seed)):
             print(' '.join(command(options, seed, scale)))
     print('\n'.join(['', *lines, line('all', len(counted), list(counted.values()))]))
-    print(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}, {GPUS} at a time; counted once where figures share a run. The paper: '
-          f'on the order of {PAPER_GPU_HOURS:,} GPU-hours for all its results.')
+    print(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}; a run that figures share is counted '
+          f'once. The paper: on the order of {PAPER_GPU_HOURS:,} GPU-hours for all its results.')
 
 
 @dataclass
@@ -692,19 +700,19 @@ def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options([a for a in argv if a.startswith('-')], ReproduceConfig))
     scale = SCALES[cfg.scale]
     if cfg.sizes:
-        scale = replace(scale, **{f: {s: o for s, o in getattr(scale, f).items() if s in cfg.sizes} for f in ('sizes', 'sweep_sizes')})
+        scale = replace(scale, sizes={s: o for s, o in scale.sizes.items() if s in cfg.sizes},
+                        sweep_sizes={s: o for s, o in scale.sweep_sizes.items() if s in cfg.sizes})
     for name in names:
         if name not in (*FIGURES, 'all', 'claims'):
             fail(f'{name}: no such figure; there are {", ".join(FIGURES)}, all, claims')
     figures = [f for f in (FIGURES if 'all' in names or not names else names) if f in FIGURES]
-    if cfg.scale == 'paper':
-        figures = [f for f in figures if not FIGURES[f].sizes]  # those of a size of their own are a laptop's
     if cfg.list or not names:
         for name in figures:
             print(f'{name}: {FIGURES[name].title}')
             for run in runs_of(name, scale):
                 done = sum(finished(folder(run.options, seed)) is not None for seed in cfg.seeds)
-                print(f'    {run.size} {run.group} {run.label}: train.py {run.options} ({done} of {len(cfg.seeds)} seeds finished)')
+                label = ' '.join(filter(None, run[:3]))
+                print(f'    {label}: train.py {run.options} ({done} of {len(cfg.seeds)} seeds finished)')
         return
     if cfg.scale == 'paper' and not cfg.run:
         plan(figures, scale, cfg.seeds)
