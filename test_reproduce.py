@@ -63,7 +63,7 @@ def test_the_256m_sweep_is_at_the_papers_scale_only():
 
 
 class TestAkima:
-    rates = [0.0005 * 2 ** i for i in range(5)]
+    rates = tuple(0.0005 * 2 ** i for i in range(5))
 
     def test_interior(self):
         """A parabola in log rate, its minimum between two rates."""
@@ -101,8 +101,9 @@ def test_difference_is_students():
 
 
 @pytest.mark.parametrize(('kind', 'd', 'h', 'said'), [
-    ('better', -0.03, 0.01, 'holds'), ('better', 0.03, 0.01, 'does not hold at this scale'), ('better', -0.03, 0.04, 'within noise'),
-    ('worse', 0.03, 0.01, 'holds'), ('worse', -0.03, 0.01, 'does not hold at this scale'),
+    ('better', -0.03, 0.01, 'holds'), ('better', 0.03, 0.01, 'does not hold at this scale'),
+    ('better', -0.03, 0.04, 'within noise'), ('worse', 0.03, 0.01, 'holds'),
+    ('worse', -0.03, 0.01, 'does not hold at this scale'),
     ('no better', 0.03, 0.01, 'holds'), ('no better', -0.03, 0.01, 'does not hold at this scale'),
     ('no better', 0.0, 0.01, 'within noise'), ('close', 0.01, 0.005, 'holds'), ('close', -0.2, 0.1, 'holds'),
     ('close', 0.05, 0.01, 'does not hold at this scale'), ('alike', 0.0, 0.01, 'holds'),
