@@ -90,6 +90,7 @@ class Figure:
     title: str
     draw: Callable[[list['Cell']], plt.Figure]
     groups: dict[str, dict[str, str]]
+    scales: tuple[str, ...] = ('mini', 'paper')
 
 
 class Run(NamedTuple):
@@ -191,10 +192,10 @@ def command(options: str, seed: int, scale: Scale) -> list[str]:
 
 def do_run(options: str, seed: int, scale: Scale) -> str | None:
     """Do or finish one run, on one CPU thread, so that its numbers depend on nothing else that runs; None if it went well,
-    else the last line it printed."""
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(command(options, seed, scale), capture_output=True, text=True, env=environment, check=False)
-    return None if done.returncode == 0 else ((done.stderr or done.stdout).strip().splitlines() or ['no output'])[-1]
+    else the last line it printed. torchrun's runs print for themselves."""
+    environment, quiet = {**os.environ, 'OMP_NUM_THREADS': '1'}, scale.launcher[0] == sys.executable
+    done = subprocess.run(command(options, seed, scale), capture_output=quiet, text=True, env=environment, check=False)
+    return None if done.returncode == 0 else (done.stderr or done.stdout or f'exit code {done.returncode}').splitlines()[-1]
 
 
 def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: int) -> int:
@@ -224,8 +225,8 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
 
 # Figures: what is drawn of the cells.
 
-COLOURS = {'Llama': 'hotpink', 'CEM': 'tab:blue', 'CEM attention': 'tab:blue', 'CEM MLP': 'tab:blue',
-           'CEM MLP, parameter-matched': 'tab:orange', 'T = 1': 'tab:orange', 'T = 2': 'tab:blue',
+COLOURS = {**dict.fromkeys(('Llama', 'Llama, RoPE'), 'hotpink'), 'CEM MLP, parameter-matched': 'tab:orange', 'T = 1': 'tab:orange',
+           **dict.fromkeys(('CEM', 'CEM attention', 'CEM attention, ALiBi', 'CEM MLP', 'T = 2'), 'tab:blue'),
            P_NAMES['none']: 'tab:gray', P_NAMES['diag']: 'tab:cyan', P_NAMES['diag_lowrank']: 'tab:blue'}
 MARKERS = {'Llama': 'D', 'CEM MLP, parameter-matched': '^'}
 AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue', 'parameter-matched': 'mistyrose'}
@@ -458,11 +459,14 @@ FIGURES: dict[str, Figure] = {
         **{f'attention, T = {T}': {'Algorithm 1': attn(T), 'score_scale=head': attn(T, 'diag', '--score_scale=head'),
                                    'residual=raw': attn(T, 'diag', '--residual=raw')} for T in (1, 2)},
         **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T, 'diag', '--residual=raw')} for T in (1, 2)}}),
+    'fig_heads': Figure("Heads: ALiBi's slopes 2^(-8k/K) begin flat where K is small (CEM attention, T = 1)", draw_bars, {
+        f'{K} heads': {'Llama, RoPE': f'{LLAMA}{more}', 'CEM attention, ALiBi': f'{attn(1)}{more}'}
+        for K, more in ((2, ' --n_head=2'), (4, ' --n_head=4'), (8, ''))}, ('mini',)),
     'fig_init': Figure('Initial weights N(0, sigma^2), and where the diagonal starts', draw_bars, {
         '': {'Llama': LLAMA},
         **{kind: {'0.02': f'{options} --init_std=0.02', 'default': options, '0.2': f'{options} --init_std=0.2'}
            for kind, options in (('Llama, sigma', LLAMA), ('all-CEM, sigma', cem(2)))},
-        'all-CEM, d_k': {'d_k from 0': cem(2), 'd_k from 1': cem(2, '--kq_diag_init=1')}}),
+        'all-CEM, d_k': {'d_k from 0': cem(2), 'd_k from 1': cem(2, '--kq_diag_init=1')}}, ('mini',)),
     'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
         '': {'Llama': LLAMA, **{f'CEM, T = {T}': cem(T) for T in (1, 2, 3)}}}),
 }
@@ -705,7 +709,7 @@ def main(argv: list[str]) -> None:
     for name in names:
         if name not in (*FIGURES, 'all', 'claims'):
             fail(f'{name}: no such figure; there are {", ".join(FIGURES)}, all, claims')
-    figures = [f for f in (FIGURES if 'all' in names or not names else names) if f in FIGURES]
+    figures = [f for f in FIGURES if (f in names or 'all' in names or not names) and cfg.scale in FIGURES[f].scales]
     if cfg.list or not names:
         for name in figures:
             print(f'{name}: {FIGURES[name].title}')
