@@ -225,7 +225,8 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
 
 # Figures: what is drawn of the cells.
 
-COLOURS = {**dict.fromkeys(('Llama', 'Llama, RoPE'), 'hotpink'), 'CEM MLP, parameter-matched': 'tab:orange', 'T = 1': 'tab:orange',
+COLOURS = {**dict.fromkeys(('Llama', 'Llama, RoPE'), 'hotpink'),
+           **dict.fromkeys(('CEM MLP, parameter-matched', 'T = 1'), 'tab:orange'),
            **dict.fromkeys(('CEM', 'CEM attention', 'CEM attention, ALiBi', 'CEM MLP', 'T = 2'), 'tab:blue'),
            P_NAMES['none']: 'tab:gray', P_NAMES['diag']: 'tab:cyan', P_NAMES['diag_lowrank']: 'tab:blue'}
 MARKERS = {'Llama': 'D', 'CEM MLP, parameter-matched': '^'}
