@@ -14,7 +14,9 @@ CEM; `energy(u, h)` of every CEM sublayer; decoding caches D_h numbers a token a
 
 Shapes: B batch, I new positions, J positions attended to, D = D_h model width, K heads, R = D_r = D / K.
 """
+import importlib.util
 import math
+import os
 import time
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -39,6 +41,9 @@ SIZES: dict[str, dict[str, int]] = {
     '162m': dict(d_model=864, n_layer=12, n_head=12, d_mlp=2304),
     '256m': dict(d_model=1056, n_layer=14, n_head=12, d_mlp=2816),
 }
+
+LOGITS_AT_ONCE = 2 ** 26  # the loss of more logits than this is taken a few rows at a time
+HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
 @dataclass
@@ -72,7 +77,7 @@ class ModelConfig:
     init_std: float | None = None  # weights start from N(0, init_std); default: 0.02 sqrt(768 / D_h)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # RMSNorm's epsilon
-    attn_impl: Literal['auto', 'math', 'sdpa'] = 'auto'  # readable softmax, or torch's fused attention
+    attn_impl: Literal['auto', 'math', 'sdpa', 'triton'] = 'auto'  # readable softmax, torch's fused attention, or kernels.py
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
@@ -111,7 +116,7 @@ class ModelConfig:
             raise ValueError(f'positions=rope turns pairs of features: d_model / n_head = {self.d_model // self.n_head} is odd')
         if self.exact_update and self.kq_diag == 'none':
             raise ValueError('exact_update adds a term of the kq diagonal: set kq_diag=shared or per_head')
-        if self.attn_impl == 'sdpa' and self.exact_update:
+        if self.attn_impl in ('sdpa', 'triton') and self.exact_update:
             raise ValueError('exact_update needs the attention weights themselves: set attn_impl=auto or math')
         if self.init_std is None:
             self.init_std = 0.02 * math.sqrt(768 / self.d_model)
@@ -208,7 +213,15 @@ class Context(NamedTuple):
     h: Tensor  # (B, J, D)
     k: Tensor | None  # (B, K, J, R); None where decoding reads h alone
     v: Tensor | None
-    bias: Tensor  # causal mask, ALiBi, self and cross bias: (I, J) or (K, I, J)
+    path: str  # math, sdpa or triton
+    bias: Tensor | None  # causal mask, ALiBi, self and cross bias: (I, J) or (K, I, J); None on the triton path
+
+
+def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels.py takes such tensors: on a GPU, or on a CPU under Triton's interpreter, which knows no bfloat16."""
+    if os.environ.get('TRITON_INTERPRET') == '1':
+        return HAS_TRITON and device.type == 'cpu' and dtype in (torch.float16, torch.float32)
+    return HAS_TRITON and device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
 
 
 class Attention(nn.Module):
@@ -259,11 +272,26 @@ class Attention(nn.Module):
                 h = cache.append((self.layer, t, 'h'), h)
             if not self.cem:
                 v = cache.append((self.layer, t, 'v'), v)
+        path = self.path(k.device, k.dtype, absorb, whole=k.shape[1] == len(pos.mask))
         k = None if absorb else self.heads(k)
-        return Context(pos, h, k, k if self.cem else self.heads(v), pos.mask if self.rope else self.alibi(pos))
+        return Context(pos, h, k, k if self.cem else self.heads(v), path, None if path == 'triton' else self.bias(pos))
 
-    def alibi(self, pos: Positions) -> Tensor:
-        """b_ijk = -m_k |i - j| + b_self [i = j] + b_cross [i != j], -inf where j > i: (K, I, J)."""
+    def path(self, device: torch.device, dtype: torch.dtype, absorb: bool = False, whole: bool = True) -> str:
+        """What computes the attention: math, the readable path; sdpa, torch's fused attention; or triton, kernels.py.
+        The fused ones have no absorbed keys and give no weights away. On a CPU sdpa has no backward pass for a bias, so that
+        the readable path is the faster one there; kernels.py is for a bias, values that are keys, and whole sequences."""
+        impl, biased = self.cfg.attn_impl, self.diag or not self.rope
+        if impl == 'math' or self.cfg.exact_update or absorb:
+            return 'math'
+        fits = self.cem and biased and whole and self.cfg.d_model <= 128 * self.cfg.n_head
+        if fits and (impl == 'triton' or (impl == 'auto' and device.type == 'cuda')) and runs_triton(device, dtype):
+            return 'triton'
+        return 'sdpa' if impl == 'sdpa' or device.type == 'cuda' or not biased else 'math'
+
+    def bias(self, pos: Positions) -> Tensor:
+        """b_ijk = -m_k |i - j| + b_self [i = j] + b_cross [i != j], or 0 with rope; -inf where j > i: (K, I, J) or (I, J)."""
+        if self.rope:
+            return pos.mask
         K = self.cfg.n_head
         m = 2.0 ** (-8 / K * torch.arange(1, K + 1, device=pos.mask.device, dtype=pos.mask.dtype))
         b_self, b_cross, m = (b[:, None, None] for b in (self.b_self, self.b_cross, m))
@@ -276,11 +304,15 @@ class Attention(nn.Module):
     def update(self, u: Tensor, context: Context, W_out: Tensor) -> Tensor:
         """sum_k P_k W_k^Q^T sum_j alpha_ijk v_j: u (B, I, D) -> (B, I, D)."""
         q, alpha = self.query(u, context), None  # (B, K, I, R)
-        if self.fused(context):
+        if context.path == 'triton':
+            o = self.heads(self.triton_attention(q, u, context))
+        elif context.path == 'sdpa':
             plain = self.rope and not self.diag and q.shape[2] in (1, context.k.shape[2])  # no bias but causality
-            bias = None if plain else self.score_bias(u, context).to(q.dtype)
-            o = F.scaled_dot_product_attention(q, context.k, context.v, bias, scale=1 / self.tau,
-                                               is_causal=plain and q.shape[2] > 1)
+            bias, pad, R = None, 0, q.shape[-1]
+            if not plain:  # with a bias, the fused kernel takes widths in steps of 8
+                bias, pad = self.score_bias(u, context).to(q.dtype), -R % 8
+            o = F.scaled_dot_product_attention(*(F.pad(x, (0, pad)) if pad else x for x in (q, context.k, context.v)), bias,
+                                               scale=1 / self.tau, is_causal=plain and q.shape[2] > 1)[..., :R]
         else:
             alpha = self.scores(q, u, context).softmax(dim=-1)  # (B, K, I, J)
             o = alpha @ context.v if context.k is not None else alpha @ context.h[:, None] @ self.per_head(self.W_K).mT
@@ -291,12 +323,12 @@ class Attention(nn.Module):
             dx = dx + self.P(self.kq_diag[:, None] * (alpha @ context.h[:, None])).sum(dim=1)
         return dx
 
-    def fused(self, context: Context) -> bool:
-        """Whether torch's fused attention runs. It has no absorbed keys and gives no weights away; on a CPU it has no
-        backward pass for a bias, so that the readable path is the faster one there."""
-        if self.cfg.attn_impl == 'math' or self.cfg.exact_update or context.k is None:
-            return False
-        return self.cfg.attn_impl == 'sdpa' or context.k.is_cuda or (self.rope and not self.diag)
+    def triton_attention(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
+        """The same o by kernels.py: (B, I, D), heads side by side."""
+        import kernels
+        du = u[:, None] * (self.kq_diag[:, None] / self.tau) if self.diag else None
+        return kernels.attention(self.merge(q), self.merge(context.k), self.cfg.n_head, 1 / self.tau, du,
+                                 context.h if self.diag else None, None if self.rope else self.b_self - self.b_cross)
 
     def query(self, u: Tensor, context: Context) -> Tensor:
         q = self.heads(F.linear(u, self.W_Q))
@@ -320,7 +352,8 @@ class Attention(nn.Module):
         Minus its gradient in u is the update if P is the identity and the diagonal is none or exact_update is on."""
         if not self.cem:
             raise ValueError('a Llama sublayer has no energy: its weights are not tied; set attn=cem')
-        context = self.context(h, positions(self.cfg, h.shape[1], 0, h.device, h.dtype))
+        pos = positions(self.cfg, h.shape[1], 0, h.device, h.dtype)
+        context = self.context(h, pos)._replace(bias=self.bias(pos))
         return -self.tau * self.scores(self.query(u, context), u, context).logsumexp(dim=-1).sum(dim=1)
 
     def per_head(self, W: Tensor) -> Tensor:
@@ -409,6 +442,36 @@ class Block(nn.Module):
         return self.mlp(self.attn(x, pos, cache))
 
 
+def at_least_float(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of the logits x W^T against targets, x (N, D), W (V, D), targets (N,), a few rows at a time: no
+    (N, V) tensor exists. With `learn`, gradients are made along the way, where the logits are at hand."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, learn: bool) -> Tensor:
+        loss, dx, dW = 0, [], torch.zeros_like(W) if learn else None
+        rows = max(1, LOGITS_AT_ONCE // len(W))
+        for x_n, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
+            logits = F.linear(x_n, W)
+            log_p = at_least_float(logits).log_softmax(dim=-1)
+            loss = loss - log_p.gather(-1, target).sum()
+            if learn:
+                d = log_p.exp_().scatter_add_(-1, target, -torch.ones_like(log_p[:, :1])).to(logits.dtype)  # p - one-hot
+                dx.append((d @ W).to(x.dtype))
+                dW += d.mT @ x_n
+        if learn:
+            ctx.save_for_backward(torch.cat(dx), dW)
+        return loss / len(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dW = ctx.saved_tensors
+        grad = grad / len(dx)
+        return grad * dx, grad * dW, None, None
+
+
 class Transformer(nn.Module):
     """A causal language model: embedding, blocks, norm, untied head."""
     def __init__(self, cfg: ModelConfig):
@@ -433,11 +496,13 @@ class Transformer(nn.Module):
         return [p for n, p in self.named_parameters() if p.ndim >= 2 and not n.endswith(('P.p', 'kq_diag'))]
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Cache | None = None) -> tuple[Tensor, Tensor | None]:
-        """Token ids (B, J) -> logits (B, J, vocabulary) and, with targets (B, J), their mean cross-entropy in nats."""
-        logits = F.linear(self.hidden(idx, cache), self.head)
+        """Token ids (B, J) -> logits (B, J, vocabulary) and None; with targets (B, J), None and their mean cross-entropy."""
+        hidden = self.hidden(idx, cache)
         if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            return F.linear(hidden, self.head), None
+        if targets.numel() * len(self.head) > LOGITS_AT_ONCE:
+            return None, LinearCrossEntropy.apply(hidden.flatten(0, 1), self.head, targets.flatten(), torch.is_grad_enabled())
+        return None, F.cross_entropy(at_least_float(F.linear(hidden, self.head)).flatten(0, 1), targets.flatten())
 
     def hidden(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """What the head reads: (B, I) -> (B, I, D). With a cache, idx are the tokens behind those it holds."""
@@ -451,6 +516,14 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += idx.shape[1]
         return self.norm(x)
+
+    def attention_path(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Which path the attention of whole sequences takes there, in words."""
+        path = self.blocks[0].attn.path(device, dtype)
+        words = {'math': 'by readable softmax', 'sdpa': "by torch's fused kernel", 'triton': 'by kernels.py'}[path]
+        if self.cfg.attn_impl == 'triton' != path:
+            words += ' (attn_impl=triton needs Triton, a GPU, bfloat16, and CEM attention with a bias)'
+        return f'attention {words}'
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T after training; None leaves it. ValueError below 1."""

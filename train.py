@@ -493,7 +493,8 @@ class Trainer:
         if world.rank == 0:
             print(f'{cfg.out_dir}: {self.model.num_params():,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} '
                   f'tokens = {self.steps * self.tokens_per_step:,}, {world.size} x {world.device.type}, '
-                  f'{str(self.dtype).removeprefix("torch.")}; {len(self.data["train"]):,} pieces an epoch', flush=True)
+                  f'{str(self.dtype).removeprefix("torch.")}, {self.model.attention_path(world.device, self.dtype)}; '
+                  f'{len(self.data["train"]):,} pieces an epoch', flush=True)
         while self.step < self.steps:
             start = time.monotonic()
             loss, norm = self.train_step()

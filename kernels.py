@@ -1,0 +1,358 @@
+"""
+Triton kernels for one step of CEM attention, and their compilation ahead of time.
+
+    python kernels.py                 registers, shared memory and spills of every kernel on sm_80 and sm_90; needs no GPU
+
+For head k, with values = keys and everything causal (j <= i),
+
+    s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j]        bias = (d * u / tau) h^T, m_k = 2^(-8 k / K)
+    o_ik = sum_j softmax_j(s_ijk) k_jk
+
+The bias is of one head or of all; it is a matrix product (B, n, J, J) in the precision of q, n = 1 or K, made once a step and
+again in the backward pass, never kept. Heads of the same rows run side by side, so that they find its tile in the cache.
+
+Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
+
+    dq_i = sum_j ds_ij k_j / tau,   dk_j = sum_i p_ij do_i + ds_ij q_i / tau,   dbias_ij = sum_heads ds_ij,   db = sum_i ds_ii
+
+Each sum has one kernel, and one program for each of its tiles: nothing is atomic, so that results are the same to the bit.
+Scores live in base 2: exp2 is what the hardware has.
+
+Shapes: B batch, J positions, K heads, R = D / K, BR = R padded to a power of two. Matrices are (B, J, D), head k in columns
+k R to (k + 1) R; what is one number a row, such as the scores' log-sum-exp, is (B, K, J).
+"""
+import contextlib
+import io
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # transformers imports what is called kernels to see whether it is a package it knows
+    triton = tl = SimpleNamespace(jit=lambda f: f, constexpr=lambda x: x)
+
+LOG2E = tl.constexpr(1.4426950408889634)
+GEMM_ROWS = 512  # rows of the bias made at once: columns beyond a block's last row are never needed
+PAD = 128  # the bias's width is a multiple of this, so that a tile of it is whole
+
+
+@triton.jit
+def load_rows(x, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    """Rows i of one head's matrix x, (len(i), BR): zero beyond row J and column R."""
+    r = tl.arange(0, BR)
+    mask = i[:, None] < J
+    if BR != R:
+        mask = mask & (r < R)[None, :]
+    return tl.load(x + i[:, None] * D + r[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(x, value, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    r = tl.arange(0, BR)
+    tl.store(x + i[:, None] * D + r[None, :], value.to(x.dtype.element_ty), mask=(i < J)[:, None] & (r < R)[None, :])
+
+
+@triton.jit
+def load_bias(bias, i, j, width, BIAS: tl.constexpr):
+    return tl.load(bias + i * width + j) if BIAS else tl.zeros((1, 1), tl.float32)
+
+
+@triton.jit
+def slope(head, K: tl.constexpr):
+    """m_k in base 2."""
+    return tl.exp2((head + 1) * (-8.0 / K)) * LOG2E
+
+
+@triton.jit
+def rest_of_score(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.constexpr):
+    """s_ij + m (i - origin) without q_i . k_j, in base 2: i (M, 1), j (1, N), or transposed. The distance is kept small
+    where precision counts, near the diagonal, and costs a number a column. DIAGONAL: of tiles that j <= i cuts."""
+    s = bias.to(tl.float32) * LOG2E
+    if ALIBI:
+        s += m * (j - origin)
+    if DIAGONAL:
+        if ALIBI:
+            s += tl.where(i == j, b * LOG2E, 0.0)
+        s = tl.where(i >= j, s, -float('inf'))
+    return s
+
+
+@triton.jit
+def forward_kernel(Q, Keys, Bias, B_self, O, LSE, J, width, scale, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+                   BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """o and the log-sum-exp of the scores, in base 2. Grid: heads, batch, blocks of rows, the longest first."""
+    head, batch, i0 = tl.program_id(0), tl.program_id(1).to(tl.int64), (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
+    D: tl.constexpr = K * R
+    at, row = batch * J * D + head * R, (batch * K + head) * J
+    bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
+    m = slope(head, K) if ALIBI else 0.0
+    b = tl.load(B_self + head) if ALIBI else 0.0
+    i = i0 + tl.arange(0, BM)
+    q = load_rows(Q + at, i, J, D, R, BR)
+    top = tl.full((BM,), -float('inf'), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BR), tl.float32)
+    for DIAGONAL in tl.static_range(2):
+        for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
+            j = j0 + tl.arange(0, BN)
+            s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
+            s = rest_of_score(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
+            k = load_rows(Keys + at, j, J, D, R, BR)
+            s += tl.dot(q, tl.trans(k)) * (scale * LOG2E)
+            new_top = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - new_top[:, None])
+            shrink = tl.exp2(top - new_top)
+            total = total * shrink + tl.sum(p, 1)
+            acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None])
+            top = new_top
+    store_rows(O + at, acc / total[:, None], i, J, D, R, BR)
+    tl.store(LSE + row + i, top + tl.log2(total) - m * (i - i0), mask=i < J)
+
+
+@triton.jit
+def dq_kernel(Q, Keys, Bias, B_self, O, DO, LSE, Delta, DQ, DB, J, width, scale, K: tl.constexpr, N: tl.constexpr,
+              R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """dq, delta for the other two kernels, and ds_ii. Grid: as the forward kernel's."""
+    head, batch, i0 = tl.program_id(0), tl.program_id(1).to(tl.int64), (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
+    D: tl.constexpr = K * R
+    at, row = batch * J * D + head * R, (batch * K + head) * J
+    bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
+    m = slope(head, K) if ALIBI else 0.0
+    b = tl.load(B_self + head) if ALIBI else 0.0
+    i = i0 + tl.arange(0, BM)
+    q, do = load_rows(Q + at, i, J, D, R, BR), load_rows(DO + at, i, J, D, R, BR)
+    delta = tl.sum(do.to(tl.float32) * load_rows(O + at, i, J, D, R, BR).to(tl.float32), 1)
+    tl.store(Delta + row + i, delta, mask=i < J)
+    lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
+    acc = tl.zeros((BM, BR), tl.float32)
+    db = tl.zeros((BM,), tl.float32)
+    for DIAGONAL in tl.static_range(2):
+        for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
+            j = j0 + tl.arange(0, BN)
+            s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
+            s = rest_of_score(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
+            k = load_rows(Keys + at, j, J, D, R, BR)
+            s += tl.dot(q, tl.trans(k)) * (scale * LOG2E)
+            ds = tl.exp2(s - lse[:, None]) * (tl.dot(do, tl.trans(k)) - delta[:, None])
+            acc = tl.dot(ds.to(k.dtype), k, acc)
+            if DIAGONAL and ALIBI:
+                db += tl.sum(tl.where(i[:, None] == j[None, :], ds, 0.0), 1)
+    store_rows(DQ + at, acc * scale, i, J, D, R, BR)
+    if ALIBI:
+        tl.store(DB + row + i, db, mask=i < J)
+
+
+@triton.jit
+def dk_kernel(Q, Keys, Bias, B_self, DO, LSE, Delta, DK, J, width, scale, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+              BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """dk, as keys and as values. Scores are transposed, (j, i). Grid: heads, batch, blocks of keys, the longest first."""
+    head, batch, j0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BN
+    D: tl.constexpr = K * R
+    at, row = batch * J * D + head * R, (batch * K + head) * J
+    bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
+    m = slope(head, K) if ALIBI else 0.0
+    b = tl.load(B_self + head) if ALIBI else 0.0
+    j = j0 + tl.arange(0, BN)
+    k = load_rows(Keys + at, j, J, D, R, BR)
+    acc = tl.zeros((BN, BR), tl.float32)
+    for BELOW in tl.static_range(2):
+        for i0 in range(j0 + BN if BELOW else j0, J if BELOW else min(j0 + BN, J), BM):
+            i = i0 + tl.arange(0, BM)
+            s = load_bias(bias, i[None, :], j[:, None], width, BIAS)
+            s = rest_of_score(s, i[None, :], j[:, None], i0, m, b, ALIBI, not BELOW)
+            lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
+            q = load_rows(Q + at, i, J, D, R, BR)
+            p = tl.exp2(s + tl.dot(k, tl.trans(q)) * (scale * LOG2E) - lse[None, :])
+            do = load_rows(DO + at, i, J, D, R, BR)
+            acc = tl.dot(p.to(do.dtype), do, acc)
+            delta = tl.load(Delta + row + i, mask=i < J, other=0.0)
+            ds = p * (tl.dot(k, tl.trans(do)) * scale - delta[None, :] * scale)
+            acc = tl.dot(ds.to(q.dtype), q, acc)
+    store_rows(DK + at, acc, j, J, D, R, BR)
+
+
+@triton.jit
+def dbias_kernel(Q, Keys, Bias, B_self, DO, LSE, Delta, DBias, J, width, scale, K: tl.constexpr, N: tl.constexpr,
+                 R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIBI: tl.constexpr):
+    """The bias's gradient: ds summed over the heads that share it, zero above the diagonal. Grid: tiles (j, i), B N."""
+    j0, i0, first, batch = tl.program_id(0) * BN, tl.program_id(1) * BM, tl.program_id(2) % N, tl.program_id(2) // N
+    batch = batch.to(tl.int64)
+    D: tl.constexpr = K * R
+    tile = (batch * N + first) * width * width
+    i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
+    bias = load_bias(Bias + tile, i[:, None], j[None, :], width, True)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for DIAGONAL in tl.static_range(2):
+        if j0 < i0 + BM and (j0 + BN > i0) == DIAGONAL:
+            for head in range(first, first + K // N):
+                at, row = batch * J * D + head * R, (batch * K + head) * J
+                m = slope(head, K) if ALIBI else 0.0
+                b = tl.load(B_self + head) if ALIBI else 0.0
+                s = rest_of_score(bias, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
+                lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
+                delta = tl.load(Delta + row + i, mask=i < J, other=0.0)
+                q, k = load_rows(Q + at, i, J, D, R, BR), load_rows(Keys + at, j, J, D, R, BR)
+                p = tl.exp2(s + tl.dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])
+                acc += p * (tl.dot(load_rows(DO + at, i, J, D, R, BR), tl.trans(k)) - delta[:, None])
+    tl.store(DBias + tile + i[:, None] * width + j[None, :], acc.to(DBias.dtype.element_ty))
+
+
+# Rows BM and columns BN of a tile, warps, stages of the pipeline: by GPU, kernel and BR (up to 64, 128). Chosen so that shared
+# memory suffices (163 KB on an A100; the first table serves GPUs with 99 KB too) and sums stay in registers. Whichever side a
+# kernel's loop walks along divides the other, and both divide PAD.
+TILES: dict[int, dict[Any, dict[int, tuple[int, int, int, int]]]] = {
+    80: {forward_kernel: {64: (128, 32, 4, 3), 128: (128, 64, 8, 3)}, dq_kernel: {64: (128, 32, 4, 3), 128: (128, 32, 8, 2)},
+         dk_kernel: {64: (32, 128, 4, 3), 128: (64, 64, 8, 2)}, dbias_kernel: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)}},
+    90: {forward_kernel: {64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}, dq_kernel: {64: (64, 64, 4, 2), 128: (128, 64, 8, 2)},
+         dk_kernel: {64: (64, 64, 4, 2), 128: (64, 128, 8, 2)}, dbias_kernel: {64: (128, 64, 8, 2), 128: (64, 64, 8, 2)}}}
+
+
+def settings(kernel: Any, arch: int, R: int) -> dict[str, Any]:
+    """BR and the tile of a kernel at head width R on sm_<arch>."""
+    BR = max(16, triton.next_power_of_2(R))
+    tile = TILES[90 if arch in (90, 100) else 80][kernel][max(64, BR)]
+    return dict(zip(('BM', 'BN', 'num_warps', 'num_stages'), tile, strict=True), BR=BR, enable_fp_fusion=True)
+
+
+def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, b: Tensor | None, *args: Tensor | None, scale: float,
+           n_head: int) -> None:
+    """Run a kernel over the tiles of q (B, J, D)."""
+    (B, J, D), N = q.shape, 1 if bias is None else bias.shape[1]
+    major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+    options = dict(K=n_head, N=N, R=D // n_head, ALIBI=b is not None, **settings(kernel, 10 * major + minor, D // n_head))
+    rows, columns = triton.cdiv(J, options['BM']), triton.cdiv(J, options['BN'])
+    if kernel is dbias_kernel:
+        grid = columns, rows, B * N
+    else:
+        grid = n_head, B, columns if kernel is dk_kernel else rows
+        options['BIAS'] = bias is not None
+    with torch.cuda.device_of(q):
+        kernel[grid](q, k, bias, b, *args, J, 0 if bias is None else bias.shape[-1], scale, **options)
+
+
+def diagonal_bias(du: Tensor, h: Tensor) -> Tensor:
+    """du (B, n, J, D), h (B, J, D) -> du h^T (B, n, J, J) where j <= i; nothing in particular where no tile looks."""
+    B, n, J, _ = du.shape
+    width = triton.cdiv(J, PAD) * PAD
+    bias = (torch.empty if width == J else torch.zeros)(B, n, width, width, dtype=du.dtype, device=du.device)
+    for start in range(0, J, GEMM_ROWS):
+        end = min(start + GEMM_ROWS, J)
+        for head in range(n):
+            torch.bmm(du[:, head, start:end], h[:, :end].mT, out=bias[:, head, start:end, :end])
+    return bias
+
+
+def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of du and h, without the products with what is zero above the diagonal."""
+    ddu, dh = torch.empty_like(du), torch.empty_like(h)
+    for start in range(0, h.shape[1], GEMM_ROWS):
+        end = min(start + GEMM_ROWS, h.shape[1])
+        for head in range(du.shape[1]):
+            torch.bmm(dbias[:, head, start:end, :end], h[:, :end], out=ddu[:, head, start:end])
+        dh[:, start:end] = torch.einsum('bnij,bnid->bjd', dbias[:, :, start:h.shape[1], start:end], du[:, :, start:])
+    return ddu, dh
+
+
+@torch.library.custom_op('nanocem::attention', mutates_args=())
+def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
+                 scale: float) -> tuple[Tensor, Tensor]:
+    """o (B, J, D) and the scores' log-sum-exp (B, K, J)."""
+    q, k = q.contiguous(), k.contiguous()
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
+    bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
+    launch(forward_kernel, q, k, bias, b, o, lse, scale=scale, n_head=n_head)
+    return o, lse
+
+
+@torch.library.custom_op('nanocem::attention_backward', mutates_args=())
+def backward_op(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, o: Tensor, lse: Tensor,
+                n_head: int, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, du, h, b; empty tensors for those that are None."""
+    do, q, k = do.contiguous(), q.contiguous(), k.contiguous()
+    dq, dk, delta, db = (torch.empty_like(t) for t in (q, k, lse, lse))
+    ddu, dh = q.new_empty(0), q.new_empty(0)
+    bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
+    common = dict(scale=scale, n_head=n_head)
+    launch(dq_kernel, q, k, bias, b, o, do, lse, delta, dq, db, **common)
+    launch(dk_kernel, q, k, bias, b, do, lse, delta, dk, **common)
+    if du is not None:
+        dbias = torch.empty_like(bias)
+        launch(dbias_kernel, q, k, bias, b, do, lse, delta, dbias, **common)
+        ddu, dh = diagonal_bias_backward(dbias, du, h)
+    return dq, dk, ddu, dh, q.new_empty(0) if b is None else db.sum(dim=(0, 2))
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float):
+    return q.new_empty(q.shape), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, *args: Any):
+    return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, du, h, b))
+
+
+def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.n_head, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, o, lse = ctx.saved_tensors
+    gradients = backward_op(do, *inputs, o, lse, ctx.n_head, ctx.scale)
+    return *(None if t is None else g for t, g in zip(inputs, gradients, strict=True)), None, None
+
+
+attention_op.register_autograd(backward, setup_context=save_for_backward)
+
+
+def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None = None, h: Tensor | None = None,
+              b: Tensor | None = None) -> Tensor:
+    """o (B, J, D) of the equations above: q, k (B, J, D); scale = 1 / tau; du = d * u / tau (B, 1 or K, J, D) and h (B, J, D),
+    or no diagonal; b (K,), the self bias less the cross bias (softmax sees no more of the two), or no ALiBi either."""
+    du, h = (None if t is None else t.to(q.dtype) for t in (du, h))
+    return attention_op(q, k, du, h, None if b is None else b.float(), n_head, scale)[0]
+
+
+def compile_ahead(kernel: Any, arch: int, R: int, n_head: int = 12) -> dict[str, int]:
+    """What a kernel needs on sm_<arch> in bfloat16, with every option: registers a thread, bytes of shared memory, bytes
+    spilled a thread."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+    options = settings(kernel, arch, R)
+    launched = {name: options.pop(name) for name in ('num_warps', 'num_stages', 'enable_fp_fusion')}
+    constants = dict(K=n_head, N=1, R=R, BIAS=True, ALIBI=True, **options)
+    floats = {'B_self', 'LSE', 'Delta', 'DB'}
+    types = {name: 'constexpr' if name in constants else 'i32' if name in ('J', 'width') else 'fp32' if name == 'scale' else
+             '*fp32' if name in floats else '*bf16' for name in kernel.arg_names}
+    aligned = {(n,): [['tt.divisibility', 16]] for n, name in enumerate(types) if types[name][0] == '*' or types[name] == 'i32'}
+    source = ASTSource(kernel, types, {name: constants[name] for name in types if name in constants}, aligned)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        compiled = triton.compile(source, target=GPUTarget('cuda', arch, 32), options=launched)
+    return dict(registers=int(re.search(r'Used (\d+) registers', said.getvalue())[1]), shared=compiled.metadata.shared,
+                spilled=sum(int(n) for n in re.findall(r'(\d+) bytes spill', said.getvalue())))
+
+
+def report(archs: tuple[int, ...], widths: tuple[int, ...]) -> None:
+    """A row of compile_ahead a kernel, GPU and head width."""
+    print(f'triton {triton.__version__}, bfloat16, with bias and ALiBi')
+    print('kernel          arch    R   BR   BM   BN warps stages  registers  shared  spilled')
+    for kernel in TILES[80]:
+        for arch in archs:
+            for R in widths:
+                s, got = settings(kernel, arch, R), compile_ahead(kernel, arch, R)
+                print(f'{kernel.__name__:<14} sm_{arch}{R:>5}{s["BR"]:>5}{s["BM"]:>5}{s["BN"]:>5}{s["num_warps"]:>6}'
+                      f'{s["num_stages"]:>7}{got["registers"]:>11}{got["shared"]:>8}{got["spilled"]:>9}', flush=True)
+
+
+if __name__ == '__main__':
+    if not hasattr(triton, 'compile') or triton.knobs.runtime.interpret:
+        sys.exit('python kernels.py needs Triton (pip install triton), and TRITON_INTERPRET not set')
+    report(tuple(map(int, sys.argv[1:2])) or (80, 90), tuple(map(int, sys.argv[2:])) or (64, 72, 84))
