@@ -165,9 +165,10 @@ def preconditioner(cfg: ModelConfig, n: int, rank: int) -> nn.Module:
 
 
 class Cache:
-    """What decoding keeps of the past: named buffers of shape (B, max_length, features), filled up to `length`."""
+    """What decoding keeps of the past: named buffers of shape (B, max_length, features), filled up to `length`; and output
+    weights with their preconditioners folded in, the same for every token."""
     def __init__(self, max_length: int):
-        self.max_length, self.length, self.buffers = max_length, 0, {}
+        self.max_length, self.length, self.buffers, self.weights = max_length, 0, {}, {}
 
     def append(self, name: Any, new: Tensor) -> Tensor:
         """Store `new` (B, I, features) behind the past and return past and new, (B, length + I, features)."""
@@ -176,6 +177,11 @@ class Cache:
             self.buffers[name] = new.new_empty(B, self.max_length, features)
         self.buffers[name][:, self.length:self.length + I] = new
         return self.buffers[name][:, :self.length + I]
+
+    def output_weight(self, sublayer: 'Attention | MLP') -> Tensor:
+        if sublayer not in self.weights:
+            self.weights[sublayer] = sublayer.output_weight()
+        return self.weights[sublayer]
 
     def floats_per_token(self) -> int:
         return sum(buffer.shape[-1] for buffer in self.buffers.values())
@@ -248,7 +254,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, pos: Positions, cache: Cache | None = None) -> Tensor:
         h = u = self.norm(x)
-        context, W_out = self.context(h, pos, cache), self.output_weight()
+        context, W_out = self.context(h, pos, cache), (cache.output_weight(self) if cache else self.output_weight())
         if self.cem and self.cfg.residual == 'normed':
             x, u = h, self.norm(h)
         for t in range(self.steps):
@@ -396,9 +402,9 @@ class MLP(nn.Module):
         else:
             self.W_d = nn.Parameter(torch.empty(width, cfg.d_model))  # in V's shape
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         h = u = self.norm(x)
-        gamma, W_out = F.linear(h, self.W), self.output_weight()
+        gamma, W_out = F.linear(h, self.W), (cache.output_weight(self) if cache else self.output_weight())
         if self.cem and self.cfg.residual == 'normed':
             x, u = h, self.norm(h)
         for t in range(self.steps):
@@ -439,7 +445,7 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(cfg, layer), MLP(cfg)
 
     def forward(self, x: Tensor, pos: Positions, cache: Cache | None = None) -> Tensor:
-        return self.mlp(self.attn(x, pos, cache))
+        return self.mlp(self.attn(x, pos, cache), cache)
 
 
 def at_least_float(x: Tensor) -> Tensor:
