@@ -255,7 +255,7 @@ def test_calibration_takes_the_first_of_the_best(monkeypatch, tmp_path, capsys):
 def test_the_frozen_constants_are_the_recorded_calibrations():
     with open(os.path.join(os.path.dirname(__file__), 'results/gp/calibration.csv')) as file:
         chosen = [row for row in csv.DictReader(file) if row['chosen']]
-    assert [row['kernel'] for row in chosen] == list(KERNELS)
+    assert sorted(row['kernel'] for row in chosen) == sorted(KERNELS)
     for row in chosen:
         kernel = KERNELS[row['kernel']]
         assert float(row['lengthscale']) == kernel.lengthscale and tuple(map(float, row['shape'].split())) == kernel.shape
