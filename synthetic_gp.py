@@ -4,12 +4,13 @@ Regression on Gaussian-process draws: the paper's table on recursion (appendix, 
     python synthetic_gp.py                       the table: 6 models x 5 kernels, our numbers beside the paper's
     python synthetic_gp.py --quick               fewer points, steps and repeats: a look, not the table
     python synthetic_gp.py --T_max=32            deeper recursion than the paper's
-    python synthetic_gp.py --calibrate           how points, steps and lengthscales were found, on the Plain rows alone
+    python synthetic_gp.py --calibrate           how the protocol and the kernels' settings were found, on the Plain rows alone
     python synthetic_gp.py --benchmark           the repeats of a cell in one batch against one by one
 
 A cell of the table is a model and a kernel. Its repeats (own draw, own weights) train together: every weight and every batch
-has a leading dimension R, and the sum of the R losses gives each repeat its own gradient. Finished cells are kept in
-out_dir/cells, so that an interrupted run goes on. What the script leaves: table.csv, table.md, figure.png, test_steps.png.
+has a leading dimension R, and the sum of the R losses gives each repeat its own gradient. On a CPU, two processes of one
+thread share the cells; finished ones are kept in out_dir/cells, so that an interrupted run goes on. What the script leaves:
+table.csv, table.md, figure.png, test_steps.png.
 
 Shapes: R repeats, N points, D = 64 model width.
 """
@@ -18,14 +19,20 @@ import hashlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from statistics import mean, stdev
+from threading import Thread
 from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -40,10 +47,21 @@ from prepare_slimpajama import write_whole
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are those of a forward pass over 200 inputs
 JITTER = 1e-6  # added to the kernel's diagonal: noise of standard deviation 0.001, far below every RMSE of the table
-QUICK = dict(repeats=2, points=2000, steps=800)
+QUICK = dict(repeats=2, points=2000, steps=500)
 
-# What --calibrate tries: (points, steps). It picks the pair whose Plain rows come nearest to the paper's.
-PROTOCOLS = ((4000, 2000), (4000, 4000))
+
+class Recipe(NamedTuple):
+    """AdamW's settings and the learning rate's course: a linear warm-up, then a cosine, each as a part of the whole."""
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip: float  # largest gradient norm of a repeat
+    warmup: float
+    final: float
+
+
+RECIPES = {'paper': Recipe(0.95, 1e-9, 0.1, 1.0, 0.05, 0.1),  # its table of training hyperparameters (Transformers)
+           'torch': Recipe(0.999, 1e-8, 0.01, math.inf, 0.0, 0.0)}  # AdamW's own
 
 
 def sq_dist(a: Tensor, b: Tensor) -> Tensor:
@@ -56,25 +74,25 @@ def rbf(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
     return torch.exp(-0.5 * sq_dist(a, b) / lengthscale ** 2)
 
 
-def matern(a: Tensor, b: Tensor, lengthscale: float, nu: float = 1.5) -> Tensor:
+def matern(a: Tensor, b: Tensor, lengthscale: float, nu: float) -> Tensor:
     """Matern's at the three nu where it needs no Bessel function; draws are the smoother the higher nu."""
     r = (2 * nu * sq_dist(a, b)).sqrt() / lengthscale
     return {0.5: 1, 1.5: 1 + r, 2.5: 1 + r + r ** 2 / 3}[nu] * torch.exp(-r)
 
 
-def periodic(a: Tensor, b: Tensor, lengthscale: float, period: float = 2.0) -> Tensor:
+def periodic(a: Tensor, b: Tensor, lengthscale: float, period: float) -> Tensor:
     """prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2). A product over dimensions: with the sine of the whole
     distance |a - b| it is not positive definite in 10 of them. 4 sin^2 is the squared chord between two points of a circle."""
     circle = [torch.cat([(2 * math.pi / period * x).cos(), (2 * math.pi / period * x).sin()], dim=1) for x in (a, b)]
     return rbf(*circle, lengthscale)
 
 
-def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float = 1.0) -> Tensor:
+def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float) -> Tensor:
     """(1 + |a - b|^2 / (2 alpha lengthscale^2))^-alpha, a mixture of RBFs."""
     return (1 + sq_dist(a, b) / (2 * alpha * lengthscale ** 2)) ** -alpha
 
 
-def gibbs(a: Tensor, b: Tensor, lengthscale: float, slope: float = 0.5) -> Tensor:
+def gibbs(a: Tensor, b: Tensor, lengthscale: float, slope: float) -> Tensor:
     """Gibbs's non-stationary kernel (Rasmussen and Williams 2006, Eq. 4.32) with l(x) = lengthscale exp(slope x_1):
     (2 l(a) l(b) / (l(a)^2 + l(b)^2))^(inputs / 2) exp(-|a - b|^2 / (l(a)^2 + l(b)^2))."""
     la, lb = lengthscale * torch.exp(slope * a[:, :1]), lengthscale * torch.exp(slope * b[:, 0])
@@ -85,15 +103,16 @@ def gibbs(a: Tensor, b: Tensor, lengthscale: float, slope: float = 0.5) -> Tenso
 class Kernel(NamedTuple):
     title: str
     function: Callable[..., Tensor]  # a (N, inputs), b (M, inputs) -> (N, M), ones on the diagonal
-    lengthscale: float  # found by --calibrate
+    lengthscale: float  # this and the shape were found by --calibrate
+    shape: tuple[float, ...] = ()  # nu, period, alpha or slope
 
 
 KERNELS = {
-    'rbf': Kernel('RBF', rbf, 5.77),
-    'matern': Kernel('Matern', matern, 2.7),
-    'periodic': Kernel('Periodic', periodic, 11.6),
-    'rational_quadratic': Kernel('Rational Quadratic', rational_quadratic, 2.64),
-    'non_stationary': Kernel('Non-Stationary', gibbs, 4.85),
+    'rbf': Kernel('RBF', rbf, 4.83),
+    'matern': Kernel('Matern', matern, 2.86, (1.5,)),
+    'periodic': Kernel('Periodic', periodic, 4.78, (4.0,)),
+    'rational_quadratic': Kernel('Rational Quadratic', rational_quadratic, 2.76, (1.0,)),
+    'non_stationary': Kernel('Non-Stationary', gibbs, 5.36, (0.5,)),
 }
 
 # The paper's table: train RMSE, its std, test RMSE, its std.
@@ -141,7 +160,7 @@ PAPER_SIZES = {
 
 @dataclass
 class Options:
-    """What to run. The protocol (points to weight_decay) is one for all rows."""
+    """What to run. The protocol (points to init) is one for all rows."""
     kernels: tuple[Literal['rbf', 'matern', 'periodic', 'rational_quadratic', 'non_stationary'], ...] = tuple(KERNELS)  # rows
     models: tuple[str, ...] | None = None  # of Plain, Gated, CEM-T1, CEM-T2, ...; default: Plain, Gated, CEM up to T_max
     T_max: int = 8  # CEM models with T = 1, 2, 4, ... steps up to this many
@@ -150,21 +169,22 @@ class Options:
     points: int = 4000  # training points of a draw
     test_points: int = 1000  # further points of the same draw
     batch_size: int = 200  # points a step
-    steps: int = 2000  # of AdamW, its learning rate falling to zero along a cosine
-    learning_rate: float = 2e-3  # at the first step
-    weight_decay: float = 0.01  # AdamW's
+    steps: int = 1000  # of AdamW
+    learning_rate: float = 2e-3  # the highest, after the warm-up
+    recipe: Literal['paper', 'torch'] = 'paper'  # the rest of the optimiser: the paper's training table, or AdamW's defaults
+    init: Literal['linear', 'xavier', 'n02'] = 'linear'  # torch.nn.Linear's; Xavier's or N(0, 0.02^2), biases zero
     precond: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P of the CEM models (Eq. 13), of rank 16
     norm: bool = False  # an RMSNorm in front of every step of the recursion
-    grad_clip: float | None = None  # largest gradient norm of a repeat; default: no limit
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
+    jobs: int | None = None  # processes of one thread, on a CPU; default 2
     out_dir: str | None = None  # default: out/gp, or out/gp_quick with --quick
-    quick: bool = False  # 2 repeats, 2000 points, 800 steps, unless given
-    calibrate: bool = False  # search points, steps and lengthscales on the Plain rows; writes calibration.csv
+    quick: bool = False  # 2 repeats, 2000 points, 500 steps, unless given
+    calibrate: bool = False  # search protocol, kernel shapes and lengthscales on the Plain rows; writes calibration.csv
     benchmark: bool = False  # time the batched training against one by one
 
     def __post_init__(self) -> None:
         for name, least in dict(T_max=1, repeats=1, seed=0, points=1, test_points=1, batch_size=1, steps=1,
-                                learning_rate=0, weight_decay=0, grad_clip=0).items():
+                                learning_rate=0, jobs=1).items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f'{name}={getattr(self, name)}: expected at least {least}')
         if self.batch_size > self.points:
@@ -183,6 +203,9 @@ class Options:
             raise ValueError('device=cuda: this machine has no GPU that torch can use')
         if self.device == 'auto':
             self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        if self.device == 'cuda' and self.jobs not in (None, 1):
+            raise ValueError(f'jobs={self.jobs}: on a GPU one process does it all')
+        self.jobs = self.jobs or (1 if self.device == 'cuda' else 2)
         self.out_dir = self.out_dir or ('out/gp_quick' if self.quick else 'out/gp')
 
 
@@ -208,7 +231,7 @@ def draw(o: Options, kernel: Kernel, repeats: Iterable[int]) -> Data:
         g, N = generator(o, repeat, 'data'), o.points + o.test_points
         x = (2 * torch.rand(N, INPUTS, generator=g, dtype=torch.float64) - 1).to(o.device)
         z = torch.randn(N, 1, generator=g, dtype=torch.float64).to(o.device)
-        K = kernel.function(x, x, kernel.lengthscale)
+        K = kernel.function(x, x, kernel.lengthscale, *kernel.shape)
         K.diagonal().add_(JITTER)
         xs.append(x.float())
         ys.append((torch.linalg.cholesky(K) @ z).float())
@@ -217,8 +240,7 @@ def draw(o: Options, kernel: Kernel, repeats: Iterable[int]) -> Data:
 
 
 def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
-    """Weights by name, each (R, out, in) or (R, 1, out) for a bias; matrices and biases start as torch.nn.Linear's do.
-    Which weights there are is what tells the models apart."""
+    """Weights by name, each (R, out, in) or (R, 1, out) for a bias. Which weights there are is what tells the models apart."""
     linears = {'in': (D, INPUTS), 'out': (1, D)} | {
         'Plain': {'fc': (256, D), 'proj': (D, 256)},
         'Gated': {'gate': (170, D), 'up': (170, D), 'down': (D, 170)},
@@ -228,9 +250,12 @@ def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
         g = generator(o, repeat, 'weights')
         w = {'ln_gain': torch.ones(1, D), 'ln_bias': torch.zeros(1, D)}
         for name, (n_out, n_in) in linears.items():
-            w[name] = (2 * torch.rand(n_out, n_in, generator=g) - 1) / math.sqrt(n_in)
+            bound = math.sqrt(6 / (n_in + n_out) if o.init == 'xavier' else 1 / n_in)
+            w[name] = bound * (2 * torch.rand(n_out, n_in, generator=g) - 1)
+            if o.init == 'n02':
+                w[name].normal_(0, 0.02, generator=g)
             if name not in ('W', 'V'):
-                w[name + '_bias'] = (2 * torch.rand(1, n_out, generator=g) - 1) / math.sqrt(n_in)
+                w[name + '_bias'] = bound * (2 * torch.rand(1, n_out, generator=g) - 1) * (o.init == 'linear')
         if 'V' in w and o.precond != 'none':
             w['P_d'] = torch.full((1, D), D ** -0.5)
         if 'V' in w and o.precond == 'diag_lowrank':
@@ -285,10 +310,21 @@ def sizes(o: Options, model: str) -> tuple[int, int]:
     return sum(p.numel() for p in w.values()), counter.get_total_flops() // 2 + 5 * norms * ROWS * D
 
 
-def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequence[int],
-          tick: Callable[[], Any] = lambda: None) -> None:
-    """o.steps of AdamW on the weights of all repeats at once; `tick` is called after each."""
-    optimizer = torch.optim.AdamW(w.values(), lr=o.learning_rate, weight_decay=o.weight_decay, fused=True)
+def learning_rate(o: Options, step: int) -> float:
+    """Linear warm-up, then a cosine."""
+    recipe = RECIPES[o.recipe]
+    warmup = int(recipe.warmup * o.steps)
+    if step < warmup:
+        return o.learning_rate * (step + 1) / warmup
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (o.steps - warmup)))
+    return o.learning_rate * (recipe.final + (1 - recipe.final) * cosine)
+
+
+def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequence[int]) -> None:
+    """o.steps of AdamW on the weights of all repeats at once."""
+    recipe = RECIPES[o.recipe]
+    optimizer = torch.optim.AdamW(w.values(), betas=(0.9, recipe.beta2), eps=recipe.eps, weight_decay=recipe.weight_decay,
+                                  fused=True)
     orders = [generator(o, repeat, 'batches') for repeat in repeats]
     batches = o.points // o.batch_size
     for step in range(o.steps):
@@ -296,16 +332,15 @@ def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequenc
             order = torch.stack([torch.randperm(o.points, generator=g) for g in orders]).to(o.device)[:, :, None]
             x, y = data.x.gather(1, order.expand(-1, -1, INPUTS)), data.y.gather(1, order)
         batch = slice(step % batches * o.batch_size, (step % batches + 1) * o.batch_size)
-        optimizer.param_groups[0]['lr'] = o.learning_rate * 0.5 * (1 + math.cos(math.pi * step / o.steps))
+        optimizer.param_groups[0]['lr'] = learning_rate(o, step)
         loss = (forward(w, x[:, batch], T) - y[:, batch]).square().mean(dim=1).sum()
         optimizer.zero_grad()
         loss.backward()
-        if o.grad_clip is not None:
+        if recipe.grad_clip < math.inf:
             norms = sum(p.grad.square().sum(dim=(1, 2)) for p in w.values()).sqrt()  # (R,): repeats do not share a limit
             for p in w.values():
-                p.grad *= (o.grad_clip / norms).clamp(max=1)[:, None, None]
+                p.grad *= (recipe.grad_clip / norms).clamp(max=1)[:, None, None]
         optimizer.step()
-        tick()
 
 
 @torch.no_grad()
@@ -316,8 +351,8 @@ def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> list[float]:
 
 def cell_path(o: Options, kernel: Kernel, model: str) -> str:
     """Where a cell is kept; the name holds a digest of all that its numbers depend on."""
-    decides = [o.repeats, o.seed, o.points, o.test_points, o.batch_size, o.steps, o.learning_rate, o.weight_decay, o.precond,
-               o.norm, o.grad_clip, kernel.lengthscale, kernel.function.__defaults__, JITTER]
+    decides = [o.repeats, o.seed, o.points, o.test_points, o.batch_size, o.steps, o.learning_rate,
+               RECIPES[o.recipe], o.init, o.precond, o.norm, kernel.lengthscale, kernel.shape, JITTER]
     digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
     return f'{o.out_dir}/cells/{kernel.function.__name__}_{model}_{digest}.json'
 
@@ -331,10 +366,10 @@ def load_cell(o: Options, kernel: Kernel, model: str) -> dict[str, Any] | None:
         return None
 
 
-def train_cell(o: Options, kernel: Kernel, model: str, data: Data, tick: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+def train_cell(o: Options, kernel: Kernel, model: str, data: Data) -> dict[str, Any]:
     """Train a cell, keep and return it: train and test RMSE of each repeat and, for CEM, test RMSE after 1, 2, ... steps."""
     w, T = init(o, model, range(o.repeats)), trained_steps(model)
-    train(o, w, T, data, range(o.repeats), tick)
+    train(o, w, T, data, range(o.repeats))
     cell = {'train': rmse(w, data.x, data.y, T), 'test': rmse(w, data.x_test, data.y_test, T)}
     if 'V' in w:
         cell['test_steps'] = [rmse(w, data.x_test, data.y_test, t) for t in range(1, 2 * max(T, 8) + 1)]
@@ -344,24 +379,49 @@ def train_cell(o: Options, kernel: Kernel, model: str, data: Data, tick: Callabl
     return cell
 
 
+def start_worker() -> None:
+    """A process of one thread that ends when its parent does, however that ends."""
+    torch.set_num_threads(1)
+    Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
+
+
+def run_jobs(pool: ProcessPoolExecutor | None, function: Callable, jobs: dict[Any, tuple]) -> Iterator[tuple[Any, Any]]:
+    """function(*arguments) of each job under the job's name, as they come."""
+    if pool is None:
+        yield from ((name, function(*arguments)) for name, arguments in jobs.items())
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the workers: the parent alone answers Ctrl-C
+    futures = {pool.submit(function, *arguments): name for name, arguments in jobs.items()}
+    signal.signal(signal.SIGINT, handler)
+    try:
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BaseException:
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        raise
+
+
 def run_table(o: Options) -> dict[tuple[str, str], dict[str, Any]]:
     """All cells of the table, trained where they are not there yet, under a progress bar that counts multiply-adds."""
     cells = {(k, m): load_cell(o, KERNELS[k], m) for k in o.kernels for m in o.models}
-    todo = {k: [m for m in o.models if cells[k, m] is None] for k in o.kernels}
-    cost = {m: 3 * o.repeats * o.batch_size / ROWS * sizes(o, m)[1] for m in o.models}  # of a step, backward pass included
-    draw_cost = o.repeats * (o.points + o.test_points) ** 3 / 3
-    total = sum(draw_cost * bool(ms) + sum(o.steps * cost[m] for m in ms) for ms in todo.values())
-    if found := sum(cell is not None for cell in cells.values()):
-        print(f'{found} of {len(cells)} cells found in {o.out_dir}/cells', file=sys.stderr)
-    with tqdm(total=total, smoothing=0, bar_format='{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left') as bar:
-        for k, models in todo.items():
-            if models:
-                bar.set_description_str(f'{k}, drawing'.ljust(26))
-                data = draw(o, KERNELS[k], range(o.repeats))
-                bar.update(draw_cost)
-            for m in models:
-                bar.set_description_str(f'{k}, {m}'.ljust(26))
-                cells[k, m] = train_cell(o, KERNELS[k], m, data, lambda m=m: bar.update(cost[m]))
+    cost = {m: 3 * o.steps * o.repeats * o.batch_size // ROWS * sizes(o, m)[1] for m in o.models}  # backward passes included
+    draw_cost = o.repeats * (o.points + o.test_points) ** 3 // 3
+    todo = sorted((key for key in cells if cells[key] is None), key=lambda key: -cost[key[1]])  # long ones first
+    kernels = [k for k in o.kernels if any(k == of for of, _ in todo)]
+    if len(todo) < len(cells):
+        print(f'{len(cells) - len(todo)} of {len(cells)} cells found in {o.out_dir}/cells', file=sys.stderr)
+    spawn = multiprocessing.get_context('spawn')
+    with (ProcessPoolExecutor(o.jobs, spawn, start_worker) if o.jobs > 1 else nullcontext() as pool,
+          tqdm(total=len(kernels) * draw_cost + sum(cost[m] for _, m in todo), smoothing=0,
+               bar_format='{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left') as bar):
+        data = {}
+        for k, drawn in run_jobs(pool, draw, {k: (o, KERNELS[k], range(o.repeats)) for k in kernels}):
+            data[k] = drawn
+            bar.update(draw_cost)
+        for (k, m), cell in run_jobs(pool, train_cell, {(k, m): (o, KERNELS[k], m, data[k]) for k, m in todo}):
+            cells[k, m] = cell
+            bar.update(cost[m])
     return cells
 
 
@@ -488,7 +548,7 @@ def report(o: Options, cells: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Table and findings on the screen and in files, and the figures."""
     ours = {key: (*spread(cell['train']), *spread(cell['test'])) for key, cell in cells.items()}
     lines, found = table(o, ours), findings(o, ours)
-    switches = ''.join(f', {name}={getattr(o, name)}' for name in ('precond', 'norm', 'grad_clip')
+    switches = ''.join(f', {name}={getattr(o, name)}' for name in ('recipe', 'init', 'precond', 'norm')
                        if getattr(o, name) != getattr(Options, name))
     caption = (f'Mean ± std over {o.repeats} repeats; {o.points} points, {o.steps} steps of {o.batch_size}{switches}'
                + (" (--quick: a look, not the paper's table)." if o.quick else '.'))
@@ -512,42 +572,77 @@ def write_csv(path: str, lines: Iterable[Sequence[Any]]) -> None:
     write_whole(path, text.getvalue().encode())
 
 
-def search_lengthscale(o: Options, k: str) -> list[dict[str, Any]]:
-    """Plain rows of kernel k at up to five lengthscales, each nearer to the paper's: RMSE is nearly a power of the lengthscale,
-    so this is a secant in logarithms. It starts from 4, and from a power of -2."""
-    key, trials, log_l, slope, before = (k, 'Plain'), [], math.log(4.0), -2.0, None
-    while len(trials) < 5 and not (trials and trials[-1]['worst'] < 0.2):
-        kernel = KERNELS[k]._replace(lengthscale=float(f'{math.exp(log_l):.3g}'))
-        if kernel.lengthscale in [trial['lengthscale'] for trial in trials]:
-            break
-        cell = load_cell(o, kernel, 'Plain') or train_cell(o, kernel, 'Plain', draw(o, kernel, range(o.repeats)))
-        row = (*spread(cell['train']), *spread(cell['test']))
-        off = deviations({key: row}, key)
-        trials.append(dict(points=o.points, steps=o.steps, kernel=k, lengthscale=kernel.lengthscale, train=row[0], test=row[2],
-                           train_off=off[0], test_off=off[1], worst=max(map(abs, off))))
-        error = 0.5 * math.log(row[0] * row[2] / (PAPER[key][0] * PAPER[key][2]))
-        if before and abs(log_l - before[0]) > 0.02:  # any closer, the slope would be noise
-            slope = min(-0.5, (error - before[1]) / (log_l - before[0]))
-        before = log_l, error
-        log_l -= max(-0.7, min(0.7, error / slope))
-    return trials
+# What --calibrate tries. Of protocols, or shapes, whose misfits lie within TIE of the smallest, the first in its list is taken:
+# the paper's recipe before AdamW's defaults, torch.nn.Linear's initial weights before others, 4,000 points before 2,000.
+PROTOCOLS = [dict(zip(('recipe', 'init', 'learning_rate', 'points', 'steps'), values, strict=True)) for values in (
+    ('paper', 'linear', 2e-3, 4000, 500), ('paper', 'linear', 2e-3, 4000, 1000), ('paper', 'linear', 2e-3, 4000, 2000),
+    ('paper', 'linear', 2e-3, 2000, 500), ('paper', 'linear', 2e-3, 2000, 1000),
+    ('paper', 'linear', 1e-3, 4000, 1000), ('paper', 'linear', 1e-3, 4000, 2000),
+    ('torch', 'linear', 2e-3, 4000, 1000), ('torch', 'linear', 2e-3, 4000, 2000),
+    ('paper', 'xavier', 2e-3, 4000, 2000), ('paper', 'n02', 2e-3, 4000, 4000))]
+SHAPES = {  # of each shape, the middle one of the three lengthscales tried
+    'rbf': {(): 5.0},
+    'matern': {(1.5,): 2.8, (0.5,): 13.0, (2.5,): 2.2},
+    'periodic': {(2.0,): 13.0, (4.0,): 4.8, (8.0,): 2.1},
+    'rational_quadratic': {(1.0,): 2.7, (0.5,): 3.2, (2.0,): 2.4, (4.0,): 2.3},
+    'non_stationary': {(0.5,): 5.2, (0.25,): 3.6, (1.0,): 10.0},
+}
+LADDER, TIE = 1.4, 0.01
+
+
+def match(o: Options, k: str, shape: tuple[float, ...], draws: dict[Any, Data]) -> dict[str, Any]:
+    """Plain at three lengthscales in one batch; between them, in logarithms, the one where train x test RMSE is the paper's.
+    What is left there is the misfit: log(test / train) less the paper's. The two RMSEs rise and fall together from draw to
+    draw, so that their ratio tells protocols apart that all lie within the paper's std. `draws` are used again."""
+    kernels = [KERNELS[k]._replace(lengthscale=SHAPES[k][shape] * LADDER ** i, shape=shape) for i in (-1, 0, 1)]
+    for kernel in kernels:
+        if (kernel, o.points) not in draws:
+            draws[kernel, o.points] = draw(o, kernel, range(o.repeats))
+    data = Data(*map(torch.cat, zip(*(draws[kernel, o.points] for kernel in kernels), strict=True)))
+    repeats = [*range(o.repeats)] * len(kernels)
+    w = init(o, 'Plain', repeats)
+    train(o, w, 1, data, repeats)
+    log_train, log_test = (torch.tensor(rmse(w, x, y, 1)).view(-1, o.repeats).mean(1).log() for x, y in (data[:2], data[2:]))
+    level, gap = ((log_test + log_train) / 2).tolist(), (log_test - log_train).tolist()
+    paper_train, _, paper_test, _ = PAPER[k, 'Plain']
+    target = math.log(paper_train * paper_test) / 2
+    i = 1 if level[1] > target else 0  # between lengthscales i and i + 1, or beyond the ends by one more at most
+    t = min(2, max(-1, (target - level[i]) / (level[i + 1] - level[i])))
+    level_t, gap_t = (values[i] + t * (values[i + 1] - values[i]) for values in (level, gap))
+    return dict(kernel=k, shape=' '.join(map(str, shape)), lengthscale=float(f'{kernels[i].lengthscale * LADDER ** t:.3g}'),
+                train=math.exp(level_t - gap_t / 2), test=math.exp(level_t + gap_t / 2),
+                misfit=gap_t - math.log(paper_test / paper_train), chosen='')
+
+
+def first_of_the_best(misfits: list[float]) -> int:
+    """Which candidate is taken; see TIE."""
+    return next(i for i, value in enumerate(misfits) if value <= min(misfits) + TIE)
 
 
 def calibrate(o: Options) -> None:
-    """Try the protocols, each with the best lengthscale a kernel, on Plain alone; choose the one whose worst kernel lies
-    nearest to the paper, in its std. KERNELS and the defaults of Options hold the choice, calibration.csv all trials."""
-    trials = {p: [search_lengthscale(replace(o, points=p[0], steps=p[1]), k) for k in tqdm(o.kernels, desc=f'{p[0]}, {p[1]}')]
-              for p in PROTOCOLS}
-    best = {p: [min(of_kernel, key=lambda t: t['worst']) for of_kernel in trials[p]] for p in PROTOCOLS}
-    chosen = min(PROTOCOLS, key=lambda p: max(t['worst'] for t in best[p]))
-    rows = [t | {'chosen': 'yes' if p == chosen and t in best[p] else ''} for p in PROTOCOLS for t in chain(*trials[p])]
-    write_csv(f'{o.out_dir}/calibration.csv',
-              [rows[0].keys(), *([f'{v:.4f}' if i in range(4, 9) else v for i, v in enumerate(t.values())] for t in rows)])
-    for p in PROTOCOLS:
-        print(f'{p[0]} points, {p[1]} steps{": chosen" if p == chosen else ""}')
-        for t in best[p]:
-            print(f"  {t['kernel']:18} lengthscale {t['lengthscale']:<5g} train {t['train']:.4f}, test {t['test']:.4f}; off by "
-                  f"{t['train_off']:+.2f}, {t['test_off']:+.2f} of the paper's std")
+    """Choose on Plain alone: the protocol with each kernel's first shape, by the root mean square of the five misfits, then
+    with it each kernel's shape. KERNELS and the defaults of Options hold the choice, calibration.csv all trials."""
+    draws, trials, rms = {}, [], []
+    with tqdm(total=sum(len(PROTOCOLS) - 1 + len(shapes) for shapes in SHAPES.values())) as bar:
+        def trial(protocol: dict[str, Any], k: str, shape: tuple[float, ...]) -> dict[str, Any]:
+            trials.append(protocol | match(replace(o, **protocol), k, shape, draws))
+            bar.update()
+            return trials[-1]
+        for protocol in PROTOCOLS:
+            misfits = [trial(protocol, k, next(iter(shapes)))['misfit'] for k, shapes in SHAPES.items()]
+            rms.append(math.sqrt(mean(m ** 2 for m in misfits)))
+        best = first_of_the_best(rms)
+        for i, (k, shapes) in enumerate(SHAPES.items()):
+            tried = [trials[best * len(SHAPES) + i], *(trial(PROTOCOLS[best], k, shape) for shape in [*shapes][1:])]
+            tried[first_of_the_best([abs(t['misfit']) for t in tried])]['chosen'] = 'yes'
+    write_csv(f'{o.out_dir}/calibration.csv', [[*trials[0]], *(
+        [*(f'{v:.4f}' if name in ('train', 'test', 'misfit') else v for name, v in t.items())] for t in trials)])
+    for i, (protocol, value) in enumerate(zip(PROTOCOLS, rms, strict=True)):
+        print(*(f'{name} {v},' for name, v in protocol.items()), f"misfit {value:.3f}{', chosen' if i == best else ''}")
+    for t in trials:
+        if t['chosen']:
+            print(f"{t['kernel']:18} shape {t['shape'] or '-':4} lengthscale {t['lengthscale']:<5g} train {t['train']:.4f}, "
+                  f"test {t['test']:.4f}, misfit {t['misfit']:+.3f}")
     print(f'All trials: {o.out_dir}/calibration.csv')
 
 
@@ -576,7 +671,7 @@ def benchmark(o: Options) -> None:
 def main() -> None:
     given = read_options(sys.argv[1:], Options)
     o = build(Options, (QUICK if given.get('quick') else {}) | given)
-    torch.set_num_threads(1)  # on CPUs: products this small gain little from threads and, on a busy machine, wait for them
+    torch.set_num_threads(1)  # products this small gain little from threads and, on a busy machine, wait for them
     start = time.perf_counter()
     try:
         os.makedirs(f'{o.out_dir}/cells', exist_ok=True)
@@ -588,8 +683,10 @@ def main() -> None:
             report(o, run_table(o))
     except OSError as error:
         fail(f'{error.filename}: {error.strerror}')
-    except KeyboardInterrupt:
-        fail(f'interrupted; finished cells are in {o.out_dir}/cells and the same command goes on from there')
+    except (KeyboardInterrupt, BrokenProcessPool) as error:
+        what = 'interrupted' if isinstance(error, KeyboardInterrupt) else 'a process died (out of memory?)'
+        kept = '' if o.calibrate or o.benchmark else f'; finished cells are in {o.out_dir}/cells, and the same command goes on'
+        fail(what + kept)
     print(f'{time.perf_counter() - start:.0f} s on {o.device}')
 
 
