@@ -463,6 +463,11 @@ FIGURES: dict[str, Figure] = {
     'fig_heads': Figure("Heads: ALiBi's slopes 2^(-8k/K) begin flat where K is small (CEM attention, T = 1)", draw_bars, {
         f'{K} heads': {'Llama, RoPE': f'{LLAMA}{more}', 'CEM attention, ALiBi': f'{attn(1)}{more}'}
         for K, more in ((2, ' --n_head=2'), (4, ' --n_head=4'), (8, ''))}, ('mini',)),
+    'fig_remedies': Figure('Where T = 2 did not help: half the learning rate, twice the tokens, half the step', draw_bars, {
+        remedy: {f'{layer.__name__}, T = {T}': f'{layer(T)}{more.format(layer.__name__)}' for layer in (attn, mlp) for T in (1, 2)}
+        for remedy, more in (('as in the other figures', ''), ('half the rate', ' --learning_rate=0.008'),
+                             ('twice the tokens', ' --tokens_per_param=40'),
+                             ('half the step', ' --{}_step_size=0.5'))}, ('mini',)),
     'fig_init': Figure('Initial weights N(0, sigma^2), and where the diagonal starts', draw_bars, {
         '': {'Llama': LLAMA},
         **{kind: {'0.02': f'{options} --init_std=0.02', 'default': options, '0.2': f'{options} --init_std=0.2'}
