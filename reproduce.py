@@ -464,7 +464,7 @@ FIGURES: dict[str, Figure] = {
         f'{K} heads': {'Llama, RoPE': f'{LLAMA}{more}', 'CEM attention, ALiBi': f'{attn(1)}{more}'}
         for K, more in ((2, ' --n_head=2'), (4, ' --n_head=4'), (8, ''))}, ('mini',)),
     'fig_remedies': Figure('Where T = 2 did not help: half the learning rate, twice the tokens, half the step', draw_bars, {
-        remedy: {f'{layer.__name__}, T = {T}': f'{layer(T)}{more.format(layer.__name__)}' for layer in (attn, mlp) for T in (1, 2)}
+        remedy: {f'{f.__name__}, T = {T}': f'{f(T)}{more.format(f.__name__)}' for f in (attn, mlp) for T in (1, 2)}
         for remedy, more in (('as in the other figures', ''), ('half the rate', ' --learning_rate=0.008'),
                              ('twice the tokens', ' --tokens_per_param=40'),
                              ('half the step', ' --{}_step_size=0.5'))}, ('mini',)),
