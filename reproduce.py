@@ -59,7 +59,7 @@ def cem(T: int = 2, more: str = '') -> str:
 
 
 P_NAMES = {'none': 'no preconditioner', 'diag': 'diagonal', 'diag_lowrank': 'diagonal + low rank'}
-MATCHED, ROPE = '--mlp_match=params', '--positions=rope --kq_diag=none --score_scale=head'
+MATCHED, ALIBI, ROPE = '--mlp_match=params', '--positions=alibi', '--positions=rope --kq_diag=none --score_scale=head'
 
 
 @dataclass(frozen=True)
@@ -225,11 +225,11 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
 
 # Figures: what is drawn of the cells.
 
-COLOURS = {**dict.fromkeys(('Llama', 'Llama, RoPE'), 'hotpink'),
+COLOURS = {**dict.fromkeys(('Llama', 'Llama, RoPE'), 'hotpink'), 'Llama, ALiBi': 'plum',
            **dict.fromkeys(('CEM MLP, parameter-matched', 'T = 1'), 'tab:orange'),
            **dict.fromkeys(('CEM', 'CEM attention', 'CEM attention, ALiBi', 'CEM MLP', 'T = 2'), 'tab:blue'),
            P_NAMES['none']: 'tab:gray', P_NAMES['diag']: 'tab:cyan', P_NAMES['diag_lowrank']: 'tab:blue'}
-MARKERS = {'Llama': 'D', 'CEM MLP, parameter-matched': '^'}
+MARKERS = {'Llama': 'D', 'Llama, ALiBi': 'D', 'CEM MLP, parameter-matched': '^'}
 AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue', 'parameter-matched': 'mistyrose'}
 
 
@@ -424,7 +424,7 @@ def look_inside(out_dir: str, max_steps: int = 8, pieces: int = 64) -> dict[str,
 
 FIGURES: dict[str, Figure] = {
     'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {
-        '': {'Llama': LLAMA, 'CEM attention': attn(1, 'none')}}),
+        '': {'Llama': LLAMA, 'Llama, ALiBi': f'{LLAMA} {ALIBI}', 'CEM attention': attn(1, 'none')}}),
     'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {
         '': {'Llama': LLAMA, 'CEM MLP': mlp(1, 'none'), 'CEM MLP, parameter-matched': mlp(1, 'none', MATCHED)}}),
     'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {
@@ -461,7 +461,8 @@ FIGURES: dict[str, Figure] = {
                                    'residual=raw': attn(T, 'diag', '--residual=raw')} for T in (1, 2)},
         **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T, 'diag', '--residual=raw')} for T in (1, 2)}}),
     'fig_heads': Figure("Heads: ALiBi's slopes 2^(-8k/K) begin flat where K is small (CEM attention, T = 1)", draw_bars, {
-        f'{K} heads': {'Llama, RoPE': f'{LLAMA}{more}', 'CEM attention, ALiBi': f'{attn(1)}{more}'}
+        f'{K} heads': {'Llama, RoPE': f'{LLAMA}{more}', 'Llama, ALiBi': f'{LLAMA} {ALIBI}{more}',
+                       'CEM attention, ALiBi': f'{attn(1)}{more}'}
         for K, more in ((2, ' --n_head=2'), (4, ' --n_head=4'), (8, ''))}, ('mini',)),
     'fig_remedies': Figure('Where T = 2 did not help: half the learning rate, twice the tokens, half the step', draw_bars, {
         remedy: {f'{f.__name__}, T = {T}': f'{f(T)}{more.format(f.__name__)}' for f in (attn, mlp) for T in (1, 2)}
@@ -524,7 +525,8 @@ class Test(NamedTuple):
 
 CLAIMS: dict[str, tuple[str, list[Test]]] = {
     'a': ('CEM attention, T = 1: close to Llama with half the attention weights', [
-        Test('CEM attention against Llama', 'close', attn(1, 'none'), LLAMA)]),
+        Test('CEM attention against Llama', 'close', attn(1, 'none'), LLAMA),
+        Test('CEM attention against Llama with ALiBi', 'close', attn(1, 'none'), f'{LLAMA} {ALIBI}')]),
     'b': ('CEM MLP, T = 1: worse dimension-matched, a little better parameter-matched', [
         Test('CEM MLP, same width, against Llama', 'worse', mlp(1, 'none'), LLAMA),
         Test('CEM MLP, same parameters, against Llama', 'better', mlp(1, 'none', MATCHED), LLAMA)]),

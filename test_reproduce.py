@@ -127,7 +127,7 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
     monkeypatch.setattr(reproduce, 'do_run', do_run)
     monkeypatch.setattr(reproduce, 'prepare_builtin', lambda folder: None)
     assert reproduce.run_missing(['fig_attn'], scale, [1, 2], jobs=1) == 2
-    assert len(done) == 4  # the rest went on
+    assert len(done) == 6  # the rest went on
     printed = capsys.readouterr().out
     assert printed.count('FAILED: the disk is on fire') == 2 and 'test perplexity 6.000' in printed
     done.clear()
@@ -148,7 +148,7 @@ def test_plan(here, capsys):
     reproduce.main(['fig_attn', 'fig_energy', '--scale=paper', '--sizes=86m'])
     printed = capsys.readouterr().out.splitlines()
     commands = [line for line in printed if line.startswith('torchrun --nproc_per_node=8 train.py --size=86m')]
-    assert len(commands) == 3
+    assert len(commands) == 4
     expected = sum(cost(run.options).flops for name in ('fig_attn', 'fig_energy')
                    for run in runs_of(name, replace(SCALES['paper'], sizes={'86m': SCALES['paper'].sizes['86m']})))
     (total,) = [line for line in printed if line.startswith('| all |')]
