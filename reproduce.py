@@ -273,7 +273,8 @@ def draw_bars(found: list[Cell]) -> plt.Figure:
                 colour = COLOURS.get(cell.run.label, f'C{labels.index(cell.run.label)}')
                 x = g + (n - (len(mine) - 1) / 2) * width
                 axes.bar(x, cell.mean, width * 0.9, yerr=cell.std, color=colour, capsize=3, label=cell.run.label)
-                axes.annotate(f'{cell.mean:.2f}', (x, cell.mean), (0, 3), textcoords='offset points', ha='center', fontsize=7)
+                axes.annotate(f'{cell.mean:.2f}', (x, cell.mean + cell.std), (0, 3), textcoords='offset points', ha='center',
+                              fontsize=7)
         everything = [v for c in same for v in c.values]
         for cell in same:
             if cell.run.label == 'Llama':
@@ -281,7 +282,7 @@ def draw_bars(found: list[Cell]) -> plt.Figure:
         spread = max(everything) - min(everything)
         axes.set(ylim=(min(everything) - 0.25 * spread - 1e-3, max(everything) + 0.3 * spread + 1e-3), title=size,
                  ylabel='test perplexity')
-        axes.set_xticks(range(len(groups)), groups)
+        axes.set_xticks(range(len(groups)), [group.replace(' ', '\n', 1) for group in groups], fontsize=8)
         legend(axes, ncols=2)
     return figure
 
@@ -289,6 +290,7 @@ def draw_bars(found: list[Cell]) -> plt.Figure:
 def draw_sweep(found: list[Cell]) -> plt.Figure:
     """Test perplexity against learning rate, Akima's curve through the means, stars at its optima (the paper's 3a)."""
     figure, axes = plt.subplots(figsize=(6, 4.5))
+    lowest = []
     for n, (size, same) in enumerate(by_size(found).items()):
         for label, colour in (('Llama', 'tab:orange'), ('CEM', 'tab:blue')):
             points = sorted((float(c.run.group), c.mean, c.std) for c in same if c.run.label == label)
@@ -298,8 +300,14 @@ def draw_sweep(found: list[Cell]) -> plt.Figure:
             axes.errorbar(rates, means, stds, color=colour, marker='osDv^'[n % 5], ls='', label=f'{label}, {size}')
             fine = np.geomspace(rates[0], rates[-1], 200)
             axes.plot(fine, Akima1DInterpolator(np.log(rates), means)(np.log(fine)), color=colour, lw=1)
-            axes.plot(*akima_optimum(rates, means), '*', color=colour, ms=14, mec='black')
+            best, value = akima_optimum(rates, means)
+            axes.plot(best, value, '*', color=colour, ms=14, mec='black')
+            lowest.append(value)
     axes.set(xscale='log', xlabel='learning rate', ylabel='test perplexity')
+    axes.set_ylim(0.95 * min(lowest, default=1), 1.5 * max(lowest, default=2))  # rates that diverge leave the picture
+    ticks = sorted({float(c.run.group) for c in found})
+    axes.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
+    axes.minorticks_off()
     legend(axes)
     return figure
 
