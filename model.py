@@ -267,27 +267,28 @@ class Attention(nn.Module):
 
     def context(self, h: Tensor, pos: Positions, cache: Cache | None = None, t: int = 0) -> Context:
         """Keys and values of h (B, I, D), behind the cached past: values are keys for CEM, rotated ones with rope."""
-        k, v, absorb = F.linear(h, self.W_K), None if self.cem else F.linear(h, self.W_V), False  # (B, I, D)
+        absorb = cache is not None and cache.length > 0 and self.diag and not self.rope  # W_K goes into query and output
+        k, v = None if absorb else F.linear(h, self.W_K), None if self.cem else F.linear(h, self.W_V)  # (B, I, D)
         if self.rope:
             k = self.merge(rotate(self.heads(k), pos))
         if cache is not None:  # keys for CEM, h where a diagonal needs it; rope needs both then, like Llama's k and v
-            absorb = self.diag and not self.rope and cache.length > 0
             if self.rope or not self.diag:
                 k = cache.append((self.layer, t, 'k'), k)
             if self.diag:
                 h = cache.append((self.layer, t, 'h'), h)
             if not self.cem:
                 v = cache.append((self.layer, t, 'v'), v)
-        path = self.path(k.device, k.dtype, absorb, whole=k.shape[1] == len(pos.mask))
-        k = None if absorb else self.heads(k)
+        if absorb:
+            return Context(pos, h, None, None, 'math', self.bias(pos))
+        path, k = self.path(k.device, k.dtype, whole=k.shape[1] == len(pos.mask)), self.heads(k)
         return Context(pos, h, k, k if self.cem else self.heads(v), path, None if path == 'triton' else self.bias(pos))
 
-    def path(self, device: torch.device, dtype: torch.dtype, absorb: bool = False, whole: bool = True) -> str:
+    def path(self, device: torch.device, dtype: torch.dtype, whole: bool = True) -> str:
         """What computes the attention: math, the readable path; sdpa, torch's fused attention; or triton, kernels.py.
-        The fused ones have no absorbed keys and give no weights away. On a CPU sdpa has no backward pass for a bias, so that
-        the readable path is the faster one there; kernels.py is for a bias, values that are keys, and whole sequences."""
+        The fused ones give no weights away. On a CPU sdpa has no backward pass for a bias, so that the readable path is the
+        faster one there; kernels.py is for a bias, values that are keys, and whole sequences."""
         impl, biased = self.cfg.attn_impl, self.diag or not self.rope
-        if impl == 'math' or self.cfg.exact_update or absorb:
+        if impl == 'math' or self.cfg.exact_update:
             return 'math'
         fits = self.cem and biased and whole and self.cfg.d_model <= 128 * self.cfg.n_head
         if fits and (impl == 'triton' or (impl == 'auto' and device.type == 'cuda')) and runs_triton(device, dtype):
@@ -310,15 +311,8 @@ class Attention(nn.Module):
     def update(self, u: Tensor, context: Context, W_out: Tensor) -> Tensor:
         """sum_k P_k W_k^Q^T sum_j alpha_ijk v_j: u (B, I, D) -> (B, I, D)."""
         q, alpha = self.query(u, context), None  # (B, K, I, R)
-        if context.path == 'triton':
-            o = self.heads(self.triton_attention(q, u, context))
-        elif context.path == 'sdpa':
-            plain = self.rope and not self.diag and q.shape[2] in (1, context.k.shape[2])  # no bias but causality
-            bias, pad, R = None, 0, q.shape[-1]
-            if not plain:  # with a bias, the fused kernel takes widths in steps of 8
-                bias, pad = self.score_bias(u, context).to(q.dtype), -R % 8
-            o = F.scaled_dot_product_attention(*(F.pad(x, (0, pad)) if pad else x for x in (q, context.k, context.v)), bias,
-                                               scale=1 / self.tau, is_causal=plain and q.shape[2] > 1)[..., :R]
+        if context.path != 'math':
+            o = self.by_triton(q, u, context) if context.path == 'triton' else self.by_sdpa(q, u, context)
         else:
             alpha = self.scores(q, u, context).softmax(dim=-1)  # (B, K, I, J)
             o = alpha @ context.v if context.k is not None else alpha @ context.h[:, None] @ self.per_head(self.W_K).mT
@@ -329,12 +323,22 @@ class Attention(nn.Module):
             dx = dx + self.P(self.kq_diag[:, None] * (alpha @ context.h[:, None])).sum(dim=1)
         return dx
 
-    def triton_attention(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
-        """The same o by kernels.py: (B, I, D), heads side by side."""
+    def by_sdpa(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
+        """sum_j alpha_ijk v_j by torch's fused attention: (B, K, I, R)."""
+        (_, _, I, R), k, v = q.shape, context.k, context.v
+        if self.rope and not self.diag and I in (1, k.shape[2]):  # no bias but causality
+            return F.scaled_dot_product_attention(q, k, v, scale=1 / self.tau, is_causal=I > 1)
+        if pad := -R % 8:  # with a bias, the fused kernel takes widths in steps of 8
+            q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, self.score_bias(u, context).to(q.dtype), scale=1 / self.tau)[..., :R]
+
+    def by_triton(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
+        """The same by kernels.py."""
         import kernels
         du = u[:, None] * (self.kq_diag[:, None] / self.tau) if self.diag else None
-        return kernels.attention(self.merge(q), self.merge(context.k), self.cfg.n_head, 1 / self.tau, du,
-                                 context.h if self.diag else None, None if self.rope else self.b_self - self.b_cross)
+        b = None if self.rope else self.b_self - self.b_cross  # softmax sees no more of the two
+        return self.heads(kernels.attention(self.merge(q), self.merge(context.k), self.cfg.n_head, 1 / self.tau, du,
+                                            context.h if self.diag else None, b))
 
     def query(self, u: Tensor, context: Context) -> Tensor:
         q = self.heads(F.linear(u, self.W_Q))
