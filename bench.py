@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import build, read_options
-from model import SIZES, Cache, ModelConfig, Transformer, peak_flops, positions, rotate
+from configurator import build, fail, read_options
+from model import SIZES, Cache, ModelConfig, Transformer, peak_flops, positions, rotate, runs_triton
 from prepare_slimpajama import write_whole
 
 LLAMA = dict(attn='llama', mlp='llama', attn_steps=1, mlp_steps=1)
@@ -52,6 +52,7 @@ class BenchConfig:
     repeats: int = 5  # rounds, of which the median counts
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of the matrix products; auto: bfloat16 on a GPU
+    activation_checkpointing: bool = False  # our models recompute every block in the backward pass
     compile: bool | None = None  # torch.compile, ours and peers alike; default: on a GPU
     threads: int | None = None  # CPU threads; default: torch's own choice
     json: str | None = None  # also write all numbers to this file
@@ -83,7 +84,9 @@ class BenchConfig:
         """A model of these options, by default of the benchmark's size, vocabulary and context."""
         torch.manual_seed(0)
         shape = dict(size=self.size, vocab_size=self.vocab_size, context_length=self.context_length)
-        return Transformer(ModelConfig(**{**shape, **options})).to(self.device)
+        model = Transformer(ModelConfig(**{**shape, **options})).to(self.device)
+        model.activation_checkpointing = self.activation_checkpointing
+        return model
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:
@@ -97,12 +100,12 @@ def seconds(run: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def turns(runs: dict[str, Callable[[], Any]], cfg: BenchConfig, warmup: int = 2) -> dict[str, float]:
+def turns(runs: dict[Any, Callable[[], Any]], cfg: BenchConfig, warmup: int = 2) -> dict[Any, float]:
     """Median seconds of each, all taking turns."""
     for run in runs.values():
         for _ in range(warmup):
             run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(cfg.repeats):
         for name, run in runs.items():
             times[name].append(seconds(run, cfg.device))
@@ -121,7 +124,7 @@ def peers(cfg: BenchConfig, context_length: int) -> dict[str, torch.nn.Module]:
                         rms_norm_eps=1e-5, tie_word_embeddings=False, eos_token_id=None, bos_token_id=None)
     gpt = GPT2Config(vocab_size=cfg.vocab_size, n_embd=s['d_model'], n_inner=s['d_mlp'] * 3 // 2, n_layer=s['n_layer'],
                      n_head=s['n_head'], n_positions=context_length, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-                     eos_token_id=None, bos_token_id=None)
+                     activation_function='gelu', eos_token_id=None, bos_token_id=None)
     found = {}
     for name, cls, config in (('Hugging Face Llama', LlamaForCausalLM, llama), ('GPT, nanoGPT\'s shape', GPT2LMHeadModel, gpt)):
         try:
@@ -136,11 +139,12 @@ def train_table(cfg: BenchConfig) -> list[dict[str, Any]]:
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
     models: dict[str, torch.nn.Module] = {name: cfg.model(**options) for name, options in VARIANTS.items()}
     llama_flops = models['Llama'].flops_per_token()
-    models |= peers(cfg, cfg.context_length)
+    for name, peer in peers(cfg, cfg.context_length).items():
+        models[name], peer.config.use_cache = peer, False  # training keeps no keys
     runs, memory = {}, {}
     for name, model in models.items():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        forward = torch.compile(model) if cfg.compile else model
+        forward = torch.compile(model, dynamic=False) if cfg.compile else model
 
         def step(forward: Any = forward, optimizer: Any = optimizer, ours: bool = name in VARIANTS) -> None:
             with cfg.autocast():
@@ -182,36 +186,43 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(*shape, device=cfg.device, dtype=cfg.torch_dtype, requires_grad=True)
-    q, k, v, u, h, b = leaf(B, K, J, R), leaf(B, K, J, R), leaf(B, K, J, R), leaf(B, J, D), leaf(B, J, D), leaf(K)
-    grad, leaves = torch.randn_like(q), (q, k, v, u, h, b)
-    model_cfg = ModelConfig(size=cfg.size, context_length=J)
-    pos = positions(model_cfg, J, 0, cfg.device)
+
+    def heads(x: Tensor) -> Tensor:  # as in the model: a view of (B, J, D)
+        return x.unflatten(-1, (K, R)).transpose(1, 2)
+    q, k, v, u, h, b = *(leaf(B, J, D) for _ in range(5)), leaf(K)
+    grad, leaves = torch.randn(B, K, J, R, device=cfg.device, dtype=cfg.torch_dtype), (q, k, v, u, h, b)
+    pos = positions(ModelConfig(size=cfg.size, context_length=J), J, 0, cfg.device)
     slopes = 2.0 ** (-8 / K * torch.arange(1, K + 1, device=cfg.device))
     alibi = (pos.mask - slopes[:, None, None] * pos.distance).to(q.dtype)
+    sdpa = F.scaled_dot_product_attention
+
+    def rope() -> Tensor:
+        turned = rotate(heads(k), pos)
+        return rotate(sdpa(rotate(heads(q), pos), turned, turned, is_causal=True, scale=scale), pos, inverse=True)
 
     def bias() -> Tensor:  # (B, K, J, J)
         return (u * scale @ h.mT)[:, None] + alibi + torch.where(pos.distance == 0, b[:, None, None], 0)
 
-    def score_mod(diagonal: Tensor) -> Callable[..., Tensor]:
-        return lambda s, n, head, i, j: s + diagonal[n, i, j] - slopes[head] * (i - j) + torch.where(i == j, b[head], 0)
-    runs = {
-        'plain causal attention': lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        'exact RoPE: keys are values, rotated back': lambda: rotate(F.scaled_dot_product_attention(
-            rotate(q, pos), (r := rotate(k, pos)), r, is_causal=True, scale=scale), pos, inverse=True),
-        'biased: readable': lambda: (q * scale @ k.mT + bias()).softmax(dim=-1) @ k,
-        'biased: SDPA with the bias formed': lambda: F.scaled_dot_product_attention(q, k, k, bias(), scale=scale),
+    runs: dict[str, Callable[[], Tensor]] = {
+        'plain causal attention': lambda: sdpa(heads(q), heads(k), heads(v), is_causal=True),
+        'exact RoPE: keys are values, rotated back': rope,
+        'biased: readable': lambda: (heads(q) * scale @ heads(k).mT + bias()).softmax(dim=-1) @ heads(k),
+        'biased: SDPA with the bias formed': lambda: sdpa(heads(q), heads(k), heads(k), bias(), scale=scale),
     }
     if cfg.device == 'cuda':
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
         block_mask = create_block_mask(lambda n, head, i, j: i >= j, None, None, J, J, device=cfg.device)
-        flex = torch.compile(lambda q, k, diagonal: flex_attention(q, k, k, score_mod(diagonal), block_mask, scale))
-        runs['biased: FlexAttention'] = lambda: flex(q, k, u * scale @ h.mT)
-        from kernels import attention
 
-        def merge(x: Tensor) -> Tensor:
-            return x.transpose(1, 2).flatten(-2)
-        runs['biased: kernels.py'] = lambda: attention(merge(q), merge(k), K, scale, u[:, None] * scale, h, b).unflatten(
-            -1, (K, R)).transpose(1, 2)
+        def flex() -> Tensor:
+            diagonal = u * scale @ h.mT
+            return flex_attention(heads(q), heads(k), heads(k), lambda s, n, head, i, j: s + diagonal[n, i, j]
+                                  - slopes[head] * (i - j) + torch.where(i == j, b[head], 0), block_mask, scale)
+        runs['biased: FlexAttention'] = torch.compile(flex, dynamic=False)
+    if runs_triton(torch.device(cfg.device), cfg.torch_dtype):
+        from kernels import attention
+        runs['biased: kernels.py'] = lambda: heads(attention(q, k, K, scale, u[:, None] * scale, h, b))
+    if cfg.compile:
+        runs = {name: torch.compile(run, dynamic=False) for name, run in runs.items()}
 
     def both_ways(run: Callable[[], Tensor]) -> None:
         run().backward(grad)
@@ -239,23 +250,21 @@ def decode_table(cfg: BenchConfig) -> list[dict[str, Any]]:
                                                           pad_token_id=0)
     few = {name: 3 if 'no cache' in name else new + 1 for name in runs}
 
-    def timed(n_of: Callable[[str], int]) -> dict[str, float]:
-        def call(name: str) -> Callable[[], Any]:
-            def inner() -> None:
-                with torch.no_grad(), cfg.autocast():
-                    runs[name](n_of(name))
-            return inner
-        return turns({name: call(name) for name in runs}, cfg, warmup=1)
-    first, last = timed(lambda name: 1), timed(lambda name: few[name])  # one token: the prompt's forward pass
+    def call(name: str, n: int) -> Callable[[], Any]:
+        def inner() -> None:
+            with torch.no_grad(), cfg.autocast():
+                runs[name](n)
+        return inner
+    took = turns({(name, n): call(name, n) for name in runs for n in (1, few[name])}, cfg, warmup=1)
     rows = []
     for name in runs:
-        each = (last[name] - first[name]) / (few[name] - 1)
-        row = {'decoding': name, 'ms a token': 1e3 * each, 'tokens/s': 1 / each, 'cache, numbers a token': None}
+        each = max(took[name, few[name]] - took[name, 1], 1e-9) / (few[name] - 1)  # less the prompt's forward pass
+        row = {'decoding': name, 'ms a token': 1e3 * each, 'tokens/s': 1 / each, 'cache, bytes a token': None}
         if name in models:
             cache = Cache(have)
-            with torch.no_grad():
+            with torch.no_grad(), cfg.autocast():
                 models[name].hidden(prompt[:, :8], cache)
-            row['cache, numbers a token'] = cache.floats_per_token()
+            row['cache, bytes a token'] = sum(x.shape[-1] * x.element_size() for x in cache.buffers.values())
         rows.append(row)
     llama = rows[0]['ms a token']
     for row in rows:
@@ -285,7 +294,7 @@ def cost_table(cfg: BenchConfig) -> list[dict[str, Any]]:
                 model = cfg.model(**{**options, **point})
                 length = point.get('context_length', J)
                 x = torch.randint(cfg.vocab_size, (max(1, tokens // length), length), device=cfg.device)
-                forward = torch.compile(model) if cfg.compile else model
+                forward = torch.compile(model, dynamic=False) if cfg.compile else model
 
                 def step(forward: Any = forward, model: Any = model, x: Tensor = x) -> None:
                     with cfg.autocast():
@@ -340,17 +349,22 @@ def main(argv: list[str]) -> None:
         torch.set_num_threads(cfg.threads)
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
+    torch._dynamo.config.recompile_limit = 64  # every variant is a new graph of the same code
     tables = {'train': train_table, 'attention': attention_table, 'decode': decode_table, 'cost': cost_table}
     results: dict[str, Any] = {'machine': machine(cfg), 'size': cfg.size, 'batch_size': cfg.batch_size,
                                'context_length': cfg.context_length, 'repeats': cfg.repeats}
     print(f'{cfg.size}, {cfg.batch_size} x {cfg.context_length} tokens, vocabulary {cfg.vocab_size:,}; {machine(cfg)}; medians '
           f'of {cfg.repeats} rounds', flush=True)
     for name in cfg.what:
-        results[name] = tables[name](cfg)
-        print(f'\n{show(results[name])}', flush=True)
+        try:
+            results[name] = tables[name](cfg)
+        except torch.OutOfMemoryError:
+            fail(f'out of memory in the table {name}: give a smaller --batch_size, --context_length or --size')
+        note = ' (not compiled)' if name == 'decode' and cfg.compile else ''
+        print(f'\n{name}{note}\n\n{show(results[name])}', flush=True)
+        if cfg.json:
+            write_whole(cfg.json, json.dumps(results, indent=1).encode())
         gc.collect()
-    if cfg.json:
-        write_whole(cfg.json, json.dumps(results, indent=1).encode())
 
 
 if __name__ == '__main__':

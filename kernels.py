@@ -250,7 +250,7 @@ def diagonal_bias(du: Tensor, h: Tensor) -> Tensor:
 
 def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of du and h, without the products with what is zero above the diagonal."""
-    ddu, dh = torch.empty_like(du), torch.empty_like(h)
+    ddu, dh = du.new_empty(du.shape), h.new_empty(h.shape)
     for start in range(0, h.shape[1], GEMM_ROWS):
         end = min(start + GEMM_ROWS, h.shape[1])
         for head in range(du.shape[1]):
@@ -355,4 +355,6 @@ def report(archs: tuple[int, ...], widths: tuple[int, ...]) -> None:
 if __name__ == '__main__':
     if not hasattr(triton, 'compile') or triton.knobs.runtime.interpret:
         sys.exit('python kernels.py needs Triton (pip install triton), and TRITON_INTERPRET not set')
+    if not all(word.isdigit() and 1 <= int(word) <= 128 for word in sys.argv[1:]):
+        sys.exit('kernels.py: expected an architecture and head widths, 1 to 128: python kernels.py 90 64 72')
     report(tuple(map(int, sys.argv[1:2])) or (80, 90), tuple(map(int, sys.argv[2:])) or (64, 72, 84))

@@ -164,6 +164,12 @@ def preconditioner(cfg: ModelConfig, n: int, rank: int) -> nn.Module:
     return Preconditioner(n, cfg.d_model, rank if cfg.preconditioner == 'diag_lowrank' else 0)
 
 
+def as_multiplied(x: Tensor) -> Tensor:
+    """x in the precision of autocast's matrix products, where it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 class Cache:
     """What decoding keeps of the past: named buffers of shape (B, max_length, features), filled up to `length`; and output
     weights with their preconditioners folded in, the same for every token."""
@@ -172,6 +178,7 @@ class Cache:
 
     def append(self, name: Any, new: Tensor) -> Tensor:
         """Store `new` (B, I, features) behind the past and return past and new, (B, length + I, features)."""
+        new = as_multiplied(new)
         B, I, features = new.shape
         if name not in self.buffers:
             self.buffers[name] = new.new_empty(B, self.max_length, features)
@@ -180,7 +187,7 @@ class Cache:
 
     def output_weight(self, sublayer: 'Attention | MLP') -> Tensor:
         if sublayer not in self.weights:
-            self.weights[sublayer] = sublayer.output_weight()
+            self.weights[sublayer] = as_multiplied(sublayer.output_weight())
         return self.weights[sublayer]
 
     def floats_per_token(self) -> int:

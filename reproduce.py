@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -146,19 +146,36 @@ def folder(options: str, seed: int) -> str:
     return os.path.join('out', 'reproduce', '_'.join([*words, f'seed={seed}']))
 
 
-def finished(out_dir: str) -> dict[str, Any] | None:
-    """A run's result.json, None until it is finished."""
+@cache
+def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
+    """What train.py makes of a run's options."""
+    given = read_options(options.split(), TrainConfig, ModelConfig)
+    train = build(TrainConfig, given)
+    given.setdefault('vocab_size', ByteTokenizer.vocab_size if train.data == BUILTIN else 32_000)
+    return train, build(ModelConfig, given)
+
+
+def finished(options: str, seed: int) -> dict[str, Any] | None:
+    """A run's result.json, None until it is finished. SystemExit if the folder's run had other settings: a config file or a
+    default has changed since."""
+    out_dir, read = folder(options, seed), {}
     try:
-        with open(os.path.join(out_dir, 'result.json'), encoding='utf-8') as file:
-            return json.load(file)
+        for name in ('result.json', 'config.json'):
+            with open(os.path.join(out_dir, name), encoding='utf-8') as file:
+                read[name] = json.load(file)
     except FileNotFoundError:
         return None
+    train, model = (asdict(cfg) for cfg in configs(options))
+    saved = {**read['config.json']['train'], **read['config.json']['model']}
+    own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
+    if changed := [k for k, v in {**train, **model}.items() if k not in own and k in saved and saved[k] != v]:
+        fail(f'{out_dir} holds a run of another {", ".join(changed)}: remove it to train it anew')
+    return {**read['result.json'], 'seed': seed, 'out_dir': out_dir}
 
 
 def cells(name: str, scale: Scale, seeds: Iterable[int]) -> list[Cell]:
     """The finished part of a figure."""
-    found = [Cell(run, [{**r, 'seed': s, 'out_dir': out} for s in seeds if (r := finished(out := folder(run.options, s)))])
-             for run in runs_of(name, scale)]
+    found = [Cell(run, [r for s in seeds if (r := finished(run.options, s))]) for run in runs_of(name, scale)]
     return [cell for cell in found if cell.results]
 
 
@@ -172,10 +189,7 @@ class Cost(NamedTuple):
 @cache
 def cost(options: str) -> Cost:
     """What a run takes, from its options alone."""
-    given = read_options(options.split(), TrainConfig, ModelConfig)
-    train = build(TrainConfig, given)
-    given.setdefault('vocab_size', ByteTokenizer.vocab_size if train.data == BUILTIN else 32_000)
-    cfg = build(ModelConfig, {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__})
+    train, cfg = configs(options)
     with torch.device('meta'):
         model, llama = Transformer(cfg), Transformer(cfg.llama())
     tokens = train.tokens or train.tokens_per_param * llama.num_params()
@@ -201,7 +215,7 @@ def do_run(options: str, seed: int, scale: Scale) -> str | None:
 def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: int) -> int:
     """All unfinished runs of these figures, a seed after the other; returns how many failed: they are named, the rest go on."""
     wanted = dict.fromkeys((run.options, seed) for seed in seeds for name in names for run in runs_of(name, scale))
-    missing = [run for run in wanted if not finished(folder(*run))]
+    missing = [run for run in wanted if not finished(*run)]
     print(f'{len(wanted)} runs, {len(wanted) - len(missing)} finished', flush=True)
     if any('ladder' in options for options, _ in missing) and not os.path.exists(f'{BUILTIN}/meta.json'):
         prepare_builtin(BUILTIN)  # once, before runs side by side would
@@ -213,10 +227,10 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
             options, seed = waiting[future]
             done += cost(options).flops
             left = timedelta(seconds=round((time.monotonic() - start) * (total / done - 1)))
-            error, out_dir = future.result(), folder(options, seed)
+            error = future.result()
             failed += error is not None
-            text = f'FAILED: {error}' if error else f'test perplexity {finished(out_dir)["test_perplexity"]:.3f}'
-            print(f'{n}/{len(missing)} {out_dir}: {text} | ETA {left}', flush=True)
+            text = f'FAILED: {error}' if error else f'test perplexity {finished(options, seed)["test_perplexity"]:.3f}'
+            print(f'{n}/{len(missing)} {folder(options, seed)}: {text} | ETA {left}', flush=True)
     except KeyboardInterrupt:
         pool.shutdown(cancel_futures=True)
         fail('stopped; the same command goes on')
@@ -264,7 +278,7 @@ def draw_bars(found: list[Cell]) -> plt.Figure:
         bars = [c for c in same if c.run.label != 'Llama']
         groups = list(dict.fromkeys(c.run.group for c in bars))
         labels = list(dict.fromkeys(c.run.label for c in bars))
-        width = 0.8 / max(len([c for c in bars if c.run.group == g]) for g in groups)
+        width = 0.8 / max((len([c for c in bars if c.run.group == g]) for g in groups), default=1)
         for g, group in enumerate(groups):
             mine = [c for c in bars if c.run.group == group]
             if group in AREAS:
@@ -387,8 +401,8 @@ def akima_optimum(rates: Sequence[float], values: Sequence[float]) -> tuple[floa
 
 
 @torch.no_grad()
-def look_inside(out_dir: str, max_steps: int = 8, pieces: int = 64) -> dict[str, Any]:
-    """A trained all-CEM model at test time, kept in its folder: perplexity and energy (mean over tokens, summed over
+def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[str, Any]:
+    """A trained all-CEM model at test time, on some test tokens, kept in its folder: perplexity and energy (mean over tokens, summed over
     sublayers) after T = 1, ..., max_steps steps in every sublayer, and each sublayer's energy before every step where all
     others do the steps they were trained with: attn and mlp, (layers, max_steps + 1)."""
     path = os.path.join(out_dir, 'energies.json')
@@ -400,7 +414,8 @@ def look_inside(out_dir: str, max_steps: int = 8, pieces: int = 64) -> dict[str,
     model = Transformer(cfg)
     model.load_state_dict(state['model'])
     data = Pieces(state['data_dir'], 'test', cfg.context_length)
-    x, y = data.batch(np.linspace(0, len(data), min(pieces, len(data)), endpoint=False).astype(int))
+    pieces = min(math.ceil(tokens / data.length), len(data))
+    x, y = data.batch(np.linspace(0, len(data), pieces, endpoint=False).astype(int))
     pos = positions(cfg, x.shape[1])
 
     def descend(layer: Attention | MLP, x: torch.Tensor, steps: int) -> tuple[torch.Tensor, float]:
@@ -469,9 +484,9 @@ FIGURES: dict[str, Figure] = {
                                    'residual=raw': attn(T, 'diag', '--residual=raw')} for T in (1, 2)},
         **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T, 'diag', '--residual=raw')} for T in (1, 2)}}),
     'fig_heads': Figure("Heads: ALiBi's slopes 2^(-8k/K) begin flat where K is small (CEM attention, T = 1)", draw_bars, {
-        f'{K} heads': {'Llama, RoPE': f'{LLAMA}{more}', 'Llama, ALiBi': f'{LLAMA} {ALIBI}{more}',
-                       'CEM attention, ALiBi': f'{attn(1)}{more}'}
-        for K, more in ((2, ' --n_head=2'), (4, ' --n_head=4'), (8, ''))}, ('mini',)),
+        f'{K} heads': {'Llama, RoPE': f'{more}{LLAMA}', 'Llama, ALiBi': f'{more}{LLAMA} {ALIBI}',
+                       'CEM attention, ALiBi': f'{more}{attn(1)}'}
+        for K, more in ((2, '--n_head=2 '), (4, '--n_head=4 '), (8, ''))}, ('mini',)),
     'fig_remedies': Figure('Where T = 2 did not help: half the learning rate, twice the tokens, half the step', draw_bars, {
         remedy: {f'{f.__name__}, T = {T}': f'{f(T)}{more.format(f.__name__)}' for f in (attn, mlp) for T in (1, 2)}
         for remedy, more in (('as in the other figures', ''), ('half the rate', ' --learning_rate=0.008'),
@@ -523,8 +538,8 @@ def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> Non
 # Claims: the paper's findings as comparisons of test perplexity, A against B.
 
 class Test(NamedTuple):
-    """`kind` is what is claimed of A's mean test perplexity against B's: better, worse, no better; close: at most 2% worse;
-    alike: within 2% either way."""
+    """`kind` is what is claimed of A's mean test perplexity against B's: better, worse; no better: by less than 1%; close: at
+    most 2% worse; alike: within 2% either way."""
     text: str
     kind: Literal['better', 'worse', 'no better', 'close', 'alike']
     A: str
@@ -576,7 +591,7 @@ def verdict(kind: str, d: float, h: float) -> str:
     """What a relative difference d, 95% sure within +- h, says of a claim."""
     low, high = d - h, d + h
     holds, fails = {
-        'better': (high < 0, low > 0), 'worse': (low > 0, high < 0), 'no better': (low > 0, high < 0),
+        'better': (high < 0, low > 0), 'worse': (low > 0, high < 0), 'no better': (low > -0.01, high < -0.01),
         'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02)}[kind]
     return 'holds' if holds else 'does not hold at this scale' if fails else 'within noise'
 
@@ -589,14 +604,14 @@ def joint(verdicts: Iterable[str]) -> str:
 def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
     """results/<scale>/claims.md: every claim with its numbers, as far as the runs are finished."""
     sizes = list(scale.sizes)
-    lines = ['Mean test perplexity of A over that of B, less one, with its 95% interval over seeds (Student). "Close": at most '
-             '2% worse; "alike": within 2% either way.', '',
+    lines = ['Mean test perplexity of A over that of B, less one, with its 95% interval over seeds (Student). "No better": by '
+             'less than 1%; "close": at most 2% worse; "alike": within 2% either way.', '',
              f'| | claim | A against B | {" | ".join(sizes)} | |', '|' + '---|' * (len(sizes) + 4)]
     for key, (text, tests) in CLAIMS.items():
         for n, test in enumerate(tests):
             row, verdicts = [], []
             for base in scale.sizes.values():
-                a, b = ([r['test_perplexity'] for s in seeds if (r := finished(folder(canonical(f'{base} {options}'), s)))]
+                a, b = ([r['test_perplexity'] for s in seeds if (r := finished(canonical(f'{base} {options}'), s))]
                         for options in (test.A, test.B))
                 if a and b:
                     d, h = difference(a, b)
@@ -621,14 +636,13 @@ def stability(scale: Scale, seeds: Sequence[int]) -> str:
     for base in scale.sizes.values():
         events = steps = 0
         for seed in seeds:
-            path = os.path.join(folder(canonical(f'{base} {cem(2)}'), seed), 'log.jsonl')
-            if os.path.exists(path):
-                with open(path, encoding='utf-8') as file:
+            if result := finished(canonical(f'{base} {cem(2)}'), seed):
+                with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
                     log = [json.loads(line) for line in file]
                 events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
         row.append(f'{events} in {steps:,} steps' if steps else 'not run')
         total += events
-    said = 'does not hold at this scale' if total else 'holds'
+    said = 'does not hold at this scale' if total else '' if 'not run' in row else 'holds'
     return f'| | | loss spikes and skipped steps (none) | {" | ".join(row)} | {said} |'
 
 
@@ -640,7 +654,7 @@ def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
         for values, options in zip(logs, (cem(2), LLAMA), strict=True):
             for seed in seeds:
                 swept = [canonical(f'{base} {options} --learning_rate={rate:g}') for rate in scale.rates]
-                if all(sweep := [finished(folder(o, seed)) for o in swept]):
+                if all(sweep := [finished(o, seed) for o in swept]):
                     values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
         if not all(logs):
             row.append('not run')
@@ -664,7 +678,7 @@ def recursion_on_gp(columns: int) -> str:
             train = {(r['kernel'], r['model']): float(r['train_rmse']) for r in csv.DictReader(file)}
     except FileNotFoundError:
         return f'{start} {"| " * columns}| not run: python synthetic_gp.py |'
-    kernels = list(dict.fromkeys(kernel for kernel, _ in train))
+    kernels = [k for k in dict.fromkeys(kernel for kernel, _ in train) if all((k, f'CEM-T{T}') in train for T in (1, 2, 4, 8))]
     falls = [[train[k, f'CEM-T{T}'] > train[k, f'CEM-T{2 * T}'] for T in (1, 2, 4)] for k in kernels]
     counts = [sum(fall[n] for fall in falls) for n in range(3)]
     said = 'holds' if counts[0] == len(kernels) and not all(map(all, falls)) else 'holds in part'
@@ -673,7 +687,7 @@ def recursion_on_gp(columns: int) -> str:
 
 
 def plan(names: Sequence[str], scale: Scale, seeds: Sequence[int]) -> None:
-    """The commands of a scale's unfinished runs and what they take on 8 x A100 at a stated utilisation."""
+    """The commands of a scale's unfinished runs, and what all its runs take on A100s at a stated utilisation."""
     counted: dict[tuple[str, int], Cost] = {}
     lines = ['| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |', '|---|---|---|---|---|---|---|']
 
@@ -687,7 +701,7 @@ def plan(names: Sequence[str], scale: Scale, seeds: Sequence[int]) -> None:
         counted |= new
         lines.append(line(name, len(runs), list(new.values())))
     for options, seed in counted:
-        if not finished(folder(options, seed)):
+        if not finished(options, seed):
             print(' '.join(command(options, seed, scale)))
     print('\n'.join(['', *lines, line('all', len(counted), list(counted.values()))]))
     print(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}; a run that figures share is counted '
@@ -725,19 +739,21 @@ def main(argv: list[str]) -> None:
     for name in names:
         if name not in (*FIGURES, 'all', 'claims'):
             fail(f'{name}: no such figure; there are {", ".join(FIGURES)}, all, claims')
+        if name in FIGURES and cfg.scale not in FIGURES[name].scales:
+            fail(f'{name} has no scale={cfg.scale}')
     figures = [f for f in FIGURES if (f in names or 'all' in names or not names) and cfg.scale in FIGURES[f].scales]
     if cfg.list or not names:
         for name in figures:
             print(f'{name}: {FIGURES[name].title}')
             for run in runs_of(name, scale):
-                done = sum(finished(folder(run.options, seed)) is not None for seed in cfg.seeds)
+                done = sum(finished(run.options, seed) is not None for seed in cfg.seeds)
                 label = ' '.join(filter(None, run[:3]))
                 print(f'    {label}: train.py {run.options} ({done} of {len(cfg.seeds)} seeds finished)')
         return
-    if cfg.scale == 'paper' and not cfg.run:
+    if cfg.scale == 'paper' and not cfg.run and figures:
         plan(figures, scale, cfg.seeds)
         return
-    failed = run_missing(figures, scale, cfg.seeds, cfg.jobs)
+    failed = run_missing(figures, scale, cfg.seeds, cfg.jobs) if figures else 0
     for name in figures:
         write(name, cfg.scale, scale, cfg.seeds)
     if {'all', 'claims'} & set(names):

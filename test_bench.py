@@ -21,8 +21,8 @@ def test_all_tables(tmp_path, monkeypatch, capsys):
         assert train[name]['parameters'] == model.num_params()
         assert train[name]['MFLOP/token'] == model.flops_per_token() / 1e6
         assert train[name]['speed / Llama'] == train[name]['tokens/s'] / train['Llama']['tokens/s']
-    cache = {row['decoding']: row['cache, numbers a token'] for row in found['decode']}
-    assert cache['Llama'] == 2 * cache['CEM, T = 2, diag_lowrank'] == 2 * 2 * 32  # keys and values, of two layers
+    cache = {row['decoding']: row['cache, bytes a token'] for row in found['decode']}
+    assert cache['Llama'] == 2 * cache['CEM, T = 2, diag_lowrank'] == 4 * 2 * 2 * 32  # keys and values, of two layers
     assert all(row['ms'] > 0 for row in found['attention'] + found['cost'])
     assert '| Llama | 41,312 |' in capsys.readouterr().out
 

@@ -379,7 +379,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
 # Bad configurations
 
 @pytest.mark.parametrize('options, message', [
-    (dict(size='7b'), 'expected one of nano, micro, mini'), (dict(d_model=65), 'multiple of n_head'), (dict(n_layer=0), 'n_layer=0'),
+    (dict(size='7b'), 'expected one of nano'), (dict(d_model=65), 'multiple of n_head'), (dict(n_layer=0), 'n_layer=0'),
     (dict(d_model=12, n_head=4, positions='rope'), 'is odd'), (dict(attn='llama', kq_diag='shared'), 'set attn=cem'),
     (dict(mlp='llama', mlp_match='params'), 'set mlp=cem'), (dict(attn='llama', mlp='llama', residual='normed'), 'residual'),
     (dict(exact_update=True, kq_diag='none'), 'exact_update'), (dict(exact_update=True, attn_impl='sdpa'), 'attn_impl'),
