@@ -402,9 +402,9 @@ def akima_optimum(rates: Sequence[float], values: Sequence[float]) -> tuple[floa
 
 @torch.no_grad()
 def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[str, Any]:
-    """A trained all-CEM model at test time, on some test tokens, kept in its folder: perplexity and energy (mean over tokens, summed over
-    sublayers) after T = 1, ..., max_steps steps in every sublayer, and each sublayer's energy before every step where all
-    others do the steps they were trained with: attn and mlp, (layers, max_steps + 1)."""
+    """A trained all-CEM model at test time, on some test tokens, kept in its folder: perplexity and energy (mean over tokens,
+    summed over sublayers) after T = 1, ..., max_steps steps in every sublayer, and each sublayer's energy before every step,
+    all others doing the steps they were trained with: attn and mlp, (layers, max_steps + 1)."""
     path = os.path.join(out_dir, 'energies.json')
     if os.path.exists(path):
         with open(path, encoding='utf-8') as file:
