@@ -31,10 +31,11 @@ from torch.utils.checkpoint import checkpoint
 
 # The paper's Table 1 (vocabulary 32,000). 256m is ours: the paper names it and gives no shape, only that its CEM model has
 # two layers more. mini is for a laptop; nano and micro are reproduce.py's, for hundreds of runs on one.
+# All have 8 heads or more: ALiBi's slopes begin at 2^(-8/K).
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=8, d_mlp=86),
     'micro': dict(d_model=48, n_layer=2, n_head=8, d_mlp=128),
-    'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
+    'mini': dict(d_model=64, n_layer=3, n_head=8, d_mlp=172),
     '86m': dict(d_model=672, n_layer=8, n_head=8, d_mlp=1792),
     '108m': dict(d_model=672, n_layer=12, n_head=12, d_mlp=1792),
     '134m': dict(d_model=768, n_layer=12, n_head=12, d_mlp=2048),

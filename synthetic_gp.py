@@ -60,7 +60,7 @@ class Recipe(NamedTuple):
     final: float
 
 
-RECIPES = {'paper': Recipe(0.95, 1e-9, 0.1, 1.0, 0.05, 0.1),  # its table of training hyperparameters (Transformers)
+RECIPES = {'paper': Recipe(0.95, 1e-9, 0.1, 1.0, 0.05, 0.1),  # its table of training hyperparameters, decay on all weights
            'torch': Recipe(0.999, 1e-8, 0.01, math.inf, 0.0, 0.0)}  # AdamW's own
 
 
@@ -671,6 +671,10 @@ def benchmark(o: Options) -> None:
 def main() -> None:
     given = read_options(sys.argv[1:], Options)
     o = build(Options, (QUICK if given.get('quick') else {}) | given)
+    for command, own in (('calibrate', 'kernels models T_max points steps recipe init learning_rate precond norm quick'),
+                         ('benchmark', 'kernels steps')):
+        if getattr(o, command) and (idle := [name for name in own.split() if name in given]):
+            fail(f'{command} sets {", ".join(idle)} itself: leave it out')
     torch.set_num_threads(1)  # products this small gain little from threads and, on a busy machine, wait for them
     start = time.perf_counter()
     try:

@@ -281,6 +281,12 @@ def test_bad_options_are_one_clear_line(monkeypatch, arg, says):
     assert says in error.value.code and '\n' not in error.value.code and arg[2:].split('=')[0] in error.value.code
 
 
+@pytest.mark.parametrize('args', [('--calibrate', '--steps=30'), ('--calibrate', '--quick'), ('--benchmark', '--kernels=rbf')])
+def test_options_that_a_command_sets_itself(monkeypatch, args):
+    with pytest.raises(SystemExit, match='leave it out'):
+        run(monkeypatch, *args)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason='has a GPU')
 def test_no_gpu_is_one_clear_line(monkeypatch):
     with pytest.raises(SystemExit, match='no GPU'):
@@ -377,5 +383,5 @@ def test_what_a_run_leaves(monkeypatch, tmp_path, capsys):
 
 
 def test_benchmark_runs(monkeypatch, tmp_path, capsys):
-    run(monkeypatch, *ARGS, '--benchmark', f'--out_dir={tmp_path}')
+    run(monkeypatch, *(a for a in ARGS if not a.startswith(('--steps', '--kernels'))), '--benchmark', f'--out_dir={tmp_path}')
     assert 'x faster' in capsys.readouterr().out.splitlines()[-2]
