@@ -699,7 +699,7 @@ def test_later_options_win_and_types_are_the_fields(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('argument, words', [
     ('--atn_steps=2', ['atn_steps', 'no such option', 'attn_steps']), ('--size', ['--size=VALUE']),
-    ('--size=7b', ['size=7b', 'one of mini, 86m']), ('--attn_steps=2.5', ['attn_steps=2.5', 'a whole number']),
+    ('--size=7b', ['size=7b', 'mini, 86m']), ('--attn_steps=2.5', ['attn_steps=2.5', 'a whole number']),
     ('--attn_steps=two', ['attn_steps=two']), ('--learning_rate=nan', ['a number']), ('--tensorboard=maybe', ['True or False']),
     ('config/none.py', ['config/none.py', 'No such file']), ('size', ['config file size']),
     ('--attn_steps=inf', ['attn_steps'])])
