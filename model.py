@@ -276,20 +276,21 @@ class Attention(nn.Module):
     def context(self, h: Tensor, pos: Positions, cache: Cache | None = None, t: int = 0) -> Context:
         """Keys and values of h (B, I, D), behind the cached past: values are keys for CEM, rotated ones with rope."""
         absorb = cache is not None and cache.length > 0 and self.diag and not self.rope  # W_K goes into query and output
-        k, v = None if absorb else F.linear(h, self.W_K), None if self.cem else F.linear(h, self.W_V)  # (B, I, D)
+        k = None if absorb else self.heads(F.linear(h, self.W_K))  # (B, K, I, R)
+        v = None if self.cem else self.heads(F.linear(h, self.W_V))
         if self.rope:
-            k = self.merge(rotate(self.heads(k), pos))
+            k = rotate(k, pos)
         if cache is not None:  # keys for CEM, h where a diagonal needs it; rope needs both then, like Llama's k and v
             if self.rope or not self.diag:
-                k = cache.append((self.layer, t, 'k'), k)
+                k = self.heads(cache.append((self.layer, t, 'k'), self.merge(k)))
             if self.diag:
                 h = cache.append((self.layer, t, 'h'), h)
             if not self.cem:
-                v = cache.append((self.layer, t, 'v'), v)
+                v = self.heads(cache.append((self.layer, t, 'v'), self.merge(v)))
         if absorb:
             return Context(pos, h, None, None, 'math', self.bias(pos))
-        path, k = self.path(k.device, k.dtype, whole=k.shape[1] == len(pos.mask)), self.heads(k)
-        return Context(pos, h, k, k if self.cem else self.heads(v), path, None if path == 'triton' else self.bias(pos))
+        path = self.path(k.device, k.dtype, whole=k.shape[2] == len(pos.mask))
+        return Context(pos, h, k, k if self.cem else v, path, None if path == 'triton' else self.bias(pos))
 
     def path(self, device: torch.device, dtype: torch.dtype, whole: bool = True) -> str:
         """What computes the attention: math, the readable path; sdpa, torch's fused attention; or triton, kernels.py.
