@@ -368,6 +368,7 @@ def load_cell(o: Options, kernel: Kernel, model: str) -> dict[str, Any] | None:
 
 def train_cell(o: Options, kernel: Kernel, model: str, data: Data) -> dict[str, Any]:
     """Train a cell, keep and return it: train and test RMSE of each repeat and, for CEM, test RMSE after 1, 2, ... steps."""
+    data = Data(*(torch.as_tensor(numbers, device=o.device) for numbers in data))
     w, T = init(o, model, range(o.repeats)), trained_steps(model)
     train(o, w, T, data, range(o.repeats))
     cell = {'train': rmse(w, data.x, data.y, T), 'test': rmse(w, data.x_test, data.y_test, T)}
@@ -402,6 +403,11 @@ def run_jobs(pool: ProcessPoolExecutor | None, function: Callable, jobs: dict[An
         raise
 
 
+def draw_arrays(*arguments: Any) -> Data:
+    """draw's numbers as NumPy arrays, which travel between processes by value: nothing to fetch from one that is ended."""
+    return Data(*(tensor.cpu().numpy() for tensor in draw(*arguments)))
+
+
 def run_table(o: Options) -> dict[tuple[str, str], dict[str, Any]]:
     """All cells of the table, trained where they are not there yet, under a progress bar that counts multiply-adds."""
     cells = {(k, m): load_cell(o, KERNELS[k], m) for k in o.kernels for m in o.models}
@@ -416,7 +422,7 @@ def run_table(o: Options) -> dict[tuple[str, str], dict[str, Any]]:
           tqdm(total=len(kernels) * draw_cost + sum(cost[m] for _, m in todo), smoothing=0,
                bar_format='{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left') as bar):
         data = {}
-        for k, drawn in run_jobs(pool, draw, {k: (o, KERNELS[k], range(o.repeats)) for k in kernels}):
+        for k, drawn in run_jobs(pool, draw_arrays, {k: (o, KERNELS[k], range(o.repeats)) for k in kernels}):
             data[k] = drawn
             bar.update(draw_cost)
         for (k, m), cell in run_jobs(pool, train_cell, {(k, m): (o, KERNELS[k], m, data[k]) for k, m in todo}):
