@@ -344,7 +344,7 @@ class Attention(nn.Module):
     def by_triton(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
         """The same by kernels.py."""
         import kernels
-        du = u[:, None] * (self.kq_diag[:, None] / self.tau) if self.diag else None
+        du = self.diagonal_query(u) if self.diag else None
         b = None if self.rope else self.b_self - self.b_cross  # softmax sees no more of the two
         return self.heads(kernels.attention(self.merge(q), self.merge(context.k), self.cfg.n_head, 1 / self.tau, du,
                                             context.h if self.diag else None, b))
@@ -363,8 +363,11 @@ class Attention(nn.Module):
         """All of the scores but k . q: broadcasts to (B, K, I, J)."""
         if not self.diag:
             return context.bias
-        du = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, n, I, D); n = 1 if shared: one product for all heads
-        return du @ context.h[:, None].mT + context.bias
+        return self.diagonal_query(u) @ context.h[:, None].mT + context.bias
+
+    def diagonal_query(self, u: Tensor) -> Tensor:
+        """d_k * u / tau: (B, n, I, D); n = 1 if shared: one product with h for all heads."""
+        return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """eps(u_i | h_1..i) = -tau sum_k log sum_j exp(s_ijk) (Eq. 2, with the biases): u, h (B, J, D) -> (B, J).

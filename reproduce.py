@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -127,17 +127,14 @@ def canonical(options: str) -> str:
 
 
 def runs_of(name: str, scale: Scale) -> list[Run]:
-    """The runs of a figure at a scale."""
-    figure, found = FIGURES[name], []
+    """The runs of a figure at a scale. The sweep's groups are the scale's learning rates, and it has sizes of its own."""
+    groups, sizes = FIGURES[name].groups, scale.sizes
     if name == 'fig_lr':
-        for size, base in {**scale.sizes, **scale.sweep_sizes}.items():
-            found += [Run(size, f'{rate:g}', label, canonical(f'{base} {options} --learning_rate={rate:g}'))
-                      for rate in scale.rates for label, options in figure.groups[''].items()]
-        return found
-    for size, base in scale.sizes.items():
-        found += [Run(size, group, label, canonical(f'{base} {options}'))
-                  for group, labels in figure.groups.items() for label, options in labels.items()]
-    return found
+        groups = {f'{rate:g}': {label: f'{options} --learning_rate={rate:g}' for label, options in groups[''].items()}
+                  for rate in scale.rates}
+        sizes = {**scale.sizes, **scale.sweep_sizes}
+    return [Run(size, group, label, canonical(f'{base} {options}')) for size, base in sizes.items()
+            for group, labels in groups.items() for label, options in labels.items()]
 
 
 def folder(options: str, seed: int) -> str:
@@ -173,9 +170,14 @@ def finished(options: str, seed: int) -> dict[str, Any] | None:
     return {**read['result.json'], 'seed': seed, 'out_dir': out_dir}
 
 
+def results_of(options: str, seeds: Iterable[int]) -> list[dict[str, Any]]:
+    """The results of a run's finished seeds."""
+    return [result for seed in seeds if (result := finished(options, seed))]
+
+
 def cells(name: str, scale: Scale, seeds: Iterable[int]) -> list[Cell]:
     """The finished part of a figure."""
-    found = [Cell(run, [r for s in seeds if (r := finished(run.options, s))]) for run in runs_of(name, scale)]
+    found = [Cell(run, results_of(run.options, seeds)) for run in runs_of(name, scale)]
     return [cell for cell in found if cell.results]
 
 
@@ -251,6 +253,14 @@ def by_size(found: list[Cell]) -> dict[str, list[Cell]]:
     return {size: [c for c in found if c.run.size == size] for size in dict.fromkeys(c.run.size for c in found)}
 
 
+def panels(found: list[Cell], columns: int = 0) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Cell]]]]:
+    """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes, size, its cells)."""
+    sizes = by_size(found)
+    shape, area = ((len(sizes), columns), (9, 3.4 * len(sizes))) if columns else ((1, len(sizes)), (5.2 * len(sizes), 4))
+    figure, grid = plt.subplots(*shape, figsize=area, squeeze=False)
+    return figure, ((axes, *item) for axes, item in zip(grid if columns else grid[0], sizes.items(), strict=True))
+
+
 def draw_scatter(found: list[Cell]) -> plt.Figure:
     """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
@@ -272,9 +282,8 @@ def draw_scatter(found: list[Cell]) -> plt.Figure:
 
 def draw_bars(found: list[Cell]) -> plt.Figure:
     """A panel a size, a block of bars a group, a colour a label; Llama is the dashed line, as in the paper's 2c and 2d."""
-    panels = by_size(found)
-    figure, row = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), squeeze=False)
-    for axes, (size, same) in zip(row[0], panels.items(), strict=True):
+    figure, parts = panels(found)
+    for axes, size, same in parts:
         bars = [c for c in same if c.run.label != 'Llama']
         groups = list(dict.fromkeys(c.run.group for c in bars))
         labels = list(dict.fromkeys(c.run.label for c in bars))
@@ -328,9 +337,8 @@ def draw_sweep(found: list[Cell]) -> plt.Figure:
 
 def draw_steps(found: list[Cell]) -> plt.Figure:
     """Test perplexity and mean energy against the number of steps at test time; a ring at the number trained with."""
-    panels = by_size(found)
-    figure, rows = plt.subplots(len(panels), 2, figsize=(9, 3.4 * len(panels)), squeeze=False)
-    for row, (size, same) in zip(rows, panels.items(), strict=True):
+    figure, parts = panels(found, columns=2)
+    for row, size, same in parts:
         for n, cell in enumerate(same):
             inside = [look_inside(r['out_dir']) for r in cell.results]
             for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
@@ -349,9 +357,8 @@ def draw_steps(found: list[Cell]) -> plt.Figure:
 
 def draw_energy(found: list[Cell]) -> plt.Figure:
     """The energy of every sublayer along its steps, less its value at the start; the trained T is the dashed line."""
-    panels = by_size(found)
-    figure, rows = plt.subplots(len(panels), 2, figsize=(9, 3.4 * len(panels)), squeeze=False)
-    for row, (size, same) in zip(rows, panels.items(), strict=True):
+    figure, parts = panels(found, columns=2)
+    for row, size, same in parts:
         inside = [look_inside(r['out_dir']) for r in same[0].results]
         for axes, kind in zip(row, ('attn', 'mlp'), strict=True):
             energies = np.mean([i[kind] for i in inside], axis=0)  # (layers, steps + 1)
@@ -365,9 +372,8 @@ def draw_energy(found: list[Cell]) -> plt.Figure:
 
 def draw_curves(found: list[Cell]) -> plt.Figure:
     """Training loss against tokens, mean over seeds, smoothed."""
-    panels = by_size(found)
-    figure, row = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4), squeeze=False)
-    for axes, (size, same) in zip(row[0], panels.items(), strict=True):
+    figure, parts = panels(found)
+    for axes, size, same in parts:
         for cell in same:
             logs = []
             for result in cell.results:
@@ -576,15 +582,18 @@ CLAIMS: dict[str, tuple[str, list[Test]]] = {
 }
 
 
-def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Mean of a over mean of b, less one, and the half-width of its 95% interval (Student's t, equal variances); infinite with
-    one seed each."""
+def half_width(a: Sequence[float], b: Sequence[float]) -> float:
+    """Of the 95% interval of mean a less mean b (Student's t, equal variances); infinite with one seed each."""
     n = len(a) + len(b) - 2
-    relative = statistics.fmean(a) / statistics.fmean(b) - 1
     if n == 0:
-        return relative, math.inf
+        return math.inf
     pooled = sum((len(v) - 1) * statistics.variance(v) for v in (a, b) if len(v) > 1) / n
-    return relative, student.ppf(0.975, n) * math.sqrt(pooled * (1 / len(a) + 1 / len(b))) / statistics.fmean(b)
+    return student.ppf(0.975, n) * math.sqrt(pooled * (1 / len(a) + 1 / len(b)))
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Mean of a over mean of b, less one, and the half-width of its 95% interval, mean b taken as it is."""
+    return statistics.fmean(a) / statistics.fmean(b) - 1, half_width(a, b) / statistics.fmean(b)
 
 
 def verdict(kind: str, d: float, h: float) -> str:
@@ -611,7 +620,7 @@ def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
         for n, test in enumerate(tests):
             row, verdicts = [], []
             for base in scale.sizes.values():
-                a, b = ([r['test_perplexity'] for s in seeds if (r := finished(canonical(f'{base} {options}'), s))]
+                a, b = ([r['test_perplexity'] for r in results_of(canonical(f'{base} {options}'), seeds)]
                         for options in (test.A, test.B))
                 if a and b:
                     d, h = difference(a, b)
@@ -635,11 +644,10 @@ def stability(scale: Scale, seeds: Sequence[int]) -> str:
     row, total = [], 0
     for base in scale.sizes.values():
         events = steps = 0
-        for seed in seeds:
-            if result := finished(canonical(f'{base} {cem(2)}'), seed):
-                with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
-                    log = [json.loads(line) for line in file]
-                events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
+        for result in results_of(canonical(f'{base} {cem(2)}'), seeds):
+            with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
+                log = [json.loads(line) for line in file]
+            events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
         row.append(f'{events} in {steps:,} steps' if steps else 'not run')
         total += events
     said = 'does not hold at this scale' if total else '' if 'not run' in row else 'holds'
@@ -659,10 +667,7 @@ def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
         if not all(logs):
             row.append('not run')
             continue
-        n = len(logs[0]) + len(logs[1]) - 2
-        d = statistics.fmean(logs[0]) - statistics.fmean(logs[1])
-        h = math.inf if n == 0 else student.ppf(0.975, n) * math.sqrt(sum(
-            (len(v) - 1) * statistics.variance(v) for v in logs if len(v) > 1) / n * sum(1 / len(v) for v in logs))
+        d, h = statistics.fmean(logs[0]) - statistics.fmean(logs[1]), half_width(*logs)
         verdicts.append('holds' if d > h else 'does not hold at this scale' if d < -h else 'within noise')
         best = [math.exp(statistics.fmean(v)) for v in logs]
         row.append(f'{best[0]:.4f} / {best[1]:.4f} = {math.exp(d):.2f} (x or / {math.exp(h):.2f})')
