@@ -1,5 +1,5 @@
 """
-Triton kernels for one step of CEM attention, and their compilation ahead of time.
+One step of CEM attention without its (B, K, J, J) scores: Triton kernels for GPUs, PyTorch a few rows at a time for CPUs.
 
     python kernels.py                 registers, shared memory and spills of every kernel on sm_80 and sm_90; needs no GPU
 
@@ -8,15 +8,15 @@ For head k, with values = keys and everything causal (j <= i),
     s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j]        bias = (d * u / tau) h^T, m_k = 2^(-8 k / K)
     o_ik = sum_j softmax_j(s_ijk) k_jk
 
-The bias is of one head or of all; it is a matrix product (B, n, J, J) in the precision of q, n = 1 or K, made once a step and
-again in the backward pass, never kept. Heads of the same rows run side by side, so that they find its tile in the cache.
+The bias is of one head or of all; it is a matrix product (B, n, J, J), n = 1 or K, made once a step and again in the backward
+pass, never kept. On a GPU heads of the same rows run side by side, so that they find its tile in the cache.
 
 Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
 
     dq_i = sum_j ds_ij k_j / tau,   dk_j = sum_i p_ij do_i + ds_ij q_i / tau,   dbias_ij = sum_heads ds_ij,   db = sum_i ds_ii
 
-Each sum has one kernel, and one program for each of its tiles: nothing is atomic, so that results are the same to the bit.
-Scores live in base 2: exp2 is what the hardware has.
+In Triton each sum has one kernel, and one program for each of its tiles: nothing is atomic, so that results are the same to
+the bit. Scores live in base 2: exp2 is what the hardware has.
 
 Shapes: B batch, J positions, K heads, R = D / K, BR = R padded to a power of two. Matrices are (B, J, D), head k in columns
 k R to (k + 1) R; what is one number a row, such as the scores' log-sum-exp, is (B, K, J).
@@ -25,6 +25,7 @@ import contextlib
 import io
 import re
 import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ except ModuleNotFoundError:  # transformers imports what is called kernels to se
 LOG2E = tl.constexpr(1.4426950408889634)
 GEMM_ROWS = 512  # rows of the bias made at once: columns beyond a block's last row are never needed
 PAD = 128  # the bias's width is a multiple of this, so that a tile of it is whole
+SCORES_AT_ONCE = 2 ** 20  # on a CPU: few enough for its cache
 
 
 @triton.jit
@@ -259,11 +261,78 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
     return ddu, dh
 
 
+# On a CPU, some rows of some sequences at a time. Here q (times scale), k, o and their gradients are (B, K, J, R).
+
+def heads(x: Tensor, n_head: int) -> Tensor:
+    return x.unflatten(-1, (n_head, -1)).transpose(1, 2)  # (B, J, D) -> (B, K, J, R)
+
+
+def merge(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(-2)  # (B, K, J, R) -> (B, J, D)
+
+
+def pieces(B: int, K: int, J: int) -> Iterator[tuple[slice, slice]]:
+    """Sequences and rows whose scores fit in a CPU's cache, until all have been."""
+    rows = min(J, 64, max(32, SCORES_AT_ONCE // (K * J)))
+    sequences = max(1, SCORES_AT_ONCE // (K * J * rows))
+    for n in range(0, B, sequences):
+        for i in range(0, J, rows):
+            yield slice(n, min(n + sequences, B)), slice(i, min(i + rows, J))
+
+
+def weights(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n: slice, i: slice) -> Tensor:
+    """softmax_j(s_ijk) of sequences n and rows i, for j up to the last row: (len(n), K, len(i), i.stop)."""
+    K, j = q.shape[1], torch.arange(i.stop)
+    m = 2.0 ** (-8 / K * torch.arange(1, K + 1, dtype=q.dtype)) if b is not None else q.new_zeros(1)
+    s = m[:, None, None] * (j - i.start)  # -m_k (i - j), less what j has no part in
+    if du is not None:
+        s = s + du[n, :, i] @ h[n, None, :i.stop].mT
+    s = s.broadcast_to(n.stop - n.start, K, i.stop - i.start, i.stop).contiguous()
+    square = s[..., i]  # the columns that j <= i cuts
+    if b is not None:
+        square.diagonal(dim1=2, dim2=3).add_(b[:, None])
+    square += torch.zeros(square.shape[2:], dtype=q.dtype).masked_fill_(j[i] > j[i, None], -torch.inf)
+    s.view(-1, *s.shape[2:]).baddbmm_(q[n, :, i].flatten(0, 1), k[n, :, :i.stop].flatten(0, 1).mT)
+    return s.softmax(dim=-1)
+
+
+def by_rows(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float) -> Tensor:
+    q, k, o = heads(q, n_head) * scale, heads(k, n_head), torch.empty_like(q)
+    for n, i in pieces(*q.shape[:3]):
+        heads(o, n_head)[n, :, i] = weights(q, k, du, h, b, n, i) @ k[n, :, :i.stop]
+    return o
+
+
+def by_rows_backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, o: Tensor,
+                     n_head: int, scale: float) -> list[Tensor]:
+    """Gradients of q, k, du, h, b, as backward_op's."""
+    gradients = [q.new_empty(0) if t is None else torch.zeros_like(t) for t in (q, k, du, h, b)]
+    ddu, dh, db = gradients[2:]
+    do, o, dq, dk, q, k = (heads(t, n_head) for t in (do, o, *gradients[:2], q * scale, k))
+    delta = (do * o).sum(dim=-1, keepdim=True)
+    for n, i in pieces(*q.shape[:3]):
+        p, j = weights(q, k, du, h, b, n, i), slice(0, i.stop)
+        ds = (do[n, :, i] @ k[n, :, j].mT).sub_(delta[n, :, i]).mul_(p)
+        dq[n, :, i] = ds @ k[n, :, j] * scale
+        dk[n, :, j] += p.mT @ do[n, :, i] + ds.mT @ q[n, :, i]
+        if b is not None:
+            db += ds[..., i].diagonal(dim1=2, dim2=3).sum(dim=(0, 2))
+        if du is not None:
+            dbias = ds if du.shape[1] > 1 else ds.sum(dim=1, keepdim=True)
+            ddu[n, :, i] = dbias @ h[n, None, j]
+            dh[n, j] += (dbias.mT @ du[n, :, i]).sum(dim=1)
+    return gradients
+
+
+# Both as one operator with a gradient, which torch.compile leaves whole.
+
 @torch.library.custom_op('nanocem::attention', mutates_args=())
 def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
-                 scale: float) -> tuple[Tensor, Tensor]:
-    """o (B, J, D) and the scores' log-sum-exp (B, K, J)."""
+                 scale: float, use_triton: bool) -> tuple[Tensor, Tensor]:
+    """o (B, J, D) and, for Triton's backward pass, the scores' log-sum-exp (B, K, J)."""
     q, k = q.contiguous(), k.contiguous()
+    if not use_triton:
+        return by_rows(q, k, du, h, b, n_head, scale), q.new_empty(0)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
     launch(forward_kernel, q, k, bias, b, o, lse, scale=scale, n_head=n_head)
@@ -272,9 +341,11 @@ def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: T
 
 @torch.library.custom_op('nanocem::attention_backward', mutates_args=())
 def backward_op(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, o: Tensor, lse: Tensor,
-                n_head: int, scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+                n_head: int, scale: float, use_triton: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, du, h, b; empty tensors for those that are None."""
     do, q, k = do.contiguous(), q.contiguous(), k.contiguous()
+    if not use_triton:
+        return tuple(by_rows_backward(do, q, k, du, h, b, o, n_head, scale))
     dq, dk, delta, db = (torch.empty_like(t) for t in (q, k, lse, lse))
     ddu, dh = q.new_empty(0), q.new_empty(0)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
@@ -289,8 +360,9 @@ def backward_op(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor |
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float):
-    return q.new_empty(q.shape), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
+def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float, use_triton: bool):
+    lse = q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32) if use_triton else q.new_empty(0)
+    return q.new_empty(q.shape), lse
 
 
 @backward_op.register_fake
@@ -299,25 +371,27 @@ def _(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: 
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.n_head, ctx.scale = inputs
+    *tensors, ctx.n_head, ctx.scale, ctx.use_triton = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *inputs, o, lse = ctx.saved_tensors
-    gradients = backward_op(do, *inputs, o, lse, ctx.n_head, ctx.scale)
-    return *(None if t is None else g for t, g in zip(inputs, gradients, strict=True)), None, None
+    gradients = backward_op(do, *inputs, o, lse, ctx.n_head, ctx.scale, ctx.use_triton)
+    return *(None if t is None else g for t, g in zip(inputs, gradients, strict=True)), None, None, None
 
 
 attention_op.register_autograd(backward, setup_context=save_for_backward)
 
 
 def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None = None, h: Tensor | None = None,
-              b: Tensor | None = None) -> Tensor:
+              b: Tensor | None = None, use_triton: bool = True) -> Tensor:
     """o (B, J, D) of the equations above: q, k (B, J, D); scale = 1 / tau; du = d * u / tau (B, 1 or K, J, D) and h (B, J, D),
-    or no diagonal; b (K,), the self bias less the cross bias (softmax sees no more of the two), or no ALiBi either."""
+    or no diagonal; b (K,), the self bias less the cross bias (softmax sees no more of the two), or no ALiBi either. By Triton
+    on a GPU, or under its interpreter; else on a CPU."""
     du, h = (None if t is None else t.to(q.dtype) for t in (du, h))
-    return attention_op(q, k, du, h, None if b is None else b.float(), n_head, scale)[0]
+    b = None if b is None else b.to(torch.float32 if use_triton else q.dtype)
+    return attention_op(q, k, du, h, b, n_head, scale, use_triton)[0]
 
 
 def compile_ahead(kernel: Any, arch: int, R: int, n_head: int = 12) -> dict[str, int]:

@@ -78,7 +78,7 @@ class ModelConfig:
     init_std: float | None = None  # weights start from N(0, init_std); default: 0.02 sqrt(768 / D_h)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # RMSNorm's epsilon
-    attn_impl: Literal['auto', 'math', 'sdpa', 'triton'] = 'auto'  # readable softmax, torch's fused attention, or kernels.py
+    attn_impl: Literal['auto', 'math', 'sdpa', 'rows', 'triton'] = 'auto'  # readable softmax, torch's, or kernels.py's two
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
@@ -117,7 +117,7 @@ class ModelConfig:
             raise ValueError(f'positions=rope turns pairs of features: d_model / n_head = {self.d_model // self.n_head} is odd')
         if self.exact_update and self.kq_diag == 'none':
             raise ValueError('exact_update adds a term of the kq diagonal: set kq_diag=shared or per_head')
-        if self.attn_impl in ('sdpa', 'triton') and self.exact_update:
+        if self.attn_impl not in ('auto', 'math') and self.exact_update:
             raise ValueError('exact_update needs the attention weights themselves: set attn_impl=auto or math')
         if self.init_std is None:
             self.init_std = 0.02 * math.sqrt(768 / self.d_model)
@@ -227,8 +227,8 @@ class Context(NamedTuple):
     h: Tensor  # (B, J, D)
     k: Tensor | None  # (B, K, J, R); None where decoding reads h alone
     v: Tensor | None
-    path: str  # math, sdpa or triton
-    bias: Tensor | None  # causal mask, ALiBi, self and cross bias: (I, J) or (K, I, J); None on the triton path
+    path: str  # math, sdpa, rows or triton
+    bias: Tensor | None  # causal mask, ALiBi, self and cross bias: (I, J) or (K, I, J); None on kernels.py's paths
 
 
 def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
@@ -236,6 +236,11 @@ def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
     if os.environ.get('TRITON_INTERPRET') == '1':
         return HAS_TRITON and device.type == 'cpu' and dtype in (torch.float16, torch.float32)
     return HAS_TRITON and device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
+
+
+def runs_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether kernels.py takes such tensors a few rows at a time."""
+    return device.type == 'cpu' and dtype in (torch.float32, torch.float64)
 
 
 class Attention(nn.Module):
@@ -290,18 +295,21 @@ class Attention(nn.Module):
         if absorb:
             return Context(pos, h, None, None, 'math', self.bias(pos))
         path = self.path(k.device, k.dtype, whole=k.shape[2] == len(pos.mask))
-        return Context(pos, h, k, k if self.cem else v, path, None if path == 'triton' else self.bias(pos))
+        return Context(pos, h, k, k if self.cem else v, path, None if path in ('rows', 'triton') else self.bias(pos))
 
     def path(self, device: torch.device, dtype: torch.dtype, whole: bool = True) -> str:
-        """What computes the attention: math, the readable path; sdpa, torch's fused attention; or triton, kernels.py.
-        The fused ones give no weights away. On a CPU sdpa has no backward pass for a bias, so that the readable path is the
-        faster one there; kernels.py is for a bias, values that are keys, and whole sequences."""
+        """What computes the attention: math, the readable path; sdpa, torch's fused attention; rows or triton, kernels.py on
+        a CPU or a GPU. Only math gives weights away. kernels.py is for values that are keys, a bias, and whole sequences; on a
+        CPU sdpa has no backward pass for a bias, and short sequences fit its cache as they are."""
         impl, biased = self.cfg.attn_impl, self.diag or not self.rope
         if impl == 'math' or self.cfg.exact_update:
             return 'math'
-        fits = self.cem and biased and whole and self.cfg.d_model <= 128 * self.cfg.n_head
-        if fits and (impl == 'triton' or (impl == 'auto' and device.type == 'cuda')) and runs_triton(device, dtype):
-            return 'triton'
+        if impl != 'sdpa' and self.cem and biased and whole:
+            narrow = self.cfg.d_model <= 128 * self.cfg.n_head
+            if narrow and runs_triton(device, dtype) and (impl == 'triton' or (impl == 'auto' and device.type == 'cuda')):
+                return 'triton'
+            if runs_rows(device, dtype) and (impl == 'rows' or self.cfg.context_length > 64):
+                return 'rows'
         return 'sdpa' if impl == 'sdpa' or device.type == 'cuda' or not biased else 'math'
 
     def bias(self, pos: Positions) -> Tensor:
@@ -321,7 +329,7 @@ class Attention(nn.Module):
         """sum_k P_k W_k^Q^T sum_j alpha_ijk v_j: u (B, I, D) -> (B, I, D)."""
         q, alpha = self.query(u, context), None  # (B, K, I, R)
         if context.path != 'math':
-            o = self.by_triton(q, u, context) if context.path == 'triton' else self.by_sdpa(q, u, context)
+            o = self.by_sdpa(q, u, context) if context.path == 'sdpa' else self.by_kernels(q, u, context)
         else:
             alpha = self.scores(q, u, context).softmax(dim=-1)  # (B, K, I, J)
             o = alpha @ context.v if context.k is not None else alpha @ context.h[:, None] @ self.per_head(self.W_K).mT
@@ -341,13 +349,13 @@ class Attention(nn.Module):
             q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, self.score_bias(u, context).to(q.dtype), scale=1 / self.tau)[..., :R]
 
-    def by_triton(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
+    def by_kernels(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
         """The same by kernels.py."""
         import kernels
         du = self.diagonal_query(u) if self.diag else None
         b = None if self.rope else self.b_self - self.b_cross  # softmax sees no more of the two
         return self.heads(kernels.attention(self.merge(q), self.merge(context.k), self.cfg.n_head, 1 / self.tau, du,
-                                            context.h if self.diag else None, b))
+                                            context.h if self.diag else None, b, use_triton=context.path == 'triton'))
 
     def query(self, u: Tensor, context: Context) -> Tensor:
         q = self.heads(F.linear(u, self.W_Q))
@@ -542,9 +550,11 @@ class Transformer(nn.Module):
     def attention_path(self, device: torch.device, dtype: torch.dtype) -> str:
         """Which path the attention of whole sequences takes there, in words."""
         path = self.blocks[0].attn.path(device, dtype)
-        words = {'math': 'by readable softmax', 'sdpa': "by torch's fused kernel", 'triton': 'by kernels.py'}[path]
-        if self.cfg.attn_impl == 'triton' != path:
-            words += ' (attn_impl=triton needs Triton, a GPU, bfloat16, and CEM attention with a bias)'
+        words = {'math': 'by readable softmax', 'sdpa': "by torch's fused kernel", 'triton': 'by kernels.py',
+                 'rows': 'by kernels.py, a few rows at a time'}[path]
+        needs = {'triton': 'Triton, a GPU, bfloat16', 'rows': 'a CPU, float32'}
+        if (impl := self.cfg.attn_impl) in needs and impl != path:
+            words += f' (attn_impl={impl} needs {needs[impl]}, and CEM attention with a bias)'
         return f'attention {words}'
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:

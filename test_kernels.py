@@ -1,10 +1,11 @@
-"""The Triton kernels under Triton's interpreter, which conftest.py sets, against the readable path; compiled for GPUs that need
-not be there; and the loss in pieces. What needs a GPU runs on one, in a process of its own, where the kernels are compiled."""
+"""kernels.py against the readable path, Triton's under its interpreter, which conftest.py sets; compiled for GPUs that need not
+be there; and the loss in pieces. What needs a GPU runs on one, in a process of its own, where the kernels are compiled."""
 import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import kernels
 import model as model_module
 from model import ModelConfig, Transformer
 
-pytestmark = pytest.mark.skipif(not model_module.HAS_TRITON, reason='Triton is not installed')
+needs_triton = pytest.mark.skipif(not model_module.HAS_TRITON, reason='Triton is not installed')
 CASES = [  # batch, positions, heads, head width, heads with a diagonal of their own (0: none), ALiBi
     (1, 1, 2, 16, 1, True), (2, 17, 3, 16, 1, True), (1, 130, 3, 56, 1, True), (2, 67, 2, 72, 2, True), (1, 67, 2, 84, 0, True),
     (1, 67, 2, 84, 1, True), (1, 130, 2, 16, 2, False), (1, 140, 2, 64, 1, False), (1, 17, 1, 88, 0, False)]
@@ -58,8 +59,9 @@ def run(tensors: list[Tensor | None], n_head: int, do: Tensor, function=kernels.
     return [o, *torch.autograd.grad(o, [t for t in tensors if t is not None], do)]
 
 
+@needs_triton
 @pytest.mark.parametrize('case', CASES, ids=str)
-def test_kernels_equal_the_readable_formula(case: tuple) -> None:
+def test_triton_equals_the_readable_formula(case: tuple) -> None:
     tensors, do = inputs(*case)
     fast, again = (run(tensors, case[2], do) for _ in range(2))
     slow = run([None if t is None else t.double() for t in tensors], case[2], do.double(), readable)
@@ -68,14 +70,26 @@ def test_kernels_equal_the_readable_formula(case: tuple) -> None:
         assert (one - exact).norm() <= 2e-6 * (1 + exact.norm()), name
 
 
-def test_operator_keeps_torchs_contract() -> None:
+@pytest.mark.parametrize('at_once', [2 ** 20, 140 * 32, 1])  # all; a sequence of few heads; as few rows as there may be
+@pytest.mark.parametrize('case', [(5, 65, 2, 7, 2, True), *CASES], ids=str)
+def test_rows_equal_the_readable_formula(case: tuple, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', at_once)
+    tensors, do = inputs(*case)
+    tensors, do = [None if t is None else t.detach().double().requires_grad_() for t in tensors], do.double()
+    fast, slow = (run(tensors, case[2], do, f) for f in (partial(kernels.attention, use_triton=False), readable))
+    for name, one, exact in zip(('o', 'q', 'k', 'du', 'h', 'b'), fast, slow, strict=False):
+        torch.testing.assert_close(one, exact, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize('use_triton', [pytest.param(True, marks=needs_triton), False])
+def test_operator_keeps_torchs_contract(use_triton: bool) -> None:
     for case in (2, 17, 2, 16, 1, True), (1, 17, 2, 16, 0, False):
         tensors, do = inputs(*case)
-        torch.library.opcheck(kernels.attention_op, (*tensors, case[2], 0.25))
-        o, lse = kernels.attention_op(*tensors, case[2], 0.25)
+        how = case[2], 0.25, use_triton
+        torch.library.opcheck(kernels.attention_op, (*tensors, *how))
+        o, lse = kernels.attention_op(*tensors, *how)
         detached = [None if t is None else t.detach() for t in (do, *tensors, o, lse)]
-        torch.library.opcheck(kernels.backward_op, (*detached, case[2], 0.25),
-                              test_utils=('test_schema', 'test_faketensor'))
+        torch.library.opcheck(kernels.backward_op, (*detached, *how), test_utils=('test_schema', 'test_faketensor'))
 
 
 def losses(cfg: ModelConfig, paths: tuple[str, ...], idx: Tensor, compiled: bool = False) -> list[list[Tensor]]:
@@ -96,13 +110,14 @@ def losses(cfg: ModelConfig, paths: tuple[str, ...], idx: Tensor, compiled: bool
 @pytest.mark.parametrize('options', [
     dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'), dict(kq_diag='none'), {},
     dict(positions='rope'), dict(residual='raw', score_scale='head', mlp='llama', mlp_steps=1)], ids=str)
-def test_whole_models_agree(options: dict) -> None:
+@pytest.mark.parametrize('impl', ['rows', pytest.param('triton', marks=needs_triton)])
+def test_whole_models_agree(options: dict, impl: str) -> None:
     cfg = ModelConfig(**{**SMALL, **options})
-    for readable, fast in zip(*losses(cfg, ('math', 'triton'), torch.randint(50, (2, 18))), strict=True):
+    for readable, fast in zip(*losses(cfg, ('math', impl), torch.randint(50, (2, 18))), strict=True):
         torch.testing.assert_close(fast, readable, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize('impl', ['math', 'triton'])
+@pytest.mark.parametrize('impl', ['math', 'rows', pytest.param('triton', marks=needs_triton)])
 def test_a_training_step_is_one_graph(impl: str) -> None:
     """fullgraph=True: torch.compile would refuse a break."""
     cfg, idx = ModelConfig(**{**SMALL, 'n_layer': 1}), torch.randint(50, (2, 18))
@@ -119,9 +134,16 @@ def test_path_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) 
         with torch.device('meta'):
             return Transformer(ModelConfig(**{**SMALL, **options})).attention_path(device, dtype)
     llama, rope = dict(attn='llama', attn_steps=1), dict(positions='rope', kq_diag='none')
-    assert path(cpu, torch.float32, attn_impl='triton') == 'attention by kernels.py'  # interpreted
-    assert path(cpu, torch.float32) == 'attention by readable softmax'
+    rows, long = 'attention by kernels.py, a few rows at a time', dict(context_length=65)
+    assert path(cpu, torch.float32) == path(cpu, half, **long) == path(cpu, torch.float32, **llama, **long, positions='alibi') \
+        == 'attention by readable softmax'
+    assert path(cpu, torch.float32, **long) == path(cpu, torch.float64, attn_impl='rows') == rows
+    assert path(cpu, torch.float32, **long, **rope) == "attention by torch's fused kernel"
+    assert 'attn_impl=rows needs' in path(cpu, half, attn_impl='rows')
+    if model_module.HAS_TRITON:
+        assert path(cpu, torch.float32, attn_impl='triton') == 'attention by kernels.py'  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
+    monkeypatch.setattr(model_module, 'HAS_TRITON', True)
     assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == 'attention by kernels.py'
     for options in (rope, llama, {**llama, 'positions': 'alibi'}, dict(attn_impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == "attention by torch's fused kernel"
@@ -143,6 +165,7 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
+@needs_triton
 @pytest.mark.parametrize('arch, widths', [(80, ('84',)), (90, ('64',))])
 def test_kernels_compile_ahead_within_a_gpus_means(arch: int, widths: tuple[str, ...]) -> None:
     rows = [line.split() for line in python('kernels.py', str(arch), *widths).splitlines()[2:]]
@@ -174,6 +197,7 @@ def check_16_bits(device: str, dtype: torch.dtype, cases: list[tuple], most: flo
             assert one <= most * other + 1e-4, (case, name, one, other)
 
 
+@needs_triton
 def test_float16_error_is_near_sdpas() -> None:
     """The interpreter has no bfloat16; SDPA on a CPU rounds less along the way than fused kernels do."""
     check_16_bits('cpu', torch.float16, [(1, 130, 4, 64, 1, True), (2, 67, 2, 84, 2, True)], 1.7)
