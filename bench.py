@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import build, fail, read_options
-from model import SIZES, Cache, ModelConfig, Transformer, peak_flops, positions, rotate, runs_triton
+from model import SIZES, Cache, ModelConfig, Transformer, peak_flops, positions, rotate, runs_rows, runs_triton
 from prepare_slimpajama import write_whole
 
 LLAMA = dict(attn='llama', mlp='llama', attn_steps=1, mlp_steps=1)
@@ -100,14 +100,17 @@ def seconds(run: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - start
 
 
-def turns(runs: dict[Any, Callable[[], Any]], cfg: BenchConfig, warmup: int = 2) -> dict[Any, float]:
-    """Median seconds of each, all taking turns."""
+def turns(runs: dict[Any, Callable[[], Any]], cfg: BenchConfig, warmup: int = 2, settle: bool = True) -> dict[Any, float]:
+    """Median seconds of each, all taking turns. To settle is to run twice and time the second: the memory is then its own, and
+    not what another left."""
     for run in runs.values():
         for _ in range(warmup):
             run()
     times: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(cfg.repeats):
         for name, run in runs.items():
+            if settle:
+                run()
             times[name].append(seconds(run, cfg.device))
     return {name: statistics.median(t) for name, t in times.items()}
 
@@ -217,12 +220,14 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
             diagonal = u * scale @ h.mT
             return flex_attention(heads(q), heads(k), heads(k), lambda s, n, head, i, j: s + diagonal[n, i, j]
                                   - slopes[head] * (i - j) + torch.where(i == j, b[head], 0), block_mask, scale)
-        runs['biased: FlexAttention'] = torch.compile(flex, dynamic=False)
-    if runs_triton(torch.device(cfg.device), cfg.torch_dtype):
+        runs['biased: FlexAttention'] = flex
+    where = torch.device(cfg.device), cfg.torch_dtype
+    if (use_triton := runs_triton(*where)) or runs_rows(*where):
         from kernels import attention
-        runs['biased: kernels.py'] = lambda: heads(attention(q, k, K, scale, u[:, None] * scale, h, b))
-    if cfg.compile:
-        runs = {name: torch.compile(run, dynamic=False) for name, run in runs.items()}
+        runs['biased: kernels.py'] = lambda: heads(attention(q, k, K, scale, u[:, None] * scale, h, b, use_triton))
+    for name, run in runs.items():
+        if cfg.compile or name == 'biased: FlexAttention':  # which is nothing else
+            runs[name] = torch.compile(run, dynamic=False)
 
     def both_ways(run: Callable[[], Tensor]) -> None:
         run().backward(grad)
@@ -255,7 +260,7 @@ def decode_table(cfg: BenchConfig) -> list[dict[str, Any]]:
             with torch.no_grad(), cfg.autocast():
                 runs[name](n)
         return inner
-    took = turns({(name, n): call(name, n) for name in runs for n in (1, few[name])}, cfg, warmup=1)
+    took = turns({(name, n): call(name, n) for name in runs for n in (1, few[name])}, cfg, warmup=1, settle=False)
     rows = []
     for name in runs:
         each = max(took[name, few[name]] - took[name, 1], 1e-9) / (few[name] - 1)  # less the prompt's forward pass

@@ -663,7 +663,7 @@ class Transformer(nn.Module):
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs a second that `device` can do: the data sheet's dense bf16 figure where it is known, else what the fastest of
-    a few matrix products reaches."""
+    some matrix products reaches."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for known, flops in (('A100', 312e12), ('H100', 989e12), ('H200', 989e12), ('B200', 2250e12)):
@@ -671,7 +671,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
                 return flops
     n = 1024 if device.type == 'cpu' else 8192
     a, best = torch.randn(n, n, device=device, dtype=dtype), math.inf
-    for _ in range(5):
+    for _ in range(40):
         start = time.perf_counter()
         float((a @ a)[0, 0])  # waits for the device
         best = min(best, time.perf_counter() - start)
