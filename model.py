@@ -445,7 +445,7 @@ class MLP(nn.Module):
 
     def update(self, u: Tensor, gamma: Tensor, W_out: Tensor) -> Tensor:
         """P V^T (gamma * phi'(V u)), phi' = SiLU (Eq. 15): u (B, J, D), gamma (B, J, D_v) -> (B, J, D)."""
-        return gamma * F.silu(self.sign(gamma) * F.linear(u, self.V)) @ W_out
+        return gamma * F.silu(self.signed(F.linear(u, self.V), gamma)) @ W_out
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or sign-convex -|gamma| . phi(sign(gamma) * V u):
@@ -453,13 +453,12 @@ class MLP(nn.Module):
         if not self.cem:
             raise ValueError('a Llama sublayer has no energy: its weights are not tied; set mlp=cem')
         gamma = F.linear(h, self.W)
-        sign = self.sign(gamma)
-        return -(gamma * sign * Phi.apply(sign * F.linear(u, self.V))).sum(dim=-1)
+        return -(self.signed(gamma, gamma) * Phi.apply(self.signed(F.linear(u, self.V), gamma))).sum(dim=-1)
 
-    def sign(self, gamma: Tensor) -> Tensor | int:
-        """1, or for the sign-convex energy sign(gamma), its gradient straight through. (Convex as far as phi is: SiLU falls
-        below -1.28.)"""
-        return gamma + (gamma.sign() - gamma).detach() if self.cfg.mlp_energy == 'sign_convex' else 1
+    def signed(self, z: Tensor, gamma: Tensor) -> Tensor:
+        """z, or for the sign-convex energy sign(gamma) * z, the sign's gradient straight through. (Convex as far as phi is:
+        SiLU falls below -1.28.)"""
+        return z * (gamma + (gamma.sign() - gamma).detach()) if self.cfg.mlp_energy == 'sign_convex' else z
 
 
 class Block(nn.Module):

@@ -211,10 +211,11 @@ def test_phi_is_the_integral_of_silu_from_minus_infinity() -> None:
 def test_straight_through_sign_passes_gradients_to_gamma() -> None:
     mlp = randomize(Transformer(ModelConfig(**TINY, mlp_energy='sign_convex')), seed=6).blocks[0].mlp
     gamma = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    sign = mlp.sign(gamma)
-    assert torch.equal(sign.detach(), gamma.detach().sign())
-    gradient, = torch.autograd.grad(sign.sum(), gamma)
-    assert torch.equal(gradient, torch.ones(5, dtype=torch.float64))
+    z = torch.randn(5, dtype=torch.float64)
+    signed = mlp.signed(z, gamma)
+    torch.testing.assert_close(signed.detach(), z * gamma.detach().sign())
+    gradient, = torch.autograd.grad(signed.sum(), gamma)
+    assert torch.equal(gradient, z)
 
 
 # Preconditioners
