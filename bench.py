@@ -221,10 +221,10 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
             return flex_attention(heads(q), heads(k), heads(k), lambda s, n, head, i, j: s + diagonal[n, i, j]
                                   - slopes[head] * (i - j) + torch.where(i == j, b[head], 0), block_mask, scale)
         runs['biased: FlexAttention'] = flex
-    where = torch.device(cfg.device), cfg.torch_dtype
-    if (use_triton := runs_triton(*where)) or runs_rows(*where):
+    on_gpu = cfg.device == 'cuda'
+    if (runs_triton if on_gpu else runs_rows)(torch.device(cfg.device), cfg.torch_dtype):
         from kernels import attention
-        runs['biased: kernels.py'] = lambda: heads(attention(q, k, K, scale, u[:, None] * scale, h, b, use_triton))
+        runs['biased: kernels.py'] = lambda: heads(attention(q, k, K, scale, u[:, None] * scale, h, b, on_gpu))
     for name, run in runs.items():
         if cfg.compile or name == 'biased: FlexAttention':  # which is nothing else
             runs[name] = torch.compile(run, dynamic=False)

@@ -9,7 +9,8 @@ For head k, with values = keys and everything causal (j <= i),
     o_ik = sum_j softmax_j(s_ijk) k_jk
 
 The bias is of one head or of all; it is a matrix product (B, n, J, J), n = 1 or K, made once a step and again in the backward
-pass, never kept. On a GPU heads of the same rows run side by side, so that they find its tile in the cache.
+pass, never kept: on a CPU a few rows at a time; on a GPU whole, and heads of the same rows run side by side, so that they find
+its tile in the cache.
 
 Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
 
@@ -35,13 +36,13 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ModuleNotFoundError:  # transformers imports what is called kernels to see whether it is a package it knows
+except ImportError:  # a CPU needs none; and transformers imports what is called kernels, for a package of that name
     triton = tl = SimpleNamespace(jit=lambda f: f, constexpr=lambda x: x)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 GEMM_ROWS = 512  # rows of the bias made at once: columns beyond a block's last row are never needed
 PAD = 128  # the bias's width is a multiple of this, so that a tile of it is whole
-SCORES_AT_ONCE = 2 ** 20  # on a CPU: few enough for its cache
+SCORES_AT_ONCE = 2 ** 20  # of a piece on a CPU: 4 MB, for its cache
 
 
 @triton.jit
@@ -261,70 +262,69 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
     return ddu, dh
 
 
-# On a CPU, some rows of some sequences at a time. Here q (times scale), k, o and their gradients are (B, K, J, R).
+# On a CPU, a few rows of a few sequences at a time, `seqs` and `rows`. In the loops q (over tau), k and their gradients are
+# (B, K, J, R); the columns that a piece has are `past`, all up to its last row.
 
 def heads(x: Tensor, n_head: int) -> Tensor:
     return x.unflatten(-1, (n_head, -1)).transpose(1, 2)  # (B, J, D) -> (B, K, J, R)
 
 
-def merge(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(-2)  # (B, K, J, R) -> (B, J, D)
-
-
 def pieces(B: int, K: int, J: int) -> Iterator[tuple[slice, slice]]:
-    """Sequences and rows whose scores fit in a CPU's cache, until all have been."""
-    rows = min(J, 64, max(32, SCORES_AT_ONCE // (K * J)))
-    sequences = max(1, SCORES_AT_ONCE // (K * J * rows))
-    for n in range(0, B, sequences):
-        for i in range(0, J, rows):
-            yield slice(n, min(n + sequences, B)), slice(i, min(i + rows, J))
+    """Slices of sequences and of rows, 32 rows or more, of SCORES_AT_ONCE scores at most where that allows."""
+    row = max(1, K * J)
+    n_rows = min(64, max(32, SCORES_AT_ONCE // row))
+    n_seqs = max(1, SCORES_AT_ONCE // (row * min(n_rows, max(1, J))))
+    for n in range(0, B, n_seqs):
+        for i in range(0, J, n_rows):
+            yield slice(n, min(n + n_seqs, B)), slice(i, min(i + n_rows, J))
 
 
-def weights(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n: slice, i: slice) -> Tensor:
-    """softmax_j(s_ijk) of sequences n and rows i, for j up to the last row: (len(n), K, len(i), i.stop)."""
-    K, j = q.shape[1], torch.arange(i.stop)
+def weights(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, seqs: slice, rows: slice) -> Tensor:
+    """softmax_j(s_ijk) of a piece: (sequences, K, rows, past)."""
+    K, past = q.shape[1], slice(rows.stop)
     m = 2.0 ** (-8 / K * torch.arange(1, K + 1, dtype=q.dtype)) if b is not None else q.new_zeros(1)
-    s = m[:, None, None] * (j - i.start)  # -m_k (i - j), less what j has no part in
+    s = m[:, None, None] * (torch.arange(rows.stop) - rows.start)  # less m_k (i - rows.start), which softmax does not see
     if du is not None:
-        s = s + du[n, :, i] @ h[n, None, :i.stop].mT
-    s = s.broadcast_to(n.stop - n.start, K, i.stop - i.start, i.stop).contiguous()
-    square = s[..., i]  # the columns that j <= i cuts
+        s = s + (du[seqs, :, rows].flatten(1, 2) @ h[seqs, past].mT).unflatten(1, (du.shape[1], -1))
+    s = s.broadcast_to(seqs.stop - seqs.start, K, rows.stop - rows.start, rows.stop).contiguous()
+    square = s[..., rows]  # the columns that j <= i cuts
     if b is not None:
         square.diagonal(dim1=2, dim2=3).add_(b[:, None])
-    square += torch.zeros(square.shape[2:], dtype=q.dtype).masked_fill_(j[i] > j[i, None], -torch.inf)
-    s.view(-1, *s.shape[2:]).baddbmm_(q[n, :, i].flatten(0, 1), k[n, :, :i.stop].flatten(0, 1).mT)
+    square += square.new_full(square.shape[2:], -torch.inf).triu(1)
+    s.view(-1, *s.shape[2:]).baddbmm_(q[seqs, :, rows].flatten(0, 1), k[seqs, :, past].flatten(0, 1).mT)
     return s.softmax(dim=-1)
 
 
 def by_rows(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float) -> Tensor:
+    """o (B, J, D)."""
     q, k, o = heads(q, n_head) * scale, heads(k, n_head), torch.empty_like(q)
-    for n, i in pieces(*q.shape[:3]):
-        heads(o, n_head)[n, :, i] = weights(q, k, du, h, b, n, i) @ k[n, :, :i.stop]
+    for seqs, rows in pieces(*q.shape[:3]):
+        heads(o, n_head)[seqs, :, rows] = weights(q, k, du, h, b, seqs, rows) @ k[seqs, :, :rows.stop]
     return o
 
 
 def by_rows_backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, o: Tensor,
                      n_head: int, scale: float) -> list[Tensor]:
-    """Gradients of q, k, du, h, b, as backward_op's."""
-    gradients = [q.new_empty(0) if t is None else torch.zeros_like(t) for t in (q, k, du, h, b)]
+    """Gradients of q, k, du, h, b as they came; empty tensors for those that are None."""
+    gradients = [q.new_zeros(0 if t is None else t.shape) for t in (q, k, du, h, b)]
     ddu, dh, db = gradients[2:]
     do, o, dq, dk, q, k = (heads(t, n_head) for t in (do, o, *gradients[:2], q * scale, k))
     delta = (do * o).sum(dim=-1, keepdim=True)
-    for n, i in pieces(*q.shape[:3]):
-        p, j = weights(q, k, du, h, b, n, i), slice(0, i.stop)
-        ds = (do[n, :, i] @ k[n, :, j].mT).sub_(delta[n, :, i]).mul_(p)
-        dq[n, :, i] = ds @ k[n, :, j] * scale
-        dk[n, :, j] += p.mT @ do[n, :, i] + ds.mT @ q[n, :, i]
+    for seqs, rows in pieces(*q.shape[:3]):
+        p, past = weights(q, k, du, h, b, seqs, rows), slice(rows.stop)
+        ds = (do[seqs, :, rows] @ k[seqs, :, past].mT).sub_(delta[seqs, :, rows]).mul_(p)
+        dq[seqs, :, rows] = ds @ k[seqs, :, past] * scale
+        dk[seqs, :, past] += p.mT @ do[seqs, :, rows] + ds.mT @ q[seqs, :, rows]
         if b is not None:
-            db += ds[..., i].diagonal(dim1=2, dim2=3).sum(dim=(0, 2))
+            db += ds[..., rows].diagonal(dim1=2, dim2=3).sum(dim=(0, 2))
         if du is not None:
-            dbias = ds if du.shape[1] > 1 else ds.sum(dim=1, keepdim=True)
-            ddu[n, :, i] = dbias @ h[n, None, j]
-            dh[n, j] += (dbias.mT @ du[n, :, i]).sum(dim=1)
+            dbias = (ds if du.shape[1] > 1 else ds.sum(dim=1)).flatten(1, -2)  # (sequences, n rows, past)
+            ddu[seqs, :, rows] = (dbias @ h[seqs, past]).unflatten(1, (du.shape[1], -1))
+            dh[seqs, past] += dbias.mT @ du[seqs, :, rows].flatten(1, 2)
     return gradients
 
 
-# Both as one operator with a gradient, which torch.compile leaves whole.
+# Both as one operator, which torch.compile leaves whole. It has a gradient, and neither forward mode nor a second derivative.
 
 @torch.library.custom_op('nanocem::attention', mutates_args=())
 def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
@@ -332,7 +332,8 @@ def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: T
     """o (B, J, D) and, for Triton's backward pass, the scores' log-sum-exp (B, K, J)."""
     q, k = q.contiguous(), k.contiguous()
     if not use_triton:
-        return by_rows(q, k, du, h, b, n_head, scale), q.new_empty(0)
+        with torch.autocast('cpu', enabled=False):
+            return by_rows(q, k, du, h, b, n_head, scale), q.new_empty(0)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
     launch(forward_kernel, q, k, bias, b, o, lse, scale=scale, n_head=n_head)
@@ -384,11 +385,11 @@ def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 attention_op.register_autograd(backward, setup_context=save_for_backward)
 
 
-def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None = None, h: Tensor | None = None,
-              b: Tensor | None = None, use_triton: bool = True) -> Tensor:
+def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None, b: Tensor | None,
+              use_triton: bool) -> Tensor:
     """o (B, J, D) of the equations above: q, k (B, J, D); scale = 1 / tau; du = d * u / tau (B, 1 or K, J, D) and h (B, J, D),
-    or no diagonal; b (K,), the self bias less the cross bias (softmax sees no more of the two), or no ALiBi either. By Triton
-    on a GPU, or under its interpreter; else on a CPU."""
+    or no diagonal; b (K,), the self bias less the cross bias (softmax sees no more of the two), or no ALiBi either.
+    `use_triton` on a GPU, or a CPU that interprets; else tensors are a CPU's, a few rows at a time."""
     du, h = (None if t is None else t.to(q.dtype) for t in (du, h))
     b = None if b is None else b.to(torch.float32 if use_triton else q.dtype)
     return attention_op(q, k, du, h, b, n_head, scale, use_triton)[0]

@@ -232,7 +232,7 @@ class Context(NamedTuple):
 
 
 def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels.py takes such tensors: on a GPU, or on a CPU under Triton's interpreter, which knows no bfloat16."""
+    """Whether kernels.py's Triton takes such tensors: on a GPU, or under its interpreter, which knows no bfloat16."""
     if os.environ.get('TRITON_INTERPRET') == '1':
         return HAS_TRITON and device.type == 'cpu' and dtype in (torch.float16, torch.float32)
     return HAS_TRITON and device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
@@ -299,14 +299,15 @@ class Attention(nn.Module):
 
     def path(self, device: torch.device, dtype: torch.dtype, whole: bool = True) -> str:
         """What computes the attention: math, the readable path; sdpa, torch's fused attention; rows or triton, kernels.py on
-        a CPU or a GPU. Only math gives weights away. kernels.py is for values that are keys, a bias, and whole sequences; on a
-        CPU sdpa has no backward pass for a bias, and short sequences fit its cache as they are."""
+        a CPU or a GPU. Only math gives weights away, or has second and forward-mode derivatives. kernels.py is for values that
+        are keys, a bias, and whole sequences; on a CPU sdpa has no fused backward pass for a bias, and a short context's scores
+        fit the cache as they are."""
         impl, biased = self.cfg.attn_impl, self.diag or not self.rope
         if impl == 'math' or self.cfg.exact_update:
             return 'math'
         if impl != 'sdpa' and self.cem and biased and whole:
             narrow = self.cfg.d_model <= 128 * self.cfg.n_head
-            if narrow and runs_triton(device, dtype) and (impl == 'triton' or (impl == 'auto' and device.type == 'cuda')):
+            if narrow and runs_triton(device, dtype) and (impl == 'triton' or device.type == 'cuda'):
                 return 'triton'
             if runs_rows(device, dtype) and (impl == 'rows' or self.cfg.context_length > 64):
                 return 'rows'
@@ -355,7 +356,7 @@ class Attention(nn.Module):
         du = self.diagonal_query(u) if self.diag else None
         b = None if self.rope else self.b_self - self.b_cross  # softmax sees no more of the two
         return self.heads(kernels.attention(self.merge(q), self.merge(context.k), self.cfg.n_head, 1 / self.tau, du,
-                                            context.h if self.diag else None, b, use_triton=context.path == 'triton'))
+                                            context.h if self.diag else None, b, context.path == 'triton'))
 
     def query(self, u: Tensor, context: Context) -> Tensor:
         q = self.heads(F.linear(u, self.W_Q))
@@ -549,9 +550,9 @@ class Transformer(nn.Module):
     def attention_path(self, device: torch.device, dtype: torch.dtype) -> str:
         """Which path the attention of whole sequences takes there, in words."""
         path = self.blocks[0].attn.path(device, dtype)
-        words = {'math': 'by readable softmax', 'sdpa': "by torch's fused kernel", 'triton': 'by kernels.py',
+        words = {'math': 'by readable softmax', 'sdpa': "by torch's fused kernel", 'triton': "by kernels.py's Triton",
                  'rows': 'by kernels.py, a few rows at a time'}[path]
-        needs = {'triton': 'Triton, a GPU, bfloat16', 'rows': 'a CPU, float32'}
+        needs = {'triton': 'Triton, a GPU, bfloat16', 'rows': 'a CPU, no bfloat16'}
         if (impl := self.cfg.attn_impl) in needs and impl != path:
             words += f' (attn_impl={impl} needs {needs[impl]}, and CEM attention with a bias)'
         return f'attention {words}'

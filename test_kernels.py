@@ -52,7 +52,10 @@ def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool) -> tuple[list[Te
     return [None if t is None else t.clone().requires_grad_() for t in (q, k, du, h if n else None, b)], do
 
 
-def run(tensors: list[Tensor | None], n_head: int, do: Tensor, function=kernels.attention) -> list[Tensor]:
+by_triton, by_rows = (partial(kernels.attention, use_triton=b) for b in (True, False))
+
+
+def run(tensors: list[Tensor | None], n_head: int, do: Tensor, function=by_triton) -> list[Tensor]:
     """The output and the gradients of those that are there."""
     q, k, *rest = tensors
     o = function(q, k, n_head, 0.25, *rest)
@@ -70,13 +73,13 @@ def test_triton_equals_the_readable_formula(case: tuple) -> None:
         assert (one - exact).norm() <= 2e-6 * (1 + exact.norm()), name
 
 
-@pytest.mark.parametrize('at_once', [2 ** 20, 140 * 32, 1])  # all; a sequence of few heads; as few rows as there may be
+@pytest.mark.parametrize('at_once', [2 ** 20, 140 * 32, 1])  # all at once, some of the cases in pieces, 32 rows each
 @pytest.mark.parametrize('case', [(5, 65, 2, 7, 2, True), *CASES], ids=str)
 def test_rows_equal_the_readable_formula(case: tuple, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, 'SCORES_AT_ONCE', at_once)
     tensors, do = inputs(*case)
     tensors, do = [None if t is None else t.detach().double().requires_grad_() for t in tensors], do.double()
-    fast, slow = (run(tensors, case[2], do, f) for f in (partial(kernels.attention, use_triton=False), readable))
+    fast, slow = (run(tensors, case[2], do, f) for f in (by_rows, readable))
     for name, one, exact in zip(('o', 'q', 'k', 'du', 'h', 'b'), fast, slow, strict=False):
         torch.testing.assert_close(one, exact, rtol=1e-9, atol=1e-11, msg=name)
 
@@ -85,6 +88,7 @@ def test_rows_equal_the_readable_formula(case: tuple, at_once: int, monkeypatch:
 def test_operator_keeps_torchs_contract(use_triton: bool) -> None:
     for case in (2, 17, 2, 16, 1, True), (1, 17, 2, 16, 0, False):
         tensors, do = inputs(*case)
+        tensors[2:4] = (t if t is None else t.detach().mT.contiguous().mT.requires_grad_() for t in tensors[2:4])  # transposed
         how = case[2], 0.25, use_triton
         torch.library.opcheck(kernels.attention_op, (*tensors, *how))
         o, lse = kernels.attention_op(*tensors, *how)
@@ -141,10 +145,10 @@ def test_path_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     assert path(cpu, torch.float32, **long, **rope) == "attention by torch's fused kernel"
     assert 'attn_impl=rows needs' in path(cpu, half, attn_impl='rows')
     if model_module.HAS_TRITON:
-        assert path(cpu, torch.float32, attn_impl='triton') == 'attention by kernels.py'  # interpreted
+        assert path(cpu, torch.float32, attn_impl='triton') == "attention by kernels.py's Triton"  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
     monkeypatch.setattr(model_module, 'HAS_TRITON', True)
-    assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == 'attention by kernels.py'
+    assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == "attention by kernels.py's Triton"
     for options in (rope, llama, {**llama, 'positions': 'alibi'}, dict(attn_impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == "attention by torch's fused kernel"
     for options in dict(attn_impl='math'), dict(exact_update=True):
@@ -189,7 +193,7 @@ def check_16_bits(device: str, dtype: torch.dtype, cases: list[tuple], most: flo
         tensors, do = inputs(*case)
         tensors, do = [t.detach().to(device, dtype).requires_grad_() for t in tensors], do.to(device, dtype)
         exact = run([t.double() for t in tensors], case[2], do.double(), readable)
-        ours, again, theirs = (run(tensors, case[2], do, f) for f in (kernels.attention, kernels.attention, sdpa))
+        ours, again, theirs = (run(tensors, case[2], do, f) for f in (by_triton, by_triton, sdpa))
         for name, one, two, other, x in zip(('o', 'q', 'k', 'du', 'h', 'b'), ours, again, theirs, exact, strict=True):
             assert torch.equal(one, two), name
             one, other = (((y.double() - x).norm() / x.norm()).item() for y in (one, other))
