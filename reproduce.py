@@ -88,23 +88,18 @@ PAPER_GPU_HOURS = 10_000  # all of the paper's results (appendix, "Compute resou
 class Figure:
     """What a figure compares: group -> label -> options of train.py, at every size of the scale."""
     title: str
-    draw: Callable[[list['Cell']], plt.Figure]
+    draw: Callable[[list['Run']], plt.Figure]
     groups: dict[str, dict[str, str]]
     scales: tuple[str, ...] = ('mini', 'paper')
 
 
 class Run(NamedTuple):
-    """One bar, marker or line: at one size, trained once a seed."""
+    """One bar, marker or line: at one size, trained once a seed; `results` are those of its finished seeds."""
     size: str
     group: str
     label: str
     options: str
-
-
-class Cell(NamedTuple):
-    """A run and the results of its finished seeds."""
-    run: Run
-    results: list[dict[str, Any]]
+    results: Sequence[dict[str, Any]] = ()
 
     @property
     def values(self) -> list[float]:
@@ -175,12 +170,6 @@ def results_of(options: str, seeds: Iterable[int]) -> list[dict[str, Any]]:
     return [result for seed in seeds if (result := finished(options, seed))]
 
 
-def cells(name: str, scale: Scale, seeds: Iterable[int]) -> list[Cell]:
-    """The finished part of a figure."""
-    found = [Cell(run, results_of(run.options, seeds)) for run in runs_of(name, scale)]
-    return [cell for cell in found if cell.results]
-
-
 class Cost(NamedTuple):
     parameters: int
     tokens: float
@@ -239,7 +228,7 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
     return failed
 
 
-# Figures: what is drawn of the cells.
+# Figures: what is drawn of the runs.
 
 COLOURS = {**dict.fromkeys(('Llama', 'Llama, RoPE'), 'hotpink'), 'Llama, ALiBi': 'plum',
            **dict.fromkeys(('CEM MLP, parameter-matched', 'T = 1'), 'tab:orange'),
@@ -249,11 +238,11 @@ MARKERS = {'Llama': 'D', 'Llama, ALiBi': 'D', 'CEM MLP, parameter-matched': '^'}
 AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue', 'parameter-matched': 'mistyrose'}
 
 
-def by_size(found: list[Cell]) -> dict[str, list[Cell]]:
-    return {size: [c for c in found if c.run.size == size] for size in dict.fromkeys(c.run.size for c in found)}
+def by_size(found: list[Run]) -> dict[str, list[Run]]:
+    return {size: [run for run in found if run.size == size] for size in dict.fromkeys(run.size for run in found)}
 
 
-def panels(found: list[Cell], columns: int = 0) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Cell]]]]:
+def panels(found: list[Run], columns: int = 0) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Run]]]]:
     """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes, size, its cells)."""
     sizes = by_size(found)
     shape, area = ((len(sizes), columns), (9, 3.4 * len(sizes))) if columns else ((1, len(sizes)), (5.2 * len(sizes), 4))
@@ -261,18 +250,18 @@ def panels(found: list[Cell], columns: int = 0) -> tuple[plt.Figure, Iterator[tu
     return figure, ((axes, *item) for axes, item in zip(grid if columns else grid[0], sizes.items(), strict=True))
 
 
-def draw_scatter(found: list[Cell]) -> plt.Figure:
+def draw_scatter(found: list[Run]) -> plt.Figure:
     """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
     for same in by_size(found).values():
-        llama = next((c for c in same if c.run.label == 'Llama'), None)
-        for cell in same:
-            x, y = cell.results[0]['parameters'] / 1e6, cell.mean
-            if llama and cell is not llama:
+        llama = next((run for run in same if run.label == 'Llama'), None)
+        for run in same:
+            x, y = run.results[0]['parameters'] / 1e6, run.mean
+            if llama and run is not llama:
                 axes.plot([llama.results[0]['parameters'] / 1e6, x], [llama.mean, y], color='lightgray', zorder=0)
-            axes.errorbar(x, y, cell.std, color=COLOURS[cell.run.label], marker=MARKERS.get(cell.run.label, 'o'), ms=8,
-                          capsize=3, ls='', label=cell.run.label)
-            axes.annotate(f'{cell.results[0]["tokens"] / 1e6:,.1f}M tokens', (x, y), (0, 9), textcoords='offset points',
+            axes.errorbar(x, y, run.std, color=COLOURS[run.label], marker=MARKERS.get(run.label, 'o'), ms=8,
+                          capsize=3, ls='', label=run.label)
+            axes.annotate(f'{run.results[0]["tokens"] / 1e6:,.1f}M tokens', (x, y), (0, 9), textcoords='offset points',
                           ha='center', fontsize=7)
     axes.set(xlabel='parameters (millions)', ylabel='test perplexity')
     axes.margins(0.15)
@@ -280,28 +269,28 @@ def draw_scatter(found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_bars(found: list[Cell]) -> plt.Figure:
+def draw_bars(found: list[Run]) -> plt.Figure:
     """A panel a size, a block of bars a group, a colour a label; Llama is the dashed line, as in the paper's 2c and 2d."""
     figure, parts = panels(found)
     for axes, size, same in parts:
-        bars = [c for c in same if c.run.label != 'Llama']
-        groups = list(dict.fromkeys(c.run.group for c in bars))
-        labels = list(dict.fromkeys(c.run.label for c in bars))
-        width = 0.8 / max((len([c for c in bars if c.run.group == g]) for g in groups), default=1)
+        bars = [run for run in same if run.label != 'Llama']
+        groups = list(dict.fromkeys(run.group for run in bars))
+        labels = list(dict.fromkeys(run.label for run in bars))
+        width = 0.8 / max((len([run for run in bars if run.group == g]) for g in groups), default=1)
         for g, group in enumerate(groups):
-            mine = [c for c in bars if c.run.group == group]
+            mine = [run for run in bars if run.group == group]
             if group in AREAS:
                 axes.axvspan(g - 0.48, g + 0.48, color=AREAS[group], alpha=0.5, zorder=0)
-            for n, cell in enumerate(mine):
-                colour = COLOURS.get(cell.run.label, f'C{labels.index(cell.run.label)}')
+            for n, run in enumerate(mine):
+                colour = COLOURS.get(run.label, f'C{labels.index(run.label)}')
                 x = g + (n - (len(mine) - 1) / 2) * width
-                axes.bar(x, cell.mean, width * 0.9, yerr=cell.std, color=colour, capsize=3, label=cell.run.label)
-                axes.annotate(f'{cell.mean:.2f}', (x, cell.mean + cell.std), (0, 3), textcoords='offset points', ha='center',
+                axes.bar(x, run.mean, width * 0.9, yerr=run.std, color=colour, capsize=3, label=run.label)
+                axes.annotate(f'{run.mean:.2f}', (x, run.mean + run.std), (0, 3), textcoords='offset points', ha='center',
                               fontsize=7)
-        everything = [v for c in same for v in c.values]
-        for cell in same:
-            if cell.run.label == 'Llama':
-                axes.axhline(cell.mean, color=COLOURS['Llama'], ls='--', label='Llama')
+        everything = [v for run in same for v in run.values]
+        for run in same:
+            if run.label == 'Llama':
+                axes.axhline(run.mean, color=COLOURS['Llama'], ls='--', label='Llama')
         spread = max(everything) - min(everything)
         axes.set(ylim=(min(everything) - 0.25 * spread - 1e-3, max(everything) + 0.3 * spread + 1e-3), title=size,
                  ylabel='test perplexity')
@@ -310,13 +299,13 @@ def draw_bars(found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_sweep(found: list[Cell]) -> plt.Figure:
+def draw_sweep(found: list[Run]) -> plt.Figure:
     """Test perplexity against learning rate, Akima's curve through the means, stars at its optima (the paper's 3a)."""
     figure, axes = plt.subplots(figsize=(6, 4.5))
     lowest = []
     for n, (size, same) in enumerate(by_size(found).items()):
         for label, colour in (('Llama', 'tab:orange'), ('CEM', 'tab:blue')):
-            points = sorted((float(c.run.group), c.mean, c.std) for c in same if c.run.label == label)
+            points = sorted((float(run.group), run.mean, run.std) for run in same if run.label == label)
             if len(points) < 2:
                 continue
             rates, means, stds = zip(*points, strict=True)
@@ -328,24 +317,24 @@ def draw_sweep(found: list[Cell]) -> plt.Figure:
             lowest.append(value)
     axes.set(xscale='log', xlabel='learning rate', ylabel='test perplexity')
     axes.set_ylim(0.95 * min(lowest, default=1), 1.5 * max(lowest, default=2))  # rates that diverge leave the picture
-    ticks = sorted({float(c.run.group) for c in found})
+    ticks = sorted({float(run.group) for run in found})
     axes.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
     axes.minorticks_off()
     legend(axes)
     return figure
 
 
-def draw_steps(found: list[Cell]) -> plt.Figure:
+def draw_steps(found: list[Run]) -> plt.Figure:
     """Test perplexity and mean energy against the number of steps at test time; a ring at the number trained with."""
     figure, parts = panels(found, columns=2)
     for row, size, same in parts:
-        for n, cell in enumerate(same):
-            inside = [look_inside(r['out_dir']) for r in cell.results]
+        for n, run in enumerate(same):
+            inside = [look_inside(r['out_dir']) for r in run.results]
             for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
                 values = np.array([i[key] for i in inside])
                 T, mean = np.arange(1, values.shape[1] + 1), values.mean(axis=0)
                 axes.errorbar(T, mean, values.std(axis=0, ddof=1) if len(values) > 1 else None, color=f'C{n}', marker='o', ms=4,
-                              capsize=2, label=f'trained with {cell.run.label}')
+                              capsize=2, label=f'trained with {run.label}')
                 trained = inside[0]['trained_steps']
                 axes.plot(trained, mean[trained - 1], 'o', ms=12, mfc='none', mec=f'C{n}')
                 axes.set(xlabel='T at test time', title=size)
@@ -355,7 +344,7 @@ def draw_steps(found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_energy(found: list[Cell]) -> plt.Figure:
+def draw_energy(found: list[Run]) -> plt.Figure:
     """The energy of every sublayer along its steps, less its value at the start; the trained T is the dashed line."""
     figure, parts = panels(found, columns=2)
     for row, size, same in parts:
@@ -370,18 +359,18 @@ def draw_energy(found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_curves(found: list[Cell]) -> plt.Figure:
+def draw_curves(found: list[Run]) -> plt.Figure:
     """Training loss against tokens, mean over seeds, smoothed."""
     figure, parts = panels(found)
     for axes, size, same in parts:
-        for cell in same:
+        for run in same:
             logs = []
-            for result in cell.results:
+            for result in run.results:
                 with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
                     logs.append([(line['tokens'], line['loss']) for line in map(json.loads, file) if 'lr' in line])
             tokens, loss = np.mean(logs, axis=0).T
             window = max(1, len(loss) // 10)
-            axes.plot(tokens[window - 1:] / 1e6, np.convolve(loss, np.ones(window) / window, 'valid'), label=cell.run.label)
+            axes.plot(tokens[window - 1:] / 1e6, np.convolve(loss, np.ones(window) / window, 'valid'), label=run.label)
         axes.set(xlabel='million tokens', ylabel='training loss, nats a token', title=size)
         axes.grid(alpha=0.3)
         legend(axes)
@@ -509,8 +498,9 @@ FIGURES: dict[str, Figure] = {
 
 
 def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
-    """results/<scale>/<figure>.png, .csv (a line a run) and .md (a line a cell)."""
-    found = cells(name, scale, seeds)
+    """results/<scale>/<figure>.png, .csv (a line a seed) and .md (a line a run)."""
+    every = [run._replace(results=results_of(run.options, seeds)) for run in runs_of(name, scale)]
+    found = [run for run in every if run.results]
     if not found:
         print(f'{name}: no run is finished')
         return
@@ -519,16 +509,15 @@ def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> Non
     writer.writerow(['size', 'group', 'model', 'options', 'parameters', 'tokens', 'seed', 'val_perplexity', 'test_perplexity'])
     lines = [f'{FIGURES[name].title}. Test perplexity, mean ± standard deviation over seeds.', '',
              '| size | group | model | parameters | tokens | test perplexity | to Llama | seeds |', '|' + '---|' * 8]
-    for cell in found:
-        run, first = cell.run, cell.results[0]
-        for r in cell.results:
+    for run in found:
+        for r in run.results:
             writer.writerow([run.size, run.group, run.label, run.options, r['parameters'], r['tokens'], r['seed'],
                              f'{r["val_perplexity"]:.4f}', f'{r["test_perplexity"]:.4f}'])
-        llamas = [c for c in found if c.run.size == run.size and c.run.options.endswith(LLAMA)]
-        llama = next((c for c in llamas if c.run.group == run.group), llamas[0] if llamas else None)
-        relative = f'{100 * (cell.mean / llama.mean - 1):+.1f}%' if llama else ''
-        lines.append(f'| {run.size} | {run.group} | {run.label} | {first["parameters"]:,} | {first["tokens"]:,} | '
-                     f'{cell.mean:.3f} ± {cell.std:.3f} | {relative} | {len(cell.results)} |')
+        llamas = [other for other in found if other.size == run.size and other.options.endswith(LLAMA)]
+        llama = next((other for other in llamas if other.group == run.group), llamas[0] if llamas else None)
+        relative = f'{100 * (run.mean / llama.mean - 1):+.1f}%' if llama else ''
+        lines.append(f'| {run.size} | {run.group} | {run.label} | {r["parameters"]:,} | {r["tokens"]:,} | '
+                     f'{run.mean:.3f} ± {run.std:.3f} | {relative} | {len(run.results)} |')
     figure = FIGURES[name].draw(found)
     figure.suptitle(FIGURES[name].title, fontsize=10)
     figure.tight_layout()
