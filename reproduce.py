@@ -65,6 +65,7 @@ MATCHED, ALIBI, ROPE = '--mlp_match=params', '--positions=alibi', '--positions=r
 @dataclass(frozen=True)
 class Scale:
     """Where the figures are run: common options of every run by model size, the learning-rate sweep, seeds, launcher."""
+    name: str
     sizes: dict[str, str]
     rates: tuple[float, ...]
     sweep_sizes: dict[str, str]  # further sizes of the sweep alone
@@ -74,9 +75,9 @@ class Scale:
 
 # The learning rate of a size is Llama's best of the sweep, as in the paper.
 SCALES = {
-    'mini': Scale({s: f'config/ladder.py --size={s} --learning_rate=0.016' for s in ('nano', 'micro')},
+    'mini': Scale('mini', {s: f'config/ladder.py --size={s} --learning_rate=0.016' for s in ('nano', 'micro')},
                   (0.004, 0.008, 0.016, 0.032, 0.064), {}, (1, 2, 3), (sys.executable,)),
-    'paper': Scale({s: f'--size={s} --learning_rate=0.002' for s in ('86m', '108m', '134m', '162m')},
+    'paper': Scale('paper', {s: f'--size={s} --learning_rate=0.002' for s in ('86m', '108m', '134m', '162m')},
                    (0.0005, 0.001, 0.002, 0.004, 0.008), {'256m': '--size=256m --learning_rate=0.002'}, (1,),
                    ('torchrun', '--nproc_per_node=8')),
 }
@@ -165,9 +166,14 @@ def finished(options: str, seed: int) -> dict[str, Any] | None:
     return {**read['result.json'], 'seed': seed, 'out_dir': out_dir}
 
 
-def results_of(options: str, seeds: Iterable[int]) -> list[dict[str, Any]]:
+def results_of(options: str, scale: Scale) -> list[dict[str, Any]]:
     """The results of a run's finished seeds."""
-    return [result for seed in seeds if (result := finished(options, seed))]
+    return [result for seed in scale.seeds if (result := finished(options, seed))]
+
+
+def wanted(names: Iterable[str], scale: Scale) -> list[tuple[str, int]]:
+    """The options and seeds of all runs of these figures, each once, a seed after the other."""
+    return list(dict.fromkeys((run.options, seed) for seed in scale.seeds for name in names for run in runs_of(name, scale)))
 
 
 class Cost(NamedTuple):
@@ -203,11 +209,11 @@ def do_run(options: str, seed: int, scale: Scale) -> str | None:
     return None if done.returncode == 0 else (done.stderr or done.stdout or f'exit code {done.returncode}').splitlines()[-1]
 
 
-def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: int) -> int:
-    """All unfinished runs of these figures, a seed after the other; returns how many failed: they are named, the rest go on."""
-    wanted = dict.fromkeys((run.options, seed) for seed in seeds for name in names for run in runs_of(name, scale))
-    missing = [run for run in wanted if not finished(*run)]
-    print(f'{len(wanted)} runs, {len(wanted) - len(missing)} finished', flush=True)
+def run_missing(names: Sequence[str], scale: Scale, jobs: int) -> int:
+    """All unfinished runs of these figures; returns how many failed: they are named, the rest go on."""
+    runs = wanted(names, scale)
+    missing = [run for run in runs if not finished(*run)]
+    print(f'{len(runs)} runs, {len(runs) - len(missing)} finished', flush=True)
     if any('ladder' in options for options, _ in missing) and not os.path.exists(f'{BUILTIN}/meta.json'):
         prepare_builtin(BUILTIN)  # once, before runs side by side would
     total, done, failed, start = sum(cost(options).flops for options, _ in missing), 0.0, 0, time.monotonic()
@@ -497,9 +503,21 @@ FIGURES: dict[str, Figure] = {
 }
 
 
-def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
+def save(scale: Scale, name: str, data: bytes) -> None:
+    """A file of results/<scale>/."""
+    os.makedirs(f'results/{scale.name}', exist_ok=True)
+    write_whole(f'results/{scale.name}/{name}', data)
+
+
+def save_table(scale: Scale, name: str, lines: list[str]) -> None:
+    """A Markdown file of results/<scale>/, printed as well."""
+    save(scale, name, '\n'.join([*lines, '']).encode())
+    print('\n'.join(lines), flush=True)
+
+
+def write(name: str, scale: Scale) -> None:
     """results/<scale>/<figure>.png, .csv (a line a seed) and .md (a line a run)."""
-    every = [run._replace(results=results_of(run.options, seeds)) for run in runs_of(name, scale)]
+    every = [run._replace(results=results_of(run.options, scale)) for run in runs_of(name, scale)]
     found = [run for run in every if run.results]
     if not found:
         print(f'{name}: no run is finished')
@@ -516,18 +534,16 @@ def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> Non
         llamas = [other for other in found if other.size == run.size and other.options.endswith(LLAMA)]
         llama = next((other for other in llamas if other.group == run.group), llamas[0] if llamas else None)
         relative = f'{100 * (run.mean / llama.mean - 1):+.1f}%' if llama else ''
-        lines.append(f'| {run.size} | {run.group} | {run.label} | {r["parameters"]:,} | {r["tokens"]:,} | '
-                     f'{run.mean:.3f} ± {run.std:.3f} | {relative} | {len(run.results)} |')
+        lines.append(f'| {run.size} | {run.group} | {run.label} | {run.results[0]["parameters"]:,} | '
+                     f'{run.results[0]["tokens"]:,} | {run.mean:.3f} ± {run.std:.3f} | {relative} | {len(run.results)} |')
     figure = FIGURES[name].draw(found)
     figure.suptitle(FIGURES[name].title, fontsize=10)
     figure.tight_layout()
     figure.savefig(image, format='png', dpi=100)
     plt.close(figure)
-    os.makedirs(f'results/{scale_name}', exist_ok=True)
-    markdown = '\n'.join([*lines, ''])
-    for ending, data in (('csv', text.getvalue().encode()), ('md', markdown.encode()), ('png', image.getvalue())):
-        write_whole(f'results/{scale_name}/{name}.{ending}', data)
-    print('\n'.join(lines), flush=True)
+    save(scale, f'{name}.csv', text.getvalue().encode())
+    save(scale, f'{name}.png', image.getvalue())
+    save_table(scale, f'{name}.md', lines)
 
 
 # Claims: the paper's findings as comparisons of test perplexity, A against B.
@@ -599,7 +615,7 @@ def joint(verdicts: Iterable[str]) -> str:
     return ' / '.join(dict.fromkeys(verdicts))
 
 
-def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
+def claims(scale: Scale) -> None:
     """results/<scale>/claims.md: every claim with its numbers, as far as the runs are finished."""
     sizes = list(scale.sizes)
     lines = ['Mean test perplexity of A over that of B, less one, with its 95% interval over seeds (Student). "No better": by '
@@ -609,7 +625,7 @@ def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
         for n, test in enumerate(tests):
             row, verdicts = [], []
             for base in scale.sizes.values():
-                a, b = ([r['test_perplexity'] for r in results_of(canonical(f'{base} {options}'), seeds)]
+                a, b = ([r['test_perplexity'] for r in results_of(canonical(f'{base} {options}'), scale)]
                         for options in (test.A, test.B))
                 if a and b:
                     d, h = difference(a, b)
@@ -620,20 +636,16 @@ def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
             first = (key, text) if n == 0 else ('', '')
             lines.append(f'| {" | ".join([*first, f"{test.text} ({test.kind})", *row, joint(verdicts)])} |')
         if key == 'h':
-            lines.append(stability(scale, seeds))
-            lines += higher_rate(scale, seeds)
-            lines.append(recursion_on_gp(len(sizes)))
-    os.makedirs(f'results/{scale_name}', exist_ok=True)
-    write_whole(f'results/{scale_name}/claims.md', '\n'.join([*lines, '']).encode())
-    print('\n'.join(lines), flush=True)
+            lines += [stability(scale), higher_rate(scale), recursion_on_gp(len(sizes))]
+    save_table(scale, 'claims.md', lines)
 
 
-def stability(scale: Scale, seeds: Sequence[int]) -> str:
+def stability(scale: Scale) -> str:
     """Claim h's other half: loss spikes and skipped steps of all-CEM runs."""
     row, total = [], 0
     for base in scale.sizes.values():
         events = steps = 0
-        for result in results_of(canonical(f'{base} {cem(2)}'), seeds):
+        for result in results_of(canonical(f'{base} {cem(2)}'), scale):
             with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
                 log = [json.loads(line) for line in file]
             events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
@@ -643,13 +655,13 @@ def stability(scale: Scale, seeds: Sequence[int]) -> str:
     return f'| | | loss spikes and skipped steps (none) | {" | ".join(row)} | {said} |'
 
 
-def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
+def higher_rate(scale: Scale) -> str:
     """Claim i: the best learning rate of all-CEM over Llama's, each Akima's optimum of a seed's sweep."""
     row, verdicts = [], []
     for base in scale.sizes.values():
         logs: list[list[float]] = [[], []]
         for values, options in zip(logs, (cem(2), LLAMA), strict=True):
-            for seed in seeds:
+            for seed in scale.seeds:
                 swept = [canonical(f'{base} {options} --learning_rate={rate:g}') for rate in scale.rates]
                 if all(sweep := [finished(o, seed) for o in swept]):
                     values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
@@ -660,8 +672,8 @@ def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
         verdicts.append('holds' if d > h else 'does not hold at this scale' if d < -h else 'within noise')
         best = [math.exp(statistics.fmean(v)) for v in logs]
         row.append(f'{best[0]:.4f} / {best[1]:.4f} = {math.exp(d):.2f} (x or / {math.exp(h):.2f})')
-    return [f'| i | CEM prefers a higher learning rate | best rate, all-CEM over Llama (higher) | {" | ".join(row)} | '
-            f'{joint(verdicts)} |']
+    return (f'| i | CEM prefers a higher learning rate | best rate, all-CEM over Llama (higher) | {" | ".join(row)} | '
+            f'{joint(verdicts)} |')
 
 
 def recursion_on_gp(columns: int) -> str:
@@ -680,24 +692,26 @@ def recursion_on_gp(columns: int) -> str:
             f'{"| " * (columns - 1)}| {said} |')
 
 
-def plan(names: Sequence[str], scale: Scale, seeds: Sequence[int]) -> None:
+def plan(names: Sequence[str], scale: Scale) -> None:
     """The commands of a scale's unfinished runs, and what all its runs take on A100s at a stated utilisation."""
-    counted: dict[tuple[str, int], Cost] = {}
     lines = ['| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |', '|---|---|---|---|---|---|---|']
 
-    def line(name: str, n: int, costs: list[Cost]) -> str:
+    def add(name: str, runs: list[tuple[str, int]], new: list[tuple[str, int]]) -> None:
+        costs = [cost(options) for options, _ in new]
         flops = sum(c.flops for c in costs)
-        return (f'| {name} | {n} | {len(costs)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | {flops:.2e} | '
-                f'{flops / MFU / A100_FLOPS / 3600:,.0f} | {sum(c.disk for c in costs) / 1e9:,.0f} GB |')
+        lines.append(f'| {name} | {len(runs)} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | {flops:.2e} | '
+                     f'{flops / MFU / A100_FLOPS / 3600:,.0f} | {sum(c.disk for c in costs) / 1e9:,.0f} GB |')
+    counted: list[tuple[str, int]] = []
     for name in names:
-        runs = dict.fromkeys((run.options, seed) for seed in seeds for run in runs_of(name, scale))
-        new = {run: cost(run[0]) for run in runs if run not in counted}
-        counted |= new
-        lines.append(line(name, len(runs), list(new.values())))
+        runs = wanted([name], scale)
+        new = [run for run in runs if run not in counted]
+        counted += new
+        add(name, runs, new)
+    add('all', counted, counted)
     for options, seed in counted:
         if not finished(options, seed):
             print(' '.join(command(options, seed, scale)))
-    print('\n'.join(['', *lines, line('all', len(counted), list(counted.values()))]))
+    print('\n'.join(['', *lines]))
     print(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}; a run that figures share is counted '
           f'once. The paper: on the order of {PAPER_GPU_HOURS:,} GPU-hours for all its results.')
 
@@ -713,12 +727,11 @@ class ReproduceConfig:
     list: bool = False  # print the runs and whether they are finished, and do nothing
 
     def __post_init__(self) -> None:
-        scale = SCALES[self.scale]
-        self.seeds = scale.seeds if self.seeds is None else self.seeds
-        self.jobs = self.jobs if self.jobs is not None else (os.cpu_count() or 1) if self.scale == 'mini' else 1
-        if self.jobs < 1 or not self.seeds:
-            raise ValueError(f'jobs={self.jobs}, seeds={self.seeds}: expected at least one of each')
-        known = {**scale.sizes, **scale.sweep_sizes}
+        if self.jobs is None:
+            self.jobs = (os.cpu_count() or 1) if self.scale == 'mini' else 1
+        if self.jobs < 1:
+            raise ValueError(f'jobs={self.jobs}: expected at least 1')
+        known = {**SCALES[self.scale].sizes, **SCALES[self.scale].sweep_sizes}
         if unknown := [size for size in self.sizes or () if size not in known]:
             raise ValueError(f'sizes={",".join(unknown)}: scale={self.scale} has {", ".join(known)}')
 
@@ -726,7 +739,7 @@ class ReproduceConfig:
 def main(argv: list[str]) -> None:
     names = [a for a in argv if not a.startswith('-')]
     cfg = build(ReproduceConfig, read_options([a for a in argv if a.startswith('-')], ReproduceConfig))
-    scale = SCALES[cfg.scale]
+    scale = replace(SCALES[cfg.scale], seeds=cfg.seeds or SCALES[cfg.scale].seeds)
     if cfg.sizes:
         scale = replace(scale, sizes={s: o for s, o in scale.sizes.items() if s in cfg.sizes},
                         sweep_sizes={s: o for s, o in scale.sweep_sizes.items() if s in cfg.sizes})
@@ -740,18 +753,17 @@ def main(argv: list[str]) -> None:
         for name in figures:
             print(f'{name}: {FIGURES[name].title}')
             for run in runs_of(name, scale):
-                done = sum(finished(run.options, seed) is not None for seed in cfg.seeds)
-                label = ' '.join(filter(None, run[:3]))
-                print(f'    {label}: train.py {run.options} ({done} of {len(cfg.seeds)} seeds finished)')
+                done, label = len(results_of(run.options, scale)), ' '.join(filter(None, run[:3]))
+                print(f'    {label}: train.py {run.options} ({done} of {len(scale.seeds)} seeds finished)')
         return
     if cfg.scale == 'paper' and not cfg.run and figures:
-        plan(figures, scale, cfg.seeds)
+        plan(figures, scale)
         return
-    failed = run_missing(figures, scale, cfg.seeds, cfg.jobs) if figures else 0
+    failed = run_missing(figures, scale, cfg.jobs) if figures else 0
     for name in figures:
-        write(name, cfg.scale, scale, cfg.seeds)
+        write(name, scale)
     if {'all', 'claims'} & set(names):
-        claims(cfg.scale, scale, cfg.seeds)
+        claims(scale)
     if failed:
         fail(f'{failed} runs failed; they are named above, the same command tries them again')
 

@@ -115,7 +115,8 @@ def test_verdicts(kind, d, h, said):
 
 
 def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, capsys):
-    scale, done = replace(SCALES['mini'], sizes={'nano': SCALES['mini'].sizes['nano']}), []
+    nano = {'nano': SCALES['mini'].sizes['nano']}
+    scale, done = replace(SCALES['mini'], sizes=nano, seeds=(1, 2)), []
 
     def do_run(options, seed, scale):
         done.append((options, seed))
@@ -130,22 +131,22 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
         return None
     monkeypatch.setattr(reproduce, 'do_run', do_run)
     monkeypatch.setattr(reproduce, 'prepare_builtin', lambda folder: None)
-    assert reproduce.run_missing(['fig_attn'], scale, [1, 2], jobs=1) == 2
+    assert reproduce.run_missing(['fig_attn'], scale, jobs=1) == 2
     assert len(done) == 6  # the rest went on
     printed = capsys.readouterr().out
     assert printed.count('FAILED: the disk is on fire') == 2 and 'test perplexity 6.000' in printed
     done.clear()
-    reproduce.run_missing(['fig_attn'], scale, [1, 2], jobs=1)
+    reproduce.run_missing(['fig_attn'], scale, jobs=1)
     assert len(done) == 2 and all('attn=cem' in options for options, _ in done)  # Llama's were finished
-    reproduce.write('fig_attn', 'mini', scale, [1, 2])
+    reproduce.write('fig_attn', scale)
     assert '| Llama | 10 | 100 | 6.500 ± 0.707 | +0.0% | 2 |' in (here / 'results/mini/fig_attn.md').read_text()
-    reproduce.claims('mini', scale, [1, 2])  # nearly nothing is finished
+    reproduce.claims(scale)  # nearly nothing is finished
     assert 'not run' in (here / 'results/mini/claims.md').read_text()
 
     (config,) = here.glob('out/reproduce/*attn=llama_mlp=llama_attn_steps=1_mlp_steps=1_seed=1/config.json')
     config.write_text(config.read_text().replace('"learning_rate": 0.016', '"learning_rate": 0.001'))
     with pytest.raises(SystemExit, match='another learning_rate: remove it'):
-        reproduce.run_missing(['fig_attn'], scale, [1, 2], jobs=1)
+        reproduce.run_missing(['fig_attn'], scale, jobs=1)
 
 
 @pytest.mark.parametrize('bad', ['fig_none', '--seeds=', '--jobs=0', '--sizes=86m', '--scale=huge', 'fig_heads --scale=paper'])
