@@ -171,6 +171,12 @@ def results_of(options: str, scale: Scale) -> list[dict[str, Any]]:
     return [result for seed in scale.seeds if (result := finished(options, seed))]
 
 
+def read_log(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines that a finished run logged."""
+    with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
+        return [json.loads(line) for line in file]
+
+
 def wanted(names: Iterable[str], scale: Scale) -> list[tuple[str, int]]:
     """The options and seeds of all runs of these figures, each once, a seed after the other."""
     return list(dict.fromkeys((run.options, seed) for seed in scale.seeds for name in names for run in runs_of(name, scale)))
@@ -370,10 +376,7 @@ def draw_curves(found: list[Run]) -> plt.Figure:
     figure, parts = panels(found)
     for axes, size, same in parts:
         for run in same:
-            logs = []
-            for result in run.results:
-                with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
-                    logs.append([(line['tokens'], line['loss']) for line in map(json.loads, file) if 'lr' in line])
+            logs = [[(line['tokens'], line['loss']) for line in read_log(r) if 'lr' in line] for r in run.results]
             tokens, loss = np.mean(logs, axis=0).T
             window = max(1, len(loss) // 10)
             axes.plot(tokens[window - 1:] / 1e6, np.convolve(loss, np.ones(window) / window, 'valid'), label=run.label)
@@ -550,11 +553,11 @@ def write(name: str, scale: Scale) -> None:
 
 class Test(NamedTuple):
     """`kind` is what is claimed of A's mean test perplexity against B's: better, worse; no better: by less than 1%; close: at
-    most 2% worse; alike: within 2% either way."""
+    most 2% worse; alike: within 2% either way. Or higher: of A's best learning rate; none: of A's spikes and skipped steps."""
     text: str
-    kind: Literal['better', 'worse', 'no better', 'close', 'alike']
+    kind: Literal['better', 'worse', 'no better', 'close', 'alike', 'higher', 'none']
     A: str
-    B: str
+    B: str = ''
 
 
 CLAIMS: dict[str, tuple[str, list[Test]]] = {
@@ -581,115 +584,99 @@ CLAIMS: dict[str, tuple[str, list[Test]]] = {
         Test('Llama, attention twice against once', 'no better', f'{LLAMA} --attn_steps=2', LLAMA),
         Test('CEM MLP, same parameters, T = 2 against 1', 'better', mlp(2, 'diag', MATCHED), mlp(1, 'diag', MATCHED))]),
     'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer parameters', [
-        Test('all-CEM against Llama', 'close', cem(2), LLAMA)]),
+        Test('all-CEM against Llama', 'close', cem(2), LLAMA), Test('loss spikes and skipped steps', 'none', cem(2))]),
+    'i': ('CEM prefers a higher learning rate', [
+        Test('best rate, all-CEM over Llama', 'higher', cem(2), LLAMA)]),
+    'j': ('deeper recursion helps, not monotonically', []),  # synthetic_gp.py's
     'k': ('exact RoPE against ALiBi with a diagonal, in CEM attention (ours)', [
         Test(f'T = {T}, exact RoPE against ALiBi', 'better', attn(T, 'diag', ROPE), attn(T)) for T in (1, 2)]),
 }
 
 
-def half_width(a: Sequence[float], b: Sequence[float]) -> float:
-    """Of the 95% interval of mean a less mean b (Student's t, equal variances); infinite with one seed each."""
-    n = len(a) + len(b) - 2
-    if n == 0:
-        return math.inf
-    pooled = sum((len(v) - 1) * statistics.variance(v) for v in (a, b) if len(v) > 1) / n
-    return student.ppf(0.975, n) * math.sqrt(pooled * (1 / len(a) + 1 / len(b)))
-
-
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Mean of a over mean of b, less one, and the half-width of its 95% interval, mean b taken as it is."""
-    return statistics.fmean(a) / statistics.fmean(b) - 1, half_width(a, b) / statistics.fmean(b)
+    """Mean a less mean b, and the half-width of its 95% interval (Student's t, equal variances), infinite with a seed each."""
+    d, n = statistics.fmean(a) - statistics.fmean(b), len(a) + len(b) - 2
+    if n == 0:
+        return d, math.inf
+    pooled = sum(len(v) * statistics.pvariance(v) for v in (a, b)) / n
+    return d, student.ppf(0.975, n) * math.sqrt(pooled * (1 / len(a) + 1 / len(b)))
 
 
 def verdict(kind: str, d: float, h: float) -> str:
-    """What a relative difference d, 95% sure within +- h, says of a claim."""
+    """What a difference d, 95% sure within +- h, says of a claim."""
     low, high = d - h, d + h
     holds, fails = {
         'better': (high < 0, low > 0), 'worse': (low > 0, high < 0), 'no better': (low > -0.01, high < -0.01),
-        'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02)}[kind]
+        'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02),
+        'higher': (low > 0, high < 0)}[kind]
     return 'holds' if holds else 'does not hold at this scale' if fails else 'within noise'
 
 
-def joint(verdicts: Iterable[str]) -> str:
-    """One verdict for several sizes: theirs where they agree, else both."""
-    return ' / '.join(dict.fromkeys(verdicts))
+def compare(test: Test, base: str, scale: Scale) -> tuple[str, str]:
+    """A test at the size of options `base`: what stands in its column, and the verdict ('' where a side is not run)."""
+    a, b = ([r['test_perplexity'] for r in results_of(canonical(f'{base} {side}'), scale)] for side in (test.A, test.B))
+    if not (a and b):
+        return 'not run', ''
+    d, h = (x / statistics.fmean(b) for x in difference(a, b))
+    return f'{100 * d:+.1f} ± {100 * h:.1f}%', verdict(test.kind, d, h)
+
+
+def compare_rates(test: Test, base: str, scale: Scale) -> tuple[str, str]:
+    """The same of the best learning rates, each Akima's optimum of a seed's sweep."""
+    logs: list[list[float]] = [[], []]
+    for values, side in zip(logs, (test.A, test.B), strict=True):
+        for seed in scale.seeds:
+            sweep = [finished(canonical(f'{base} {side} --learning_rate={rate:g}'), seed) for rate in scale.rates]
+            if all(sweep):
+                values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
+    if not all(logs):
+        return 'not run', ''
+    d, h = difference(*logs)
+    a, b = (math.exp(statistics.fmean(v)) for v in logs)
+    return f'{a:.4f} / {b:.4f} = {math.exp(d):.2f} (x or / {math.exp(h):.2f})', verdict(test.kind, d, h)
+
+
+def count_events(test: Test, base: str, scale: Scale) -> tuple[str, str]:
+    """The same of A's loss spikes and skipped steps."""
+    logs = [read_log(result) for result in results_of(canonical(f'{base} {test.A}'), scale)]
+    if not logs:
+        return 'not run', ''
+    events, steps = sum('event' in line for log in logs for line in log), sum(log[-1]['step'] for log in logs)
+    return f'{events} in {steps:,} steps', 'does not hold at this scale' if events else 'holds'
+
+
+def recursion_on_gp(sizes: int) -> str:
+    """Claim j, from synthetic_gp.py's table."""
+    start = f'| j | {CLAIMS["j"][0]} | train RMSE of the Gaussian-process table'
+    try:
+        with open('results/gp/table.csv', encoding='utf-8') as file:
+            train = {(r['kernel'], r['model']): float(r['train_rmse']) for r in csv.DictReader(file)}
+        kernels = dict.fromkeys(kernel for kernel, _ in train)
+        rmse = np.array([[train[kernel, f'CEM-T{T}'] for T in (1, 2, 4, 8)] for kernel in kernels])
+    except (FileNotFoundError, KeyError):  # no table, or one of other models
+        return f'{start} {"| " * sizes}| not run: python synthetic_gp.py |'
+    falls = np.diff(rmse) < 0  # (kernels, 3)
+    two, four, eight = falls.sum(axis=0)
+    said = 'holds' if falls[:, 0].all() and not falls.all() else 'holds in part'
+    return (f'{start} | T = 2 below 1, 4 below 2, 8 below 4 on {two}, {four}, {eight} of {len(kernels)} kernels '
+            f'{"| " * (sizes - 1)}| {said} |')
 
 
 def claims(scale: Scale) -> None:
     """results/<scale>/claims.md: every claim with its numbers, as far as the runs are finished."""
-    sizes = list(scale.sizes)
     lines = ['Mean test perplexity of A over that of B, less one, with its 95% interval over seeds (Student). "No better": by '
              'less than 1%; "close": at most 2% worse; "alike": within 2% either way.', '',
-             f'| | claim | A against B | {" | ".join(sizes)} | |', '|' + '---|' * (len(sizes) + 4)]
+             f'| | claim | A against B | {" | ".join(scale.sizes)} | |', '|' + '---|' * (len(scale.sizes) + 4)]
     for key, (text, tests) in CLAIMS.items():
+        if key == 'j':
+            lines.append(recursion_on_gp(len(scale.sizes)))
         for n, test in enumerate(tests):
-            row, verdicts = [], []
-            for base in scale.sizes.values():
-                a, b = ([r['test_perplexity'] for r in results_of(canonical(f'{base} {options}'), scale)]
-                        for options in (test.A, test.B))
-                if a and b:
-                    d, h = difference(a, b)
-                    verdicts.append(verdict(test.kind, d, h))
-                    row.append(f'{100 * d:+.1f} ± {100 * h:.1f}%')
-                else:
-                    row.append('not run')
+            answer = {'higher': compare_rates, 'none': count_events}.get(test.kind, compare)
+            answers = [answer(test, base, scale) for base in scale.sizes.values()]
+            said = ' / '.join(dict.fromkeys(said for _, said in answers if said))  # what the sizes say, once where they agree
             first = (key, text) if n == 0 else ('', '')
-            lines.append(f'| {" | ".join([*first, f"{test.text} ({test.kind})", *row, joint(verdicts)])} |')
-        if key == 'h':
-            lines += [stability(scale), higher_rate(scale), recursion_on_gp(len(sizes))]
+            lines.append(f'| {" | ".join([*first, f"{test.text} ({test.kind})", *(cell for cell, _ in answers), said])} |')
     save_table(scale, 'claims.md', lines)
-
-
-def stability(scale: Scale) -> str:
-    """Claim h's other half: loss spikes and skipped steps of all-CEM runs."""
-    row, total = [], 0
-    for base in scale.sizes.values():
-        events = steps = 0
-        for result in results_of(canonical(f'{base} {cem(2)}'), scale):
-            with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
-                log = [json.loads(line) for line in file]
-            events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
-        row.append(f'{events} in {steps:,} steps' if steps else 'not run')
-        total += events
-    said = 'does not hold at this scale' if total else '' if 'not run' in row else 'holds'
-    return f'| | | loss spikes and skipped steps (none) | {" | ".join(row)} | {said} |'
-
-
-def higher_rate(scale: Scale) -> str:
-    """Claim i: the best learning rate of all-CEM over Llama's, each Akima's optimum of a seed's sweep."""
-    row, verdicts = [], []
-    for base in scale.sizes.values():
-        logs: list[list[float]] = [[], []]
-        for values, options in zip(logs, (cem(2), LLAMA), strict=True):
-            for seed in scale.seeds:
-                swept = [canonical(f'{base} {options} --learning_rate={rate:g}') for rate in scale.rates]
-                if all(sweep := [finished(o, seed) for o in swept]):
-                    values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
-        if not all(logs):
-            row.append('not run')
-            continue
-        d, h = statistics.fmean(logs[0]) - statistics.fmean(logs[1]), half_width(*logs)
-        verdicts.append('holds' if d > h else 'does not hold at this scale' if d < -h else 'within noise')
-        best = [math.exp(statistics.fmean(v)) for v in logs]
-        row.append(f'{best[0]:.4f} / {best[1]:.4f} = {math.exp(d):.2f} (x or / {math.exp(h):.2f})')
-    return (f'| i | CEM prefers a higher learning rate | best rate, all-CEM over Llama (higher) | {" | ".join(row)} | '
-            f'{joint(verdicts)} |')
-
-
-def recursion_on_gp(columns: int) -> str:
-    """Claim j, from synthetic_gp.py's table."""
-    start = '| j | deeper recursion helps, not monotonically | train RMSE of the Gaussian-process table'
-    try:
-        with open('results/gp/table.csv', encoding='utf-8') as file:
-            train = {(r['kernel'], r['model']): float(r['train_rmse']) for r in csv.DictReader(file)}
-    except FileNotFoundError:
-        return f'{start} {"| " * columns}| not run: python synthetic_gp.py |'
-    kernels = [k for k in dict.fromkeys(kernel for kernel, _ in train) if all((k, f'CEM-T{T}') in train for T in (1, 2, 4, 8))]
-    falls = [[train[k, f'CEM-T{T}'] > train[k, f'CEM-T{2 * T}'] for T in (1, 2, 4)] for k in kernels]
-    counts = [sum(fall[n] for fall in falls) for n in range(3)]
-    said = 'holds' if counts[0] == len(kernels) and not all(map(all, falls)) else 'holds in part'
-    return (f'{start} | T = 2 below 1, 4 below 2, 8 below 4 on {counts[0]}, {counts[1]}, {counts[2]} of {len(kernels)} kernels '
-            f'{"| " * (columns - 1)}| {said} |')
 
 
 def plan(names: Sequence[str], scale: Scale) -> None:
