@@ -28,12 +28,11 @@ from typing import Any, Literal, NamedTuple
 import matplotlib
 import numpy as np
 import torch
-import torch.nn.functional as F
 from scipy.interpolate import Akima1DInterpolator
 from scipy.stats import t as student
 
 from configurator import build, fail, read_options
-from model import MLP, Attention, ModelConfig, Transformer, positions
+from model import MLP, Attention, ModelConfig, Transformer
 from prepare_slimpajama import ByteTokenizer, prepare_builtin, write_whole
 from train import BUILTIN, Pieces, TrainConfig, last_checkpoint, perplexity
 
@@ -420,31 +419,27 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     data = Pieces(state['data_dir'], 'test', cfg.context_length)
     pieces = min(math.ceil(tokens / data.length), len(data))
     x, y = data.batch(np.linspace(0, len(data), pieces, endpoint=False).astype(int))
-    pos = positions(cfg, x.shape[1])
+    seen: dict[Attention | MLP, tuple[Any, torch.Tensor]] = {}  # what a sublayer was given last, and its output
+    for block in model.blocks:
+        for layer in (block.attn, block.mlp):
+            layer.register_forward_hook(lambda layer, given, out: seen.update({layer: (given, out)}))
 
-    def descend(layer: Attention | MLP, x: torch.Tensor, steps: int) -> tuple[torch.Tensor, float]:
-        """A sublayer's output after `steps` steps, and the mean energy there."""
-        trained, layer.steps = layer.steps, steps
-        out, h = layer(x, pos) if isinstance(layer, Attention) else layer(x), layer.norm(x)
-        layer.steps = trained
-        return out, float(layer.energy(layer.norm(out), h).mean())
+    def energy(layer: Attention | MLP, given: Any, out: torch.Tensor) -> float:
+        return float(layer.energy(layer.norm(out), layer.norm(given[0])).mean())
 
     found: dict[str, Any] = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
     for T in range(1, max_steps + 1):
-        stream, total = F.embedding(x, model.embedding), 0.0
-        for block in model.blocks:
-            for layer in (block.attn, block.mlp):
-                stream, energy = descend(layer, stream, T)
-                total += energy
-        logits = model.norm(stream) @ model.head.T
-        found['perplexity'].append(perplexity(float(F.cross_entropy(logits.flatten(0, 1), y.flatten()))))
-        found['energy'].append(total)
-    stream = F.embedding(x, model.embedding)
-    for block in model.blocks:
-        for kind in ('attn', 'mlp'):
-            layer = getattr(block, kind)
-            found[kind].append([descend(layer, stream, t)[1] for t in range(max_steps + 1)])
-            stream = descend(layer, stream, layer.steps)[0]
+        model.set_steps(T, T)
+        found['perplexity'].append(perplexity(float(model(x, y)[1])))
+        found['energy'].append(sum(energy(layer, *seen[layer]) for layer in seen))
+    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    model(x)
+    for layer, (given, _) in seen.items():
+        along = found['attn' if isinstance(layer, Attention) else 'mlp']
+        along.append([])
+        for t in range(max_steps + 1):
+            layer.steps = t
+            along[-1].append(energy(layer, given, layer.forward(*given)))  # .forward: nothing is seen
     write_whole(path, json.dumps(found).encode())
     return found
 
