@@ -42,23 +42,23 @@ import matplotlib.pyplot as plt
 LLAMA = '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1'
 
 
-def attn(T: int, P: str = 'diag', more: str = '') -> str:
+def attn(T: int, P: str = 'diag') -> str:
     """CEM attention of T steps with preconditioner P among Llama MLPs."""
-    return f'--attn=cem --mlp=llama --attn_steps={T} --mlp_steps=1 --preconditioner={P} {more}'.strip()
+    return f'--attn=cem --mlp=llama --attn_steps={T} --mlp_steps=1 --preconditioner={P}'
 
 
-def mlp(T: int, P: str = 'diag', more: str = '') -> str:
+def mlp(T: int, P: str = 'diag') -> str:
     """CEM MLPs of T steps with preconditioner P among Llama attention."""
-    return f'--attn=llama --mlp=cem --attn_steps=1 --mlp_steps={T} --preconditioner={P} {more}'.strip()
+    return f'--attn=llama --mlp=cem --attn_steps=1 --mlp_steps={T} --preconditioner={P}'
 
 
-def cem(T: int = 2, more: str = '') -> str:
+def cem(T: int) -> str:
     """All-CEM, the paper's full model."""
-    return f'--attn=cem --mlp=cem --attn_steps={T} --mlp_steps={T} --preconditioner=diag_lowrank {more}'.strip()
+    return f'--attn=cem --mlp=cem --attn_steps={T} --mlp_steps={T} --preconditioner=diag_lowrank'
 
 
 P_NAMES = {'none': 'no preconditioner', 'diag': 'diagonal', 'diag_lowrank': 'diagonal + low rank'}
-MATCHED, ALIBI, ROPE = '--mlp_match=params', '--positions=alibi', '--positions=rope --kq_diag=none --score_scale=head'
+MATCHED, ALIBI, ROPE = ' --mlp_match=params', ' --positions=alibi', ' --positions=rope --kq_diag=none --score_scale=head'
 
 
 @dataclass(frozen=True)
@@ -446,9 +446,9 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
 
 FIGURES: dict[str, Figure] = {
     'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {
-        '': {'Llama': LLAMA, 'Llama, ALiBi': f'{LLAMA} {ALIBI}', 'CEM attention': attn(1, 'none')}}),
+        '': {'Llama': LLAMA, 'Llama, ALiBi': LLAMA + ALIBI, 'CEM attention': attn(1, 'none')}}),
     'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {
-        '': {'Llama': LLAMA, 'CEM MLP': mlp(1, 'none'), 'CEM MLP, parameter-matched': mlp(1, 'none', MATCHED)}}),
+        '': {'Llama': LLAMA, 'CEM MLP': mlp(1, 'none'), 'CEM MLP, parameter-matched': mlp(1, 'none') + MATCHED}}),
     'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {
         '': {'Llama': LLAMA}, **{f'T = {T}': {P_NAMES[P]: attn(T, P) for P in P_NAMES} for T in (1, 2)},
         'T = 3': {P_NAMES['diag']: attn(3)}}),
@@ -458,44 +458,44 @@ FIGURES: dict[str, Figure] = {
     'fig_lr': Figure('Learning rate: Llama, and all-CEM with T = 2, diagonal + low rank', draw_sweep, {
         '': {'Llama': LLAMA, 'CEM': cem(2)}}),
     'fig_kq_diag': Figure('The diagonal of A_k: CEM attention, T = 1, diagonal preconditioner', draw_bars, {
-        '': {'Llama': LLAMA},
-        **{k: {'CEM attention': attn(1, 'diag', more)} for k, more in {
-            'none': '--kq_diag=none', 'shared': '', 'per head': '--kq_diag=per_head'}.items()}}),
+        '': {'Llama': LLAMA}, 'none': {'CEM attention': attn(1) + ' --kq_diag=none'}, 'shared': {'CEM attention': attn(1)},
+        'per head': {'CEM attention': attn(1) + ' --kq_diag=per_head'}}),
     'fig_reuse_mlp': Figure('MLP: recursion within a layer against plain reuse of it', draw_bars, {
-        'plain reuse': {'T = 1': LLAMA, 'T = 2': f'{LLAMA} --mlp_steps=2'},
+        'plain reuse': {'T = 1': LLAMA, 'T = 2': LLAMA + ' --mlp_steps=2'},
         'dimension-matched': {'T = 1': mlp(1), 'T = 2': mlp(2)},
-        'parameter-matched': {'T = 1': mlp(1, 'diag', MATCHED), 'T = 2': mlp(2, 'diag', MATCHED)}}),
+        'parameter-matched': {'T = 1': mlp(1) + MATCHED, 'T = 2': mlp(2) + MATCHED}}),
     'fig_reuse_attn': Figure('Attention: recursion within a layer against plain reuse of it', draw_bars, {
-        'plain reuse': {'T = 1': LLAMA, 'T = 2': f'{LLAMA} --attn_steps=2'},
+        'plain reuse': {'T = 1': LLAMA, 'T = 2': LLAMA + ' --attn_steps=2'},
         'dimension-matched': {'T = 1': attn(1), 'T = 2': attn(2)}}),
     'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
         '': {f'T = {T}': cem(T) for T in (1, 2, 3)}}),
     'fig_energy': Figure('Energy along the steps of each layer, all-CEM, T = 2', draw_energy, {'': {'CEM': cem(2)}}),
     'fig_rope': Figure('CEM attention: exact RoPE against ALiBi with a shared diagonal', draw_bars, {
         '': {'Llama': LLAMA},
-        **{f'T = {T}': {'ALiBi, shared diagonal': attn(T), 'exact RoPE': attn(T, 'diag', ROPE)} for T in (1, 2)}}),
+        **{f'T = {T}': {'ALiBi, shared diagonal': attn(T), 'exact RoPE': attn(T) + ROPE} for T in (1, 2)}}),
     'fig_exact': Figure('The whole gradient against Algorithm 1, CEM attention', draw_bars, {
         '': {'Llama': LLAMA},
-        **{f'T = {T}': {'Algorithm 1': attn(T), 'exact update': attn(T, 'diag', '--exact_update')} for T in (1, 2)}}),
+        **{f'T = {T}': {'Algorithm 1': attn(T), 'exact update': attn(T) + ' --exact_update'} for T in (1, 2)}}),
     'fig_choices': Figure('Scale of the scores and start of the residual', draw_bars, {
         '': {'Llama': LLAMA},
-        **{f'attention, T = {T}': {'Algorithm 1': attn(T), 'score_scale=head': attn(T, 'diag', '--score_scale=head'),
-                                   'residual=raw': attn(T, 'diag', '--residual=raw')} for T in (1, 2)},
-        **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T, 'diag', '--residual=raw')} for T in (1, 2)}}),
+        **{f'attention, T = {T}': {'Algorithm 1': attn(T), 'score_scale=head': attn(T) + ' --score_scale=head',
+                                   'residual=raw': attn(T) + ' --residual=raw'} for T in (1, 2)},
+        **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T) + ' --residual=raw'} for T in (1, 2)}}),
     'fig_heads': Figure("Heads: ALiBi's slopes 2^(-8k/K) begin flat where K is small (CEM attention, T = 1)", draw_bars, {
-        f'{K} heads': {'Llama, RoPE': f'{more}{LLAMA}', 'Llama, ALiBi': f'{more}{LLAMA} {ALIBI}',
-                       'CEM attention, ALiBi': f'{more}{attn(1)}'}
-        for K, more in ((2, '--n_head=2 '), (4, '--n_head=4 '), (8, ''))}, ('mini',)),
+        f'{K} heads': {'Llama, RoPE': heads + LLAMA, 'Llama, ALiBi': heads + LLAMA + ALIBI,
+                       'CEM attention, ALiBi': heads + attn(1)}
+        for K, heads in ((2, '--n_head=2 '), (4, '--n_head=4 '), (8, ''))}, ('mini',)),
     'fig_remedies': Figure('Where T = 2 did not help: half the learning rate, twice the tokens, half the step', draw_bars, {
-        remedy: {f'{f.__name__}, T = {T}': f'{f(T)}{more.format(f.__name__)}' for f in (attn, mlp) for T in (1, 2)}
+        remedy: {'attn, T = 1': attn(1) + more, 'attn, T = 2': attn(2) + more,
+                 'mlp, T = 1': mlp(1) + more.replace('attn', 'mlp'), 'mlp, T = 2': mlp(2) + more.replace('attn', 'mlp')}
         for remedy, more in (('as in the other figures', ''), ('half the rate', ' --learning_rate=0.008'),
-                             ('twice the tokens', ' --tokens_per_param=40'),
-                             ('half the step', ' --{}_step_size=0.5'))}, ('mini',)),
+                             ('twice the tokens', ' --tokens_per_param=40'), ('half the step', ' --attn_step_size=0.5'))},
+        ('mini',)),
     'fig_init': Figure('Initial weights N(0, sigma^2), and where the diagonal starts', draw_bars, {
         '': {'Llama': LLAMA},
-        **{kind: {'0.02': f'{options} --init_std=0.02', 'default': options, '0.2': f'{options} --init_std=0.2'}
+        **{kind: {'0.02': options + ' --init_std=0.02', 'default': options, '0.2': options + ' --init_std=0.2'}
            for kind, options in (('Llama, sigma', LLAMA), ('all-CEM, sigma', cem(2)))},
-        'all-CEM, d_k': {'d_k from 0': cem(2), 'd_k from 1': cem(2, '--kq_diag_init=1')}}, ('mini',)),
+        'all-CEM, d_k': {'d_k from 0': cem(2), 'd_k from 1': cem(2) + ' --kq_diag_init=1'}}, ('mini',)),
     'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
         '': {'Llama': LLAMA, **{f'CEM, T = {T}': cem(T) for T in (1, 2, 3)}}}),
 }
@@ -558,10 +558,10 @@ class Test(NamedTuple):
 CLAIMS: dict[str, tuple[str, list[Test]]] = {
     'a': ('CEM attention, T = 1: close to Llama with half the attention weights', [
         Test('CEM attention against Llama', 'close', attn(1, 'none'), LLAMA),
-        Test('CEM attention against Llama with ALiBi', 'close', attn(1, 'none'), f'{LLAMA} {ALIBI}')]),
+        Test('CEM attention against Llama with ALiBi', 'close', attn(1, 'none'), LLAMA + ALIBI)]),
     'b': ('CEM MLP, T = 1: worse dimension-matched, a little better parameter-matched', [
         Test('CEM MLP, same width, against Llama', 'worse', mlp(1, 'none'), LLAMA),
-        Test('CEM MLP, same parameters, against Llama', 'better', mlp(1, 'none', MATCHED), LLAMA)]),
+        Test('CEM MLP, same parameters, against Llama', 'better', mlp(1, 'none') + MATCHED, LLAMA)]),
     'c': ('T = 2 beats T = 1 for both; attention at T = 2 can beat Llama', [
         Test('attention, T = 2 against 1', 'better', attn(2), attn(1)), Test('MLP, T = 2 against 1', 'better', mlp(2), mlp(1)),
         Test('attention, T = 2, against Llama', 'better', attn(2), LLAMA)]),
@@ -572,19 +572,19 @@ CLAIMS: dict[str, tuple[str, list[Test]]] = {
         Test(f'{kind}, T = {T}, {P_NAMES[P]} against none', 'alike', layer(T, P), layer(T, 'none'))
         for kind, layer in (('attention', attn), ('MLP', mlp)) for T in (1, 2) for P in ('diag', 'diag_lowrank')]),
     'f': ('a diagonal in A_k is essential; one shared by the heads is close to one per head', [
-        Test('shared against none', 'better', attn(1), attn(1, 'diag', '--kq_diag=none')),
-        Test('shared against per head', 'close', attn(1), attn(1, 'diag', '--kq_diag=per_head'))]),
+        Test('shared against none', 'better', attn(1), attn(1) + ' --kq_diag=none'),
+        Test('shared against per head', 'close', attn(1), attn(1) + ' --kq_diag=per_head')]),
     'g': ('plain layer reuse gives little or nothing, recursion within the layer does', [
-        Test('Llama, MLP twice against once', 'no better', f'{LLAMA} --mlp_steps=2', LLAMA),
-        Test('Llama, attention twice against once', 'no better', f'{LLAMA} --attn_steps=2', LLAMA),
-        Test('CEM MLP, same parameters, T = 2 against 1', 'better', mlp(2, 'diag', MATCHED), mlp(1, 'diag', MATCHED))]),
+        Test('Llama, MLP twice against once', 'no better', LLAMA + ' --mlp_steps=2', LLAMA),
+        Test('Llama, attention twice against once', 'no better', LLAMA + ' --attn_steps=2', LLAMA),
+        Test('CEM MLP, same parameters, T = 2 against 1', 'better', mlp(2) + MATCHED, mlp(1) + MATCHED)]),
     'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer parameters', [
         Test('all-CEM against Llama', 'close', cem(2), LLAMA), Test('loss spikes and skipped steps', 'none', cem(2))]),
     'i': ('CEM prefers a higher learning rate', [
         Test('best rate, all-CEM over Llama', 'higher', cem(2), LLAMA)]),
     'j': ('deeper recursion helps, not monotonically', []),  # synthetic_gp.py's
     'k': ('exact RoPE against ALiBi with a diagonal, in CEM attention (ours)', [
-        Test(f'T = {T}, exact RoPE against ALiBi', 'better', attn(T, 'diag', ROPE), attn(T)) for T in (1, 2)]),
+        Test(f'T = {T}, exact RoPE against ALiBi', 'better', attn(T) + ROPE, attn(T)) for T in (1, 2)]),
 }
 
 
