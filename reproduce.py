@@ -182,7 +182,6 @@ def wanted(names: Iterable[str], scale: Scale) -> list[tuple[str, int]]:
 
 
 class Cost(NamedTuple):
-    parameters: int
     tokens: float
     flops: float  # of training
     disk: float  # bytes: three checkpoints of weights and AdamW's two moments, float32
@@ -195,7 +194,7 @@ def cost(options: str) -> Cost:
     with torch.device('meta'):
         model, llama = Transformer(cfg), Transformer(cfg.llama())
     tokens = train.tokens or train.tokens_per_param * llama.num_params()
-    return Cost(model.num_params(), tokens, tokens * model.flops_per_token(), 3 * 12 * model.num_params())
+    return Cost(tokens, tokens * model.flops_per_token(), 3 * 12 * model.num_params())
 
 
 def command(options: str, seed: int, scale: Scale) -> list[str]:
@@ -249,13 +248,16 @@ MARKERS = {'Llama': 'D', 'Llama, ALiBi': 'D', 'CEM MLP, parameter-matched': '^'}
 AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue', 'parameter-matched': 'mistyrose'}
 
 
-def by_size(found: list[Run]) -> dict[str, list[Run]]:
-    return {size: [run for run in found if run.size == size] for size in dict.fromkeys(run.size for run in found)}
+def grouped(runs: Iterable[Run], by: Literal['size', 'group']) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(getattr(run, by), []).append(run)
+    return found
 
 
 def panels(found: list[Run], columns: int = 0) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Run]]]]:
-    """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes, size, its cells)."""
-    sizes = by_size(found)
+    """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes, size, its runs)."""
+    sizes = grouped(found, 'size')
     shape, area = ((len(sizes), columns), (9, 3.4 * len(sizes))) if columns else ((1, len(sizes)), (5.2 * len(sizes), 4))
     figure, grid = plt.subplots(*shape, figsize=area, squeeze=False)
     return figure, ((axes, *item) for axes, item in zip(grid if columns else grid[0], sizes.items(), strict=True))
@@ -264,7 +266,7 @@ def panels(found: list[Run], columns: int = 0) -> tuple[plt.Figure, Iterator[tup
 def draw_scatter(found: list[Run]) -> plt.Figure:
     """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
-    for same in by_size(found).values():
+    for same in grouped(found, 'size').values():
         llama = next((run for run in same if run.label == 'Llama'), None)
         for run in same:
             x, y = run.results[0]['parameters'] / 1e6, run.mean
@@ -285,26 +287,24 @@ def draw_bars(found: list[Run]) -> plt.Figure:
     figure, parts = panels(found)
     for axes, size, same in parts:
         bars = [run for run in same if run.label != 'Llama']
-        groups = list(dict.fromkeys(run.group for run in bars))
-        labels = list(dict.fromkeys(run.label for run in bars))
-        width = 0.8 / max((len([run for run in bars if run.group == g]) for g in groups), default=1)
-        for g, group in enumerate(groups):
-            mine = [run for run in bars if run.group == group]
+        labels, groups = list(dict.fromkeys(run.label for run in bars)), grouped(bars, 'group')
+        width = 0.8 / max(map(len, groups.values()), default=1)
+        for g, (group, block) in enumerate(groups.items()):
             if group in AREAS:
                 axes.axvspan(g - 0.48, g + 0.48, color=AREAS[group], alpha=0.5, zorder=0)
-            for n, run in enumerate(mine):
+            for n, run in enumerate(block):
                 colour = COLOURS.get(run.label, f'C{labels.index(run.label)}')
-                x = g + (n - (len(mine) - 1) / 2) * width
+                x = g + (n - (len(block) - 1) / 2) * width
                 axes.bar(x, run.mean, width * 0.9, yerr=run.std, color=colour, capsize=3, label=run.label)
                 axes.annotate(f'{run.mean:.2f}', (x, run.mean + run.std), (0, 3), textcoords='offset points', ha='center',
                               fontsize=7)
-        everything = [v for run in same for v in run.values]
         for run in same:
             if run.label == 'Llama':
                 axes.axhline(run.mean, color=COLOURS['Llama'], ls='--', label='Llama')
-        spread = max(everything) - min(everything)
-        axes.set(ylim=(min(everything) - 0.25 * spread - 1e-3, max(everything) + 0.3 * spread + 1e-3), title=size,
-                 ylabel='test perplexity')
+        values = [v for run in same for v in run.values]
+        spread = max(values) - min(values)
+        axes.set_ylim(min(values) - 0.25 * spread - 1e-3, max(values) + 0.3 * spread + 1e-3)
+        axes.set(title=size, ylabel='test perplexity')
         axes.set_xticks(range(len(groups)), [group.replace(' ', '\n', 1) for group in groups], fontsize=8)
         legend(axes, ncols=2)
     return figure
@@ -314,7 +314,7 @@ def draw_sweep(found: list[Run]) -> plt.Figure:
     """Test perplexity against learning rate, Akima's curve through the means, stars at its optima (the paper's 3a)."""
     figure, axes = plt.subplots(figsize=(6, 4.5))
     lowest = []
-    for n, (size, same) in enumerate(by_size(found).items()):
+    for n, (size, same) in enumerate(grouped(found, 'size').items()):
         for label, colour in (('Llama', 'tab:orange'), ('CEM', 'tab:blue')):
             points = sorted((float(run.group), run.mean, run.std) for run in same if run.label == label)
             if len(points) < 2:
@@ -387,8 +387,9 @@ def draw_curves(found: list[Run]) -> plt.Figure:
 
 def legend(axes: plt.Axes, **options: Any) -> None:
     """Each label once."""
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles.keys(), fontsize=7, **options)
+    handles, labels = axes.get_legend_handles_labels()
+    handle = dict(zip(labels, handles, strict=True))
+    axes.legend(handle.values(), handle.keys(), fontsize=7, **options)
 
 
 def akima_optimum(rates: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
@@ -676,24 +677,21 @@ def claims(scale: Scale) -> None:
 
 def plan(names: Sequence[str], scale: Scale) -> None:
     """The commands of a scale's unfinished runs, and what all its runs take on A100s at a stated utilisation."""
-    lines = ['| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |', '|---|---|---|---|---|---|---|']
-
-    def add(name: str, runs: list[tuple[str, int]], new: list[tuple[str, int]]) -> None:
-        costs = [cost(options) for options, _ in new]
-        flops = sum(c.flops for c in costs)
-        lines.append(f'| {name} | {len(runs)} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | {flops:.2e} | '
-                     f'{flops / MFU / A100_FLOPS / 3600:,.0f} | {sum(c.disk for c in costs) / 1e9:,.0f} GB |')
-    counted: list[tuple[str, int]] = []
+    rows, counted = [], []
     for name in names:
         runs = wanted([name], scale)
         new = [run for run in runs if run not in counted]
+        rows.append((name, len(runs), new))
         counted += new
-        add(name, runs, new)
-    add('all', counted, counted)
     for options, seed in counted:
         if not finished(options, seed):
             print(' '.join(command(options, seed, scale)))
-    print('\n'.join(['', *lines]))
+    print('\n| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |\n|---|---|---|---|---|---|---|')
+    for name, n, new in [*rows, ('all', len(counted), counted)]:
+        costs = [cost(options) for options, _ in new]
+        flops = sum(c.flops for c in costs)
+        print(f'| {name} | {n} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | {flops:.2e} | '
+              f'{flops / MFU / A100_FLOPS / 3600:,.0f} | {sum(c.disk for c in costs) / 1e9:,.0f} GB |')
     print(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}; a run that figures share is counted '
           f'once. The paper: on the order of {PAPER_GPU_HOURS:,} GPU-hours for all its results.')
 

@@ -36,7 +36,7 @@ def test_runs_are_valid(name, scale, monkeypatch):
     assert len({run[:3] for run in runs}) == len(runs)  # no two bars of one name
     for run in runs:
         of = cost(run.options)  # builds both configs: bad or contradictory options would end here
-        assert of.parameters > 0 and of.tokens >= 20 * 40_000 and of.flops > 6 * of.tokens
+        assert of.disk > 0 and of.tokens >= 20 * 40_000 and of.flops > 6 * of.tokens
         assert len(folder(run.options, 1).split('/')[-1]) < 256
     for size in sizes:  # models of a size see the same tokens
         same = [run.options for run in runs if run.size == size and 'tokens_per_param' not in run.options]
