@@ -147,22 +147,26 @@ def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     return train, build(ModelConfig, given)
 
 
-def finished(options: str, seed: int) -> dict[str, Any] | None:
-    """A run's result.json, None until it is finished. SystemExit if the folder's run had other settings: a config file or a
-    default has changed since."""
-    out_dir, read = folder(options, seed), {}
-    try:
-        for name in ('result.json', 'config.json'):
-            with open(os.path.join(out_dir, name), encoding='utf-8') as file:
-                read[name] = json.load(file)
-    except FileNotFoundError:
+def read_json(path: str) -> dict[str, Any] | None:
+    """None where there is no such file."""
+    if not os.path.exists(path):
         return None
-    train, model = (asdict(cfg) for cfg in configs(options))
-    saved = {**read['config.json']['train'], **read['config.json']['model']}
-    own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
-    if changed := [k for k, v in {**train, **model}.items() if k not in own and k in saved and saved[k] != v]:
-        fail(f'{out_dir} holds a run of another {", ".join(changed)}: remove it to train it anew')
-    return {**read['result.json'], 'seed': seed, 'out_dir': out_dir}
+    with open(path, encoding='utf-8') as file:
+        return json.load(file)
+
+
+def finished(options: str, seed: int) -> dict[str, Any] | None:
+    """A run's result.json, None until it is finished. SystemExit if what the folder holds was begun with other settings: a
+    config file or a default has changed since."""
+    out_dir = folder(options, seed)
+    if config := read_json(f'{out_dir}/config.json'):
+        saved = {**config['train'], **config['model']}
+        train, model = map(asdict, configs(options))
+        own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
+        if changed := [k for k, v in {**train, **model}.items() if k not in own and k in saved and saved[k] != v]:
+            fail(f'{out_dir} holds a run of another {", ".join(changed)}: remove it to train it anew')
+    result = read_json(f'{out_dir}/result.json')
+    return result and {**result, 'seed': seed, 'out_dir': out_dir}
 
 
 def results_of(options: str, scale: Scale) -> list[dict[str, Any]]:
@@ -207,10 +211,11 @@ def command(options: str, seed: int, scale: Scale) -> list[str]:
 
 def do_run(options: str, seed: int, scale: Scale) -> str | None:
     """Do or finish one run, on one CPU thread, so that its numbers depend on nothing else that runs; None if it went well,
-    else the last line it printed. torchrun's runs print for themselves."""
+    else its exit code and the last line it printed. torchrun's runs print for themselves."""
     environment, quiet = {**os.environ, 'OMP_NUM_THREADS': '1'}, scale.launcher[0] == sys.executable
     done = subprocess.run(command(options, seed, scale), capture_output=quiet, text=True, env=environment, check=False)
-    return None if done.returncode == 0 else (done.stderr or done.stdout or f'exit code {done.returncode}').splitlines()[-1]
+    last_line = (done.stderr or done.stdout or '').strip().rpartition('\n')[2]
+    return None if done.returncode == 0 else f'exit code {done.returncode}. {last_line}'
 
 
 def run_missing(names: Sequence[str], scale: Scale, jobs: int) -> int:
@@ -228,9 +233,10 @@ def run_missing(names: Sequence[str], scale: Scale, jobs: int) -> int:
             options, seed = waiting[future]
             done += cost(options).flops
             left = timedelta(seconds=round((time.monotonic() - start) * (total / done - 1)))
-            error = future.result()
-            failed += error is not None
-            text = f'FAILED: {error}' if error else f'test perplexity {finished(options, seed)["test_perplexity"]:.3f}'
+            if error := future.result():
+                failed, text = failed + 1, f'FAILED: {error}'
+            else:
+                text = f'test perplexity {finished(options, seed)["test_perplexity"]:.3f}'
             print(f'{n}/{len(missing)} {folder(options, seed)}: {text} | ETA {left}', flush=True)
     except KeyboardInterrupt:
         pool.shutdown(cancel_futures=True)
@@ -376,7 +382,7 @@ def draw_curves(found: list[Run]) -> plt.Figure:
     for axes, size, same in parts:
         for run in same:
             logs = [[(line['tokens'], line['loss']) for line in read_log(r) if 'lr' in line] for r in run.results]
-            tokens, loss = np.mean(logs, axis=0).T
+            tokens, loss = np.array(logs, dtype=float).mean(axis=0).T  # a skipped step's loss is None: nan, a gap in the line
             window = max(1, len(loss) // 10)
             axes.plot(tokens[window - 1:] / 1e6, np.convolve(loss, np.ones(window) / window, 'valid'), label=run.label)
         axes.set(xlabel='million tokens', ylabel='training loss, nats a token', title=size)
@@ -410,9 +416,8 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     summed over sublayers) after T = 1, ..., max_steps steps in every sublayer, and each sublayer's energy before every step,
     all others doing the steps they were trained with: attn and mlp, (layers, max_steps + 1)."""
     path = os.path.join(out_dir, 'energies.json')
-    if os.path.exists(path):
-        with open(path, encoding='utf-8') as file:
-            return json.load(file)
+    if found := read_json(path):
+        return found
     state = last_checkpoint(out_dir) or fail(f'{out_dir}: its checkpoint is gone; remove the folder to train it again')
     cfg = ModelConfig(**state['model_config'])
     model = Transformer(cfg)
@@ -428,7 +433,7 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     def energy(layer: Attention | MLP, given: Any, out: torch.Tensor) -> float:
         return float(layer.energy(layer.norm(out), layer.norm(given[0])).mean())
 
-    found: dict[str, Any] = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
+    found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
     for T in range(1, max_steps + 1):
         model.set_steps(T, T)
         found['perplexity'].append(perplexity(float(model(x, y)[1])))
@@ -653,7 +658,7 @@ def recursion_on_gp(sizes: int) -> str:
         return f'{start} {"| " * sizes}| not run: python synthetic_gp.py |'
     falls = np.diff(rmse) < 0  # (kernels, 3)
     two, four, eight = falls.sum(axis=0)
-    said = 'holds' if falls[:, 0].all() and not falls.all() else 'holds in part'
+    said = 'does not hold' if not falls[:, 0].any() else 'holds' if falls[:, 0].all() and not falls.all() else 'holds in part'
     return (f'{start} | T = 2 below 1, 4 below 2, 8 below 4 on {two}, {four}, {eight} of {len(kernels)} kernels '
             f'{"| " * (sizes - 1)}| {said} |')
 
