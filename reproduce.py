@@ -728,12 +728,10 @@ def main(argv: list[str]) -> None:
     if cfg.sizes:
         scale = replace(scale, sizes={s: o for s, o in scale.sizes.items() if s in cfg.sizes},
                         sweep_sizes={s: o for s, o in scale.sweep_sizes.items() if s in cfg.sizes})
-    for name in names:
-        if name not in (*FIGURES, 'all', 'claims'):
-            fail(f'{name}: no such figure; there are {", ".join(FIGURES)}, all, claims')
-        if name in FIGURES and cfg.scale not in FIGURES[name].scales:
-            fail(f'{name} has no scale={cfg.scale}')
-    figures = [f for f in FIGURES if (f in names or 'all' in names or not names) and cfg.scale in FIGURES[f].scales]
+    known = [name for name in FIGURES if cfg.scale in FIGURES[name].scales]
+    if unknown := [name for name in names if name not in (*known, 'all', 'claims')]:
+        fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(known)}, all, claims')
+    figures = [name for name in known if name in names or 'all' in names or not names]
     if cfg.list or not names:
         for name in figures:
             print(f'{name}: {FIGURES[name].title}')

@@ -115,6 +115,19 @@ def test_verdicts(kind, d, h, said):
     assert verdict(kind, d, h) == said
 
 
+@pytest.mark.parametrize(('curves', 'said'), [
+    ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 1)}, 'on 2, 2, 2 of 2 kernels | | holds in part |'),
+    ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 5)}, 'on 2, 2, 1 of 2 kernels | | holds |'),
+    ({'a': (4, 5, 2, 1)}, 'on 0, 1, 1 of 1 kernels | | does not hold |')])
+def test_recursion_on_gp(curves, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert reproduce.recursion_on_gp(2).endswith('| | | not run: python synthetic_gp.py |')
+    os.makedirs('results/gp')
+    rows = [f'CEM-T{2 ** n},{kernel},{rmse}' for kernel, curve in curves.items() for n, rmse in enumerate(curve)]
+    (tmp_path / 'results/gp/table.csv').write_text('\n'.join(['model,kernel,train_rmse', *rows]))
+    assert reproduce.recursion_on_gp(2).endswith(said)
+
+
 def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, capsys):
     nano = {'nano': SCALES['mini'].sizes['nano']}
     scale, done = replace(SCALES['mini'], sizes=nano, seeds=(1, 2)), []
@@ -146,6 +159,9 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
 
     (config,) = here.glob('out/reproduce/*attn=llama_mlp=llama_attn_steps=1_mlp_steps=1_seed=1/config.json')
     config.write_text(config.read_text().replace('"learning_rate": 0.016', '"learning_rate": 0.001'))
+    with pytest.raises(SystemExit, match='another learning_rate: remove it'):
+        reproduce.run_missing(['fig_attn'], scale, jobs=1)
+    (config.parent / 'result.json').unlink()  # a cut-off run is not taken on with other settings either
     with pytest.raises(SystemExit, match='another learning_rate: remove it'):
         reproduce.run_missing(['fig_attn'], scale, jobs=1)
 
