@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -301,17 +302,18 @@ def draw_bars(found: list[Run]) -> plt.Figure:
             for n, run in enumerate(block):
                 colour = COLOURS.get(run.label, f'C{labels.index(run.label)}')
                 x = g + (n - (len(block) - 1) / 2) * width
-                axes.bar(x, run.mean, width * 0.9, yerr=run.std, color=colour, capsize=3, label=run.label)
+                axes.bar(x, run.mean, width * 0.9, yerr=run.std or None, color=colour, capsize=3, label=run.label)
                 axes.annotate(f'{run.mean:.2f}', (x, run.mean + run.std), (0, 3), textcoords='offset points', ha='center',
                               fontsize=7)
         for run in same:
             if run.label == 'Llama':
                 axes.axhline(run.mean, color=COLOURS['Llama'], ls='--', label='Llama')
+                axes.axhspan(run.mean - run.std, run.mean + run.std, color=COLOURS['Llama'], alpha=0.15, zorder=0)
         values = [v for run in same for v in run.values]
         spread = max(values) - min(values)
         axes.set_ylim(min(values) - 0.25 * spread - 1e-3, max(values) + 0.3 * spread + 1e-3)
         axes.set(title=size, ylabel='test perplexity')
-        axes.set_xticks(range(len(groups)), [group.replace(' ', '\n', 1) for group in groups], fontsize=8)
+        axes.set_xticks(range(len(groups)), [textwrap.fill(group, 16) for group in groups], fontsize=8)
         legend(axes, ncols=2)
     return figure
 
@@ -537,9 +539,10 @@ def write(name: str, scale: Scale) -> None:
                              f'{r["val_perplexity"]:.4f}', f'{r["test_perplexity"]:.4f}'])
         llamas = [other for other in found if other.size == run.size and other.options.endswith(LLAMA)]
         llama = next((other for other in llamas if other.group == run.group), llamas[0] if llamas else None)
+        spread = f' ± {run.std:.3f}' if len(run.results) > 1 else ''
         relative = f'{100 * (run.mean / llama.mean - 1):+.1f}%' if llama else ''
         lines.append(f'| {run.size} | {run.group} | {run.label} | {run.results[0]["parameters"]:,} | '
-                     f'{run.results[0]["tokens"]:,} | {run.mean:.3f} ± {run.std:.3f} | {relative} | {len(run.results)} |')
+                     f'{run.results[0]["tokens"]:,} | {run.mean:.3f}{spread} | {relative} | {len(run.results)} |')
     figure = FIGURES[name].draw(found)
     figure.suptitle(FIGURES[name].title, fontsize=10)
     figure.tight_layout()
