@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -28,12 +29,11 @@ from typing import Any, Literal, NamedTuple
 import matplotlib
 import numpy as np
 import torch
-import torch.nn.functional as F
 from scipy.interpolate import Akima1DInterpolator
 from scipy.stats import t as student
 
 from configurator import build, fail, read_options
-from model import MLP, Attention, ModelConfig, Transformer, positions
+from model import MLP, Attention, ModelConfig, Transformer
 from prepare_slimpajama import ByteTokenizer, prepare_builtin, write_whole
 from train import BUILTIN, Pieces, TrainConfig, last_checkpoint, perplexity
 
@@ -43,28 +43,29 @@ import matplotlib.pyplot as plt
 LLAMA = '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1'
 
 
-def attn(T: int, P: str = 'diag', more: str = '') -> str:
+def attn(T: int, P: str = 'diag') -> str:
     """CEM attention of T steps with preconditioner P among Llama MLPs."""
-    return f'--attn=cem --mlp=llama --attn_steps={T} --mlp_steps=1 --preconditioner={P} {more}'.strip()
+    return f'--attn=cem --mlp=llama --attn_steps={T} --mlp_steps=1 --preconditioner={P}'
 
 
-def mlp(T: int, P: str = 'diag', more: str = '') -> str:
+def mlp(T: int, P: str = 'diag') -> str:
     """CEM MLPs of T steps with preconditioner P among Llama attention."""
-    return f'--attn=llama --mlp=cem --attn_steps=1 --mlp_steps={T} --preconditioner={P} {more}'.strip()
+    return f'--attn=llama --mlp=cem --attn_steps=1 --mlp_steps={T} --preconditioner={P}'
 
 
-def cem(T: int = 2, more: str = '') -> str:
+def cem(T: int) -> str:
     """All-CEM, the paper's full model."""
-    return f'--attn=cem --mlp=cem --attn_steps={T} --mlp_steps={T} --preconditioner=diag_lowrank {more}'.strip()
+    return f'--attn=cem --mlp=cem --attn_steps={T} --mlp_steps={T} --preconditioner=diag_lowrank'
 
 
 P_NAMES = {'none': 'no preconditioner', 'diag': 'diagonal', 'diag_lowrank': 'diagonal + low rank'}
-MATCHED, ALIBI, ROPE = '--mlp_match=params', '--positions=alibi', '--positions=rope --kq_diag=none --score_scale=head'
+MATCHED, ALIBI, ROPE = ' --mlp_match=params', ' --positions=alibi', ' --positions=rope --kq_diag=none --score_scale=head'
 
 
 @dataclass(frozen=True)
 class Scale:
     """Where the figures are run: common options of every run by model size, the learning-rate sweep, seeds, launcher."""
+    name: str
     sizes: dict[str, str]
     rates: tuple[float, ...]
     sweep_sizes: dict[str, str]  # further sizes of the sweep alone
@@ -74,9 +75,9 @@ class Scale:
 
 # The learning rate of a size is Llama's best of the sweep, as in the paper.
 SCALES = {
-    'mini': Scale({s: f'config/ladder.py --size={s} --learning_rate=0.016' for s in ('nano', 'micro')},
+    'mini': Scale('mini', {s: f'config/ladder.py --size={s} --learning_rate=0.016' for s in ('nano', 'micro')},
                   (0.004, 0.008, 0.016, 0.032, 0.064), {}, (1, 2, 3), (sys.executable,)),
-    'paper': Scale({s: f'--size={s} --learning_rate=0.002' for s in ('86m', '108m', '134m', '162m')},
+    'paper': Scale('paper', {s: f'--size={s} --learning_rate=0.002' for s in ('86m', '108m', '134m', '162m')},
                    (0.0005, 0.001, 0.002, 0.004, 0.008), {'256m': '--size=256m --learning_rate=0.002'}, (1,),
                    ('torchrun', '--nproc_per_node=8')),
 }
@@ -88,23 +89,18 @@ PAPER_GPU_HOURS = 10_000  # all of the paper's results (appendix, "Compute resou
 class Figure:
     """What a figure compares: group -> label -> options of train.py, at every size of the scale."""
     title: str
-    draw: Callable[[list['Cell']], plt.Figure]
+    draw: Callable[[list['Run']], plt.Figure]
     groups: dict[str, dict[str, str]]
     scales: tuple[str, ...] = ('mini', 'paper')
 
 
 class Run(NamedTuple):
-    """One bar, marker or line: at one size, trained once a seed."""
+    """One bar, marker or line: at one size, trained once a seed; `results` are those of its finished seeds."""
     size: str
     group: str
     label: str
     options: str
-
-
-class Cell(NamedTuple):
-    """A run and the results of its finished seeds."""
-    run: Run
-    results: list[dict[str, Any]]
+    results: Sequence[dict[str, Any]] = ()
 
     @property
     def values(self) -> list[float]:
@@ -152,37 +148,45 @@ def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     return train, build(ModelConfig, given)
 
 
-def finished(options: str, seed: int) -> dict[str, Any] | None:
-    """A run's result.json, None until it is finished. SystemExit if the folder's run had other settings: a config file or a
-    default has changed since."""
-    out_dir, read = folder(options, seed), {}
-    try:
-        for name in ('result.json', 'config.json'):
-            with open(os.path.join(out_dir, name), encoding='utf-8') as file:
-                read[name] = json.load(file)
-    except FileNotFoundError:
+def read_json(path: str) -> dict[str, Any] | None:
+    """None where there is no such file."""
+    if not os.path.exists(path):
         return None
-    train, model = (asdict(cfg) for cfg in configs(options))
-    saved = {**read['config.json']['train'], **read['config.json']['model']}
-    own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
-    if changed := [k for k, v in {**train, **model}.items() if k not in own and k in saved and saved[k] != v]:
-        fail(f'{out_dir} holds a run of another {", ".join(changed)}: remove it to train it anew')
-    return {**read['result.json'], 'seed': seed, 'out_dir': out_dir}
+    with open(path, encoding='utf-8') as file:
+        return json.load(file)
 
 
-def results_of(options: str, seeds: Iterable[int]) -> list[dict[str, Any]]:
+def finished(options: str, seed: int) -> dict[str, Any] | None:
+    """A run's result.json, None until it is finished. SystemExit if what the folder holds was begun with other settings: a
+    config file or a default has changed since."""
+    out_dir = folder(options, seed)
+    if config := read_json(f'{out_dir}/config.json'):
+        saved = {**config['train'], **config['model']}
+        train, model = map(asdict, configs(options))
+        own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
+        if changed := [k for k, v in {**train, **model}.items() if k not in own and k in saved and saved[k] != v]:
+            fail(f'{out_dir} holds a run of another {", ".join(changed)}: remove it to train it anew')
+    result = read_json(f'{out_dir}/result.json')
+    return result and {**result, 'seed': seed, 'out_dir': out_dir}
+
+
+def results_of(options: str, scale: Scale) -> list[dict[str, Any]]:
     """The results of a run's finished seeds."""
-    return [result for seed in seeds if (result := finished(options, seed))]
+    return [result for seed in scale.seeds if (result := finished(options, seed))]
 
 
-def cells(name: str, scale: Scale, seeds: Iterable[int]) -> list[Cell]:
-    """The finished part of a figure."""
-    found = [Cell(run, results_of(run.options, seeds)) for run in runs_of(name, scale)]
-    return [cell for cell in found if cell.results]
+def read_log(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines that a finished run logged."""
+    with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
+        return [json.loads(line) for line in file]
+
+
+def wanted(names: Iterable[str], scale: Scale) -> list[tuple[str, int]]:
+    """The options and seeds of all runs of these figures, each once, a seed after the other."""
+    return list(dict.fromkeys((run.options, seed) for seed in scale.seeds for name in names for run in runs_of(name, scale)))
 
 
 class Cost(NamedTuple):
-    parameters: int
     tokens: float
     flops: float  # of training
     disk: float  # bytes: three checkpoints of weights and AdamW's two moments, float32
@@ -195,7 +199,7 @@ def cost(options: str) -> Cost:
     with torch.device('meta'):
         model, llama = Transformer(cfg), Transformer(cfg.llama())
     tokens = train.tokens or train.tokens_per_param * llama.num_params()
-    return Cost(model.num_params(), tokens, tokens * model.flops_per_token(), 3 * 12 * model.num_params())
+    return Cost(tokens, tokens * model.flops_per_token(), 3 * 12 * model.num_params())
 
 
 def command(options: str, seed: int, scale: Scale) -> list[str]:
@@ -208,17 +212,18 @@ def command(options: str, seed: int, scale: Scale) -> list[str]:
 
 def do_run(options: str, seed: int, scale: Scale) -> str | None:
     """Do or finish one run, on one CPU thread, so that its numbers depend on nothing else that runs; None if it went well,
-    else the last line it printed. torchrun's runs print for themselves."""
+    else its exit code and the last line it printed. torchrun's runs print for themselves."""
     environment, quiet = {**os.environ, 'OMP_NUM_THREADS': '1'}, scale.launcher[0] == sys.executable
     done = subprocess.run(command(options, seed, scale), capture_output=quiet, text=True, env=environment, check=False)
-    return None if done.returncode == 0 else (done.stderr or done.stdout or f'exit code {done.returncode}').splitlines()[-1]
+    last_line = (done.stderr or done.stdout or '').strip().rpartition('\n')[2]
+    return None if done.returncode == 0 else f'exit code {done.returncode}. {last_line}'
 
 
-def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: int) -> int:
-    """All unfinished runs of these figures, a seed after the other; returns how many failed: they are named, the rest go on."""
-    wanted = dict.fromkeys((run.options, seed) for seed in seeds for name in names for run in runs_of(name, scale))
-    missing = [run for run in wanted if not finished(*run)]
-    print(f'{len(wanted)} runs, {len(wanted) - len(missing)} finished', flush=True)
+def run_missing(names: Sequence[str], scale: Scale, jobs: int) -> int:
+    """All unfinished runs of these figures; returns how many failed: they are named, the rest go on."""
+    runs = wanted(names, scale)
+    missing = [run for run in runs if not finished(*run)]
+    print(f'{len(runs)} runs, {len(runs) - len(missing)} finished', flush=True)
     if any('ladder' in options for options, _ in missing) and not os.path.exists(f'{BUILTIN}/meta.json'):
         prepare_builtin(BUILTIN)  # once, before runs side by side would
     total, done, failed, start = sum(cost(options).flops for options, _ in missing), 0.0, 0, time.monotonic()
@@ -229,9 +234,10 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
             options, seed = waiting[future]
             done += cost(options).flops
             left = timedelta(seconds=round((time.monotonic() - start) * (total / done - 1)))
-            error = future.result()
-            failed += error is not None
-            text = f'FAILED: {error}' if error else f'test perplexity {finished(options, seed)["test_perplexity"]:.3f}'
+            if error := future.result():
+                failed, text = failed + 1, f'FAILED: {error}'
+            else:
+                text = f'test perplexity {finished(options, seed)["test_perplexity"]:.3f}'
             print(f'{n}/{len(missing)} {folder(options, seed)}: {text} | ETA {left}', flush=True)
     except KeyboardInterrupt:
         pool.shutdown(cancel_futures=True)
@@ -239,7 +245,7 @@ def run_missing(names: Sequence[str], scale: Scale, seeds: Sequence[int], jobs: 
     return failed
 
 
-# Figures: what is drawn of the cells.
+# Figures: what is drawn of the runs.
 
 COLOURS = {**dict.fromkeys(('Llama', 'Llama, RoPE'), 'hotpink'), 'Llama, ALiBi': 'plum',
            **dict.fromkeys(('CEM MLP, parameter-matched', 'T = 1'), 'tab:orange'),
@@ -249,30 +255,33 @@ MARKERS = {'Llama': 'D', 'Llama, ALiBi': 'D', 'CEM MLP, parameter-matched': '^'}
 AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue', 'parameter-matched': 'mistyrose'}
 
 
-def by_size(found: list[Cell]) -> dict[str, list[Cell]]:
-    return {size: [c for c in found if c.run.size == size] for size in dict.fromkeys(c.run.size for c in found)}
+def grouped(runs: Iterable[Run], by: Literal['size', 'group']) -> dict[str, list[Run]]:
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(getattr(run, by), []).append(run)
+    return found
 
 
-def panels(found: list[Cell], columns: int = 0) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Cell]]]]:
-    """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes, size, its cells)."""
-    sizes = by_size(found)
+def panels(found: list[Run], columns: int = 0) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Run]]]]:
+    """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes, size, its runs)."""
+    sizes = grouped(found, 'size')
     shape, area = ((len(sizes), columns), (9, 3.4 * len(sizes))) if columns else ((1, len(sizes)), (5.2 * len(sizes), 4))
     figure, grid = plt.subplots(*shape, figsize=area, squeeze=False)
     return figure, ((axes, *item) for axes, item in zip(grid if columns else grid[0], sizes.items(), strict=True))
 
 
-def draw_scatter(found: list[Cell]) -> plt.Figure:
+def draw_scatter(found: list[Run]) -> plt.Figure:
     """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
-    for same in by_size(found).values():
-        llama = next((c for c in same if c.run.label == 'Llama'), None)
-        for cell in same:
-            x, y = cell.results[0]['parameters'] / 1e6, cell.mean
-            if llama and cell is not llama:
+    for same in grouped(found, 'size').values():
+        llama = next((run for run in same if run.label == 'Llama'), None)
+        for run in same:
+            x, y = run.results[0]['parameters'] / 1e6, run.mean
+            if llama and run is not llama:
                 axes.plot([llama.results[0]['parameters'] / 1e6, x], [llama.mean, y], color='lightgray', zorder=0)
-            axes.errorbar(x, y, cell.std, color=COLOURS[cell.run.label], marker=MARKERS.get(cell.run.label, 'o'), ms=8,
-                          capsize=3, ls='', label=cell.run.label)
-            axes.annotate(f'{cell.results[0]["tokens"] / 1e6:,.1f}M tokens', (x, y), (0, 9), textcoords='offset points',
+            axes.errorbar(x, y, run.std, color=COLOURS[run.label], marker=MARKERS.get(run.label, 'o'), ms=8,
+                          capsize=3, ls='', label=run.label)
+            axes.annotate(f'{run.results[0]["tokens"] / 1e6:,.1f}M tokens', (x, y), (0, 9), textcoords='offset points',
                           ha='center', fontsize=7)
     axes.set(xlabel='parameters (millions)', ylabel='test perplexity')
     axes.margins(0.15)
@@ -280,43 +289,42 @@ def draw_scatter(found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_bars(found: list[Cell]) -> plt.Figure:
+def draw_bars(found: list[Run]) -> plt.Figure:
     """A panel a size, a block of bars a group, a colour a label; Llama is the dashed line, as in the paper's 2c and 2d."""
     figure, parts = panels(found)
     for axes, size, same in parts:
-        bars = [c for c in same if c.run.label != 'Llama']
-        groups = list(dict.fromkeys(c.run.group for c in bars))
-        labels = list(dict.fromkeys(c.run.label for c in bars))
-        width = 0.8 / max((len([c for c in bars if c.run.group == g]) for g in groups), default=1)
-        for g, group in enumerate(groups):
-            mine = [c for c in bars if c.run.group == group]
+        bars = [run for run in same if run.label != 'Llama']
+        labels, groups = list(dict.fromkeys(run.label for run in bars)), grouped(bars, 'group')
+        width = 0.8 / max(map(len, groups.values()), default=1)
+        for g, (group, block) in enumerate(groups.items()):
             if group in AREAS:
                 axes.axvspan(g - 0.48, g + 0.48, color=AREAS[group], alpha=0.5, zorder=0)
-            for n, cell in enumerate(mine):
-                colour = COLOURS.get(cell.run.label, f'C{labels.index(cell.run.label)}')
-                x = g + (n - (len(mine) - 1) / 2) * width
-                axes.bar(x, cell.mean, width * 0.9, yerr=cell.std, color=colour, capsize=3, label=cell.run.label)
-                axes.annotate(f'{cell.mean:.2f}', (x, cell.mean + cell.std), (0, 3), textcoords='offset points', ha='center',
+            for n, run in enumerate(block):
+                colour = COLOURS.get(run.label, f'C{labels.index(run.label)}')
+                x = g + (n - (len(block) - 1) / 2) * width
+                axes.bar(x, run.mean, width * 0.9, yerr=run.std or None, color=colour, capsize=3, label=run.label)
+                axes.annotate(f'{run.mean:.2f}', (x, run.mean + run.std), (0, 3), textcoords='offset points', ha='center',
                               fontsize=7)
-        everything = [v for c in same for v in c.values]
-        for cell in same:
-            if cell.run.label == 'Llama':
-                axes.axhline(cell.mean, color=COLOURS['Llama'], ls='--', label='Llama')
-        spread = max(everything) - min(everything)
-        axes.set(ylim=(min(everything) - 0.25 * spread - 1e-3, max(everything) + 0.3 * spread + 1e-3), title=size,
-                 ylabel='test perplexity')
-        axes.set_xticks(range(len(groups)), [group.replace(' ', '\n', 1) for group in groups], fontsize=8)
+        for run in same:
+            if run.label == 'Llama':
+                axes.axhline(run.mean, color=COLOURS['Llama'], ls='--', label='Llama')
+                axes.axhspan(run.mean - run.std, run.mean + run.std, color=COLOURS['Llama'], alpha=0.15, zorder=0)
+        values = [v for run in same for v in run.values]
+        spread = max(values) - min(values)
+        axes.set_ylim(min(values) - 0.25 * spread - 1e-3, max(values) + 0.3 * spread + 1e-3)
+        axes.set(title=size, ylabel='test perplexity')
+        axes.set_xticks(range(len(groups)), [textwrap.fill(group, 16) for group in groups], fontsize=8)
         legend(axes, ncols=2)
     return figure
 
 
-def draw_sweep(found: list[Cell]) -> plt.Figure:
+def draw_sweep(found: list[Run]) -> plt.Figure:
     """Test perplexity against learning rate, Akima's curve through the means, stars at its optima (the paper's 3a)."""
     figure, axes = plt.subplots(figsize=(6, 4.5))
     lowest = []
-    for n, (size, same) in enumerate(by_size(found).items()):
+    for n, (size, same) in enumerate(grouped(found, 'size').items()):
         for label, colour in (('Llama', 'tab:orange'), ('CEM', 'tab:blue')):
-            points = sorted((float(c.run.group), c.mean, c.std) for c in same if c.run.label == label)
+            points = sorted((float(run.group), run.mean, run.std) for run in same if run.label == label)
             if len(points) < 2:
                 continue
             rates, means, stds = zip(*points, strict=True)
@@ -328,24 +336,24 @@ def draw_sweep(found: list[Cell]) -> plt.Figure:
             lowest.append(value)
     axes.set(xscale='log', xlabel='learning rate', ylabel='test perplexity')
     axes.set_ylim(0.95 * min(lowest, default=1), 1.5 * max(lowest, default=2))  # rates that diverge leave the picture
-    ticks = sorted({float(c.run.group) for c in found})
+    ticks = sorted({float(run.group) for run in found})
     axes.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
     axes.minorticks_off()
     legend(axes)
     return figure
 
 
-def draw_steps(found: list[Cell]) -> plt.Figure:
+def draw_steps(found: list[Run]) -> plt.Figure:
     """Test perplexity and mean energy against the number of steps at test time; a ring at the number trained with."""
     figure, parts = panels(found, columns=2)
     for row, size, same in parts:
-        for n, cell in enumerate(same):
-            inside = [look_inside(r['out_dir']) for r in cell.results]
+        for n, run in enumerate(same):
+            inside = [look_inside(r['out_dir']) for r in run.results]
             for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
                 values = np.array([i[key] for i in inside])
                 T, mean = np.arange(1, values.shape[1] + 1), values.mean(axis=0)
                 axes.errorbar(T, mean, values.std(axis=0, ddof=1) if len(values) > 1 else None, color=f'C{n}', marker='o', ms=4,
-                              capsize=2, label=f'trained with {cell.run.label}')
+                              capsize=2, label=f'trained with {run.label}')
                 trained = inside[0]['trained_steps']
                 axes.plot(trained, mean[trained - 1], 'o', ms=12, mfc='none', mec=f'C{n}')
                 axes.set(xlabel='T at test time', title=size)
@@ -355,7 +363,7 @@ def draw_steps(found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_energy(found: list[Cell]) -> plt.Figure:
+def draw_energy(found: list[Run]) -> plt.Figure:
     """The energy of every sublayer along its steps, less its value at the start; the trained T is the dashed line."""
     figure, parts = panels(found, columns=2)
     for row, size, same in parts:
@@ -370,18 +378,15 @@ def draw_energy(found: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_curves(found: list[Cell]) -> plt.Figure:
+def draw_curves(found: list[Run]) -> plt.Figure:
     """Training loss against tokens, mean over seeds, smoothed."""
     figure, parts = panels(found)
     for axes, size, same in parts:
-        for cell in same:
-            logs = []
-            for result in cell.results:
-                with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
-                    logs.append([(line['tokens'], line['loss']) for line in map(json.loads, file) if 'lr' in line])
-            tokens, loss = np.mean(logs, axis=0).T
+        for run in same:
+            logs = [[(line['tokens'], line['loss']) for line in read_log(r) if 'lr' in line] for r in run.results]
+            tokens, loss = np.array(logs, dtype=float).mean(axis=0).T  # a skipped step's loss is None: nan, a gap in the line
             window = max(1, len(loss) // 10)
-            axes.plot(tokens[window - 1:] / 1e6, np.convolve(loss, np.ones(window) / window, 'valid'), label=cell.run.label)
+            axes.plot(tokens[window - 1:] / 1e6, np.convolve(loss, np.ones(window) / window, 'valid'), label=run.label)
         axes.set(xlabel='million tokens', ylabel='training loss, nats a token', title=size)
         axes.grid(alpha=0.3)
         legend(axes)
@@ -390,8 +395,9 @@ def draw_curves(found: list[Cell]) -> plt.Figure:
 
 def legend(axes: plt.Axes, **options: Any) -> None:
     """Each label once."""
-    handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles.keys(), fontsize=7, **options)
+    handles, labels = axes.get_legend_handles_labels()
+    handle = dict(zip(labels, handles, strict=True))
+    axes.legend(handle.values(), handle.keys(), fontsize=7, **options)
 
 
 def akima_optimum(rates: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
@@ -412,9 +418,8 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     summed over sublayers) after T = 1, ..., max_steps steps in every sublayer, and each sublayer's energy before every step,
     all others doing the steps they were trained with: attn and mlp, (layers, max_steps + 1)."""
     path = os.path.join(out_dir, 'energies.json')
-    if os.path.exists(path):
-        with open(path, encoding='utf-8') as file:
-            return json.load(file)
+    if found := read_json(path):
+        return found
     state = last_checkpoint(out_dir) or fail(f'{out_dir}: its checkpoint is gone; remove the folder to train it again')
     cfg = ModelConfig(**state['model_config'])
     model = Transformer(cfg)
@@ -422,40 +427,36 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     data = Pieces(state['data_dir'], 'test', cfg.context_length)
     pieces = min(math.ceil(tokens / data.length), len(data))
     x, y = data.batch(np.linspace(0, len(data), pieces, endpoint=False).astype(int))
-    pos = positions(cfg, x.shape[1])
-
-    def descend(layer: Attention | MLP, x: torch.Tensor, steps: int) -> tuple[torch.Tensor, float]:
-        """A sublayer's output after `steps` steps, and the mean energy there."""
-        trained, layer.steps = layer.steps, steps
-        out, h = layer(x, pos) if isinstance(layer, Attention) else layer(x), layer.norm(x)
-        layer.steps = trained
-        return out, float(layer.energy(layer.norm(out), h).mean())
-
-    found: dict[str, Any] = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
-    for T in range(1, max_steps + 1):
-        stream, total = F.embedding(x, model.embedding), 0.0
-        for block in model.blocks:
-            for layer in (block.attn, block.mlp):
-                stream, energy = descend(layer, stream, T)
-                total += energy
-        logits = model.norm(stream) @ model.head.T
-        found['perplexity'].append(perplexity(float(F.cross_entropy(logits.flatten(0, 1), y.flatten()))))
-        found['energy'].append(total)
-    stream = F.embedding(x, model.embedding)
+    seen: dict[Attention | MLP, tuple[Any, torch.Tensor]] = {}  # what a sublayer was given last, and its output
     for block in model.blocks:
-        for kind in ('attn', 'mlp'):
-            layer = getattr(block, kind)
-            found[kind].append([descend(layer, stream, t)[1] for t in range(max_steps + 1)])
-            stream = descend(layer, stream, layer.steps)[0]
+        for layer in (block.attn, block.mlp):
+            layer.register_forward_hook(lambda layer, given, out: seen.update({layer: (given, out)}))
+
+    def energy(layer: Attention | MLP, given: Any, out: torch.Tensor) -> float:
+        return float(layer.energy(layer.norm(out), layer.norm(given[0])).mean())
+
+    found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
+    for T in range(1, max_steps + 1):
+        model.set_steps(T, T)
+        found['perplexity'].append(perplexity(float(model(x, y)[1])))
+        found['energy'].append(sum(energy(layer, *seen[layer]) for layer in seen))
+    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    model(x)
+    for layer, (given, _) in seen.items():
+        along = found['attn' if isinstance(layer, Attention) else 'mlp']
+        along.append([])
+        for t in range(max_steps + 1):
+            layer.steps = t
+            along[-1].append(energy(layer, given, layer.forward(*given)))  # .forward: nothing is seen
     write_whole(path, json.dumps(found).encode())
     return found
 
 
 FIGURES: dict[str, Figure] = {
     'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {
-        '': {'Llama': LLAMA, 'Llama, ALiBi': f'{LLAMA} {ALIBI}', 'CEM attention': attn(1, 'none')}}),
+        '': {'Llama': LLAMA, 'Llama, ALiBi': LLAMA + ALIBI, 'CEM attention': attn(1, 'none')}}),
     'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {
-        '': {'Llama': LLAMA, 'CEM MLP': mlp(1, 'none'), 'CEM MLP, parameter-matched': mlp(1, 'none', MATCHED)}}),
+        '': {'Llama': LLAMA, 'CEM MLP': mlp(1, 'none'), 'CEM MLP, parameter-matched': mlp(1, 'none') + MATCHED}}),
     'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {
         '': {'Llama': LLAMA}, **{f'T = {T}': {P_NAMES[P]: attn(T, P) for P in P_NAMES} for T in (1, 2)},
         'T = 3': {P_NAMES['diag']: attn(3)}}),
@@ -465,52 +466,65 @@ FIGURES: dict[str, Figure] = {
     'fig_lr': Figure('Learning rate: Llama, and all-CEM with T = 2, diagonal + low rank', draw_sweep, {
         '': {'Llama': LLAMA, 'CEM': cem(2)}}),
     'fig_kq_diag': Figure('The diagonal of A_k: CEM attention, T = 1, diagonal preconditioner', draw_bars, {
-        '': {'Llama': LLAMA},
-        **{k: {'CEM attention': attn(1, 'diag', more)} for k, more in {
-            'none': '--kq_diag=none', 'shared': '', 'per head': '--kq_diag=per_head'}.items()}}),
+        '': {'Llama': LLAMA}, 'none': {'CEM attention': attn(1) + ' --kq_diag=none'}, 'shared': {'CEM attention': attn(1)},
+        'per head': {'CEM attention': attn(1) + ' --kq_diag=per_head'}}),
     'fig_reuse_mlp': Figure('MLP: recursion within a layer against plain reuse of it', draw_bars, {
-        'plain reuse': {'T = 1': LLAMA, 'T = 2': f'{LLAMA} --mlp_steps=2'},
+        'plain reuse': {'T = 1': LLAMA, 'T = 2': LLAMA + ' --mlp_steps=2'},
         'dimension-matched': {'T = 1': mlp(1), 'T = 2': mlp(2)},
-        'parameter-matched': {'T = 1': mlp(1, 'diag', MATCHED), 'T = 2': mlp(2, 'diag', MATCHED)}}),
+        'parameter-matched': {'T = 1': mlp(1) + MATCHED, 'T = 2': mlp(2) + MATCHED}}),
     'fig_reuse_attn': Figure('Attention: recursion within a layer against plain reuse of it', draw_bars, {
-        'plain reuse': {'T = 1': LLAMA, 'T = 2': f'{LLAMA} --attn_steps=2'},
+        'plain reuse': {'T = 1': LLAMA, 'T = 2': LLAMA + ' --attn_steps=2'},
         'dimension-matched': {'T = 1': attn(1), 'T = 2': attn(2)}}),
     'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
         '': {f'T = {T}': cem(T) for T in (1, 2, 3)}}),
     'fig_energy': Figure('Energy along the steps of each layer, all-CEM, T = 2', draw_energy, {'': {'CEM': cem(2)}}),
     'fig_rope': Figure('CEM attention: exact RoPE against ALiBi with a shared diagonal', draw_bars, {
         '': {'Llama': LLAMA},
-        **{f'T = {T}': {'ALiBi, shared diagonal': attn(T), 'exact RoPE': attn(T, 'diag', ROPE)} for T in (1, 2)}}),
+        **{f'T = {T}': {'ALiBi, shared diagonal': attn(T), 'exact RoPE': attn(T) + ROPE} for T in (1, 2)}}),
     'fig_exact': Figure('The whole gradient against Algorithm 1, CEM attention', draw_bars, {
         '': {'Llama': LLAMA},
-        **{f'T = {T}': {'Algorithm 1': attn(T), 'exact update': attn(T, 'diag', '--exact_update')} for T in (1, 2)}}),
+        **{f'T = {T}': {'Algorithm 1': attn(T), 'exact update': attn(T) + ' --exact_update'} for T in (1, 2)}}),
     'fig_choices': Figure('Scale of the scores and start of the residual', draw_bars, {
         '': {'Llama': LLAMA},
-        **{f'attention, T = {T}': {'Algorithm 1': attn(T), 'score_scale=head': attn(T, 'diag', '--score_scale=head'),
-                                   'residual=raw': attn(T, 'diag', '--residual=raw')} for T in (1, 2)},
-        **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T, 'diag', '--residual=raw')} for T in (1, 2)}}),
+        **{f'attention, T = {T}': {'Algorithm 1': attn(T), 'score_scale=head': attn(T) + ' --score_scale=head',
+                                   'residual=raw': attn(T) + ' --residual=raw'} for T in (1, 2)},
+        **{f'MLP, T = {T}': {'Algorithm 1': mlp(T), 'residual=raw': mlp(T) + ' --residual=raw'} for T in (1, 2)}}),
     'fig_heads': Figure("Heads: ALiBi's slopes 2^(-8k/K) begin flat where K is small (CEM attention, T = 1)", draw_bars, {
-        f'{K} heads': {'Llama, RoPE': f'{more}{LLAMA}', 'Llama, ALiBi': f'{more}{LLAMA} {ALIBI}',
-                       'CEM attention, ALiBi': f'{more}{attn(1)}'}
-        for K, more in ((2, '--n_head=2 '), (4, '--n_head=4 '), (8, ''))}, ('mini',)),
+        f'{K} heads': {'Llama, RoPE': heads + LLAMA, 'Llama, ALiBi': heads + LLAMA + ALIBI,
+                       'CEM attention, ALiBi': heads + attn(1)}
+        for K, heads in ((2, '--n_head=2 '), (4, '--n_head=4 '), (8, ''))}, ('mini',)),
     'fig_remedies': Figure('Where T = 2 did not help: half the learning rate, twice the tokens, half the step', draw_bars, {
-        remedy: {f'{f.__name__}, T = {T}': f'{f(T)}{more.format(f.__name__)}' for f in (attn, mlp) for T in (1, 2)}
+        remedy: {'attn, T = 1': attn(1) + more, 'attn, T = 2': attn(2) + more,
+                 'mlp, T = 1': mlp(1) + more.replace('attn', 'mlp'), 'mlp, T = 2': mlp(2) + more.replace('attn', 'mlp')}
         for remedy, more in (('as in the other figures', ''), ('half the rate', ' --learning_rate=0.008'),
-                             ('twice the tokens', ' --tokens_per_param=40'),
-                             ('half the step', ' --{}_step_size=0.5'))}, ('mini',)),
+                             ('twice the tokens', ' --tokens_per_param=40'), ('half the step', ' --attn_step_size=0.5'))},
+        ('mini',)),
     'fig_init': Figure('Initial weights N(0, sigma^2), and where the diagonal starts', draw_bars, {
         '': {'Llama': LLAMA},
-        **{kind: {'0.02': f'{options} --init_std=0.02', 'default': options, '0.2': f'{options} --init_std=0.2'}
+        **{kind: {'0.02': options + ' --init_std=0.02', 'default': options, '0.2': options + ' --init_std=0.2'}
            for kind, options in (('Llama, sigma', LLAMA), ('all-CEM, sigma', cem(2)))},
-        'all-CEM, d_k': {'d_k from 0': cem(2), 'd_k from 1': cem(2, '--kq_diag_init=1')}}, ('mini',)),
+        'all-CEM, d_k': {'d_k from 0': cem(2), 'd_k from 1': cem(2) + ' --kq_diag_init=1'}}, ('mini',)),
     'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
         '': {'Llama': LLAMA, **{f'CEM, T = {T}': cem(T) for T in (1, 2, 3)}}}),
 }
 
 
-def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
-    """results/<scale>/<figure>.png, .csv (a line a run) and .md (a line a cell)."""
-    found = cells(name, scale, seeds)
+def save(scale: Scale, name: str, data: bytes) -> None:
+    """A file of results/<scale>/."""
+    os.makedirs(f'results/{scale.name}', exist_ok=True)
+    write_whole(f'results/{scale.name}/{name}', data)
+
+
+def save_table(scale: Scale, name: str, lines: list[str]) -> None:
+    """A Markdown file of results/<scale>/, printed as well."""
+    save(scale, name, '\n'.join([*lines, '']).encode())
+    print('\n'.join(lines), flush=True)
+
+
+def write(name: str, scale: Scale) -> None:
+    """results/<scale>/<figure>.png, .csv (a line a seed) and .md (a line a run)."""
+    every = [run._replace(results=results_of(run.options, scale)) for run in runs_of(name, scale)]
+    found = [run for run in every if run.results]
     if not found:
         print(f'{name}: no run is finished')
         return
@@ -519,46 +533,44 @@ def write(name: str, scale_name: str, scale: Scale, seeds: Sequence[int]) -> Non
     writer.writerow(['size', 'group', 'model', 'options', 'parameters', 'tokens', 'seed', 'val_perplexity', 'test_perplexity'])
     lines = [f'{FIGURES[name].title}. Test perplexity, mean ± standard deviation over seeds.', '',
              '| size | group | model | parameters | tokens | test perplexity | to Llama | seeds |', '|' + '---|' * 8]
-    for cell in found:
-        run, first = cell.run, cell.results[0]
-        for r in cell.results:
+    for run in found:
+        for r in run.results:
             writer.writerow([run.size, run.group, run.label, run.options, r['parameters'], r['tokens'], r['seed'],
                              f'{r["val_perplexity"]:.4f}', f'{r["test_perplexity"]:.4f}'])
-        llamas = [c for c in found if c.run.size == run.size and c.run.options.endswith(LLAMA)]
-        llama = next((c for c in llamas if c.run.group == run.group), llamas[0] if llamas else None)
-        relative = f'{100 * (cell.mean / llama.mean - 1):+.1f}%' if llama else ''
-        lines.append(f'| {run.size} | {run.group} | {run.label} | {first["parameters"]:,} | {first["tokens"]:,} | '
-                     f'{cell.mean:.3f} ± {cell.std:.3f} | {relative} | {len(cell.results)} |')
+        llamas = [other for other in found if other.size == run.size and other.options.endswith(LLAMA)]
+        llama = next((other for other in llamas if other.group == run.group), llamas[0] if llamas else None)
+        spread = f' ± {run.std:.3f}' if len(run.results) > 1 else ''
+        relative = f'{100 * (run.mean / llama.mean - 1):+.1f}%' if llama else ''
+        lines.append(f'| {run.size} | {run.group} | {run.label} | {run.results[0]["parameters"]:,} | '
+                     f'{run.results[0]["tokens"]:,} | {run.mean:.3f}{spread} | {relative} | {len(run.results)} |')
     figure = FIGURES[name].draw(found)
     figure.suptitle(FIGURES[name].title, fontsize=10)
     figure.tight_layout()
     figure.savefig(image, format='png', dpi=100)
     plt.close(figure)
-    os.makedirs(f'results/{scale_name}', exist_ok=True)
-    markdown = '\n'.join([*lines, ''])
-    for ending, data in (('csv', text.getvalue().encode()), ('md', markdown.encode()), ('png', image.getvalue())):
-        write_whole(f'results/{scale_name}/{name}.{ending}', data)
-    print('\n'.join(lines), flush=True)
+    save(scale, f'{name}.csv', text.getvalue().encode())
+    save(scale, f'{name}.png', image.getvalue())
+    save_table(scale, f'{name}.md', lines)
 
 
 # Claims: the paper's findings as comparisons of test perplexity, A against B.
 
 class Test(NamedTuple):
     """`kind` is what is claimed of A's mean test perplexity against B's: better, worse; no better: by less than 1%; close: at
-    most 2% worse; alike: within 2% either way."""
+    most 2% worse; alike: within 2% either way. Or higher: of A's best learning rate; none: of A's spikes and skipped steps."""
     text: str
-    kind: Literal['better', 'worse', 'no better', 'close', 'alike']
+    kind: Literal['better', 'worse', 'no better', 'close', 'alike', 'higher', 'none']
     A: str
-    B: str
+    B: str = ''
 
 
 CLAIMS: dict[str, tuple[str, list[Test]]] = {
     'a': ('CEM attention, T = 1: close to Llama with half the attention weights', [
         Test('CEM attention against Llama', 'close', attn(1, 'none'), LLAMA),
-        Test('CEM attention against Llama with ALiBi', 'close', attn(1, 'none'), f'{LLAMA} {ALIBI}')]),
+        Test('CEM attention against Llama with ALiBi', 'close', attn(1, 'none'), LLAMA + ALIBI)]),
     'b': ('CEM MLP, T = 1: worse dimension-matched, a little better parameter-matched', [
         Test('CEM MLP, same width, against Llama', 'worse', mlp(1, 'none'), LLAMA),
-        Test('CEM MLP, same parameters, against Llama', 'better', mlp(1, 'none', MATCHED), LLAMA)]),
+        Test('CEM MLP, same parameters, against Llama', 'better', mlp(1, 'none') + MATCHED, LLAMA)]),
     'c': ('T = 2 beats T = 1 for both; attention at T = 2 can beat Llama', [
         Test('attention, T = 2 against 1', 'better', attn(2), attn(1)), Test('MLP, T = 2 against 1', 'better', mlp(2), mlp(1)),
         Test('attention, T = 2, against Llama', 'better', attn(2), LLAMA)]),
@@ -569,146 +581,125 @@ CLAIMS: dict[str, tuple[str, list[Test]]] = {
         Test(f'{kind}, T = {T}, {P_NAMES[P]} against none', 'alike', layer(T, P), layer(T, 'none'))
         for kind, layer in (('attention', attn), ('MLP', mlp)) for T in (1, 2) for P in ('diag', 'diag_lowrank')]),
     'f': ('a diagonal in A_k is essential; one shared by the heads is close to one per head', [
-        Test('shared against none', 'better', attn(1), attn(1, 'diag', '--kq_diag=none')),
-        Test('shared against per head', 'close', attn(1), attn(1, 'diag', '--kq_diag=per_head'))]),
+        Test('shared against none', 'better', attn(1), attn(1) + ' --kq_diag=none'),
+        Test('shared against per head', 'close', attn(1), attn(1) + ' --kq_diag=per_head')]),
     'g': ('plain layer reuse gives little or nothing, recursion within the layer does', [
-        Test('Llama, MLP twice against once', 'no better', f'{LLAMA} --mlp_steps=2', LLAMA),
-        Test('Llama, attention twice against once', 'no better', f'{LLAMA} --attn_steps=2', LLAMA),
-        Test('CEM MLP, same parameters, T = 2 against 1', 'better', mlp(2, 'diag', MATCHED), mlp(1, 'diag', MATCHED))]),
+        Test('Llama, MLP twice against once', 'no better', LLAMA + ' --mlp_steps=2', LLAMA),
+        Test('Llama, attention twice against once', 'no better', LLAMA + ' --attn_steps=2', LLAMA),
+        Test('CEM MLP, same parameters, T = 2 against 1', 'better', mlp(2) + MATCHED, mlp(1) + MATCHED)]),
     'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer parameters', [
-        Test('all-CEM against Llama', 'close', cem(2), LLAMA)]),
+        Test('all-CEM against Llama', 'close', cem(2), LLAMA), Test('loss spikes and skipped steps', 'none', cem(2))]),
+    'i': ('CEM prefers a higher learning rate', [
+        Test('best rate, all-CEM over Llama', 'higher', cem(2), LLAMA)]),
+    'j': ('deeper recursion helps, not monotonically', []),  # synthetic_gp.py's
     'k': ('exact RoPE against ALiBi with a diagonal, in CEM attention (ours)', [
-        Test(f'T = {T}, exact RoPE against ALiBi', 'better', attn(T, 'diag', ROPE), attn(T)) for T in (1, 2)]),
+        Test(f'T = {T}, exact RoPE against ALiBi', 'better', attn(T) + ROPE, attn(T)) for T in (1, 2)]),
 }
 
 
-def half_width(a: Sequence[float], b: Sequence[float]) -> float:
-    """Of the 95% interval of mean a less mean b (Student's t, equal variances); infinite with one seed each."""
-    n = len(a) + len(b) - 2
-    if n == 0:
-        return math.inf
-    pooled = sum((len(v) - 1) * statistics.variance(v) for v in (a, b) if len(v) > 1) / n
-    return student.ppf(0.975, n) * math.sqrt(pooled * (1 / len(a) + 1 / len(b)))
-
-
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Mean of a over mean of b, less one, and the half-width of its 95% interval, mean b taken as it is."""
-    return statistics.fmean(a) / statistics.fmean(b) - 1, half_width(a, b) / statistics.fmean(b)
+    """Mean a less mean b, and the half-width of its 95% interval (Student's t, equal variances), infinite with a seed each."""
+    d, n = statistics.fmean(a) - statistics.fmean(b), len(a) + len(b) - 2
+    if n == 0:
+        return d, math.inf
+    pooled = sum(len(v) * statistics.pvariance(v) for v in (a, b)) / n
+    return d, student.ppf(0.975, n) * math.sqrt(pooled * (1 / len(a) + 1 / len(b)))
 
 
 def verdict(kind: str, d: float, h: float) -> str:
-    """What a relative difference d, 95% sure within +- h, says of a claim."""
+    """What a difference d, 95% sure within +- h, says of a claim."""
     low, high = d - h, d + h
     holds, fails = {
         'better': (high < 0, low > 0), 'worse': (low > 0, high < 0), 'no better': (low > -0.01, high < -0.01),
-        'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02)}[kind]
+        'close': (high < 0.02, low > 0.02), 'alike': (max(-low, high) < 0.02, low > 0.02 or high < -0.02),
+        'higher': (low > 0, high < 0)}[kind]
     return 'holds' if holds else 'does not hold at this scale' if fails else 'within noise'
 
 
-def joint(verdicts: Iterable[str]) -> str:
-    """One verdict for several sizes: theirs where they agree, else both."""
-    return ' / '.join(dict.fromkeys(verdicts))
+def compare(test: Test, base: str, scale: Scale) -> tuple[str, str]:
+    """A test at the size of options `base`: what stands in its column, and the verdict ('' where a side is not run)."""
+    a, b = ([r['test_perplexity'] for r in results_of(canonical(f'{base} {side}'), scale)] for side in (test.A, test.B))
+    if not (a and b):
+        return 'not run', ''
+    d, h = (x / statistics.fmean(b) for x in difference(a, b))
+    return f'{100 * d:+.1f} ± {100 * h:.1f}%', verdict(test.kind, d, h)
 
 
-def claims(scale_name: str, scale: Scale, seeds: Sequence[int]) -> None:
-    """results/<scale>/claims.md: every claim with its numbers, as far as the runs are finished."""
-    sizes = list(scale.sizes)
-    lines = ['Mean test perplexity of A over that of B, less one, with its 95% interval over seeds (Student). "No better": by '
-             'less than 1%; "close": at most 2% worse; "alike": within 2% either way.', '',
-             f'| | claim | A against B | {" | ".join(sizes)} | |', '|' + '---|' * (len(sizes) + 4)]
-    for key, (text, tests) in CLAIMS.items():
-        for n, test in enumerate(tests):
-            row, verdicts = [], []
-            for base in scale.sizes.values():
-                a, b = ([r['test_perplexity'] for r in results_of(canonical(f'{base} {options}'), seeds)]
-                        for options in (test.A, test.B))
-                if a and b:
-                    d, h = difference(a, b)
-                    verdicts.append(verdict(test.kind, d, h))
-                    row.append(f'{100 * d:+.1f} ± {100 * h:.1f}%')
-                else:
-                    row.append('not run')
-            first = (key, text) if n == 0 else ('', '')
-            lines.append(f'| {" | ".join([*first, f"{test.text} ({test.kind})", *row, joint(verdicts)])} |')
-        if key == 'h':
-            lines.append(stability(scale, seeds))
-            lines += higher_rate(scale, seeds)
-            lines.append(recursion_on_gp(len(sizes)))
-    os.makedirs(f'results/{scale_name}', exist_ok=True)
-    write_whole(f'results/{scale_name}/claims.md', '\n'.join([*lines, '']).encode())
-    print('\n'.join(lines), flush=True)
+def compare_rates(test: Test, base: str, scale: Scale) -> tuple[str, str]:
+    """The same of the best learning rates, each Akima's optimum of a seed's sweep."""
+    logs: list[list[float]] = [[], []]
+    for values, side in zip(logs, (test.A, test.B), strict=True):
+        for seed in scale.seeds:
+            sweep = [finished(canonical(f'{base} {side} --learning_rate={rate:g}'), seed) for rate in scale.rates]
+            if all(sweep):
+                values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
+    if not all(logs):
+        return 'not run', ''
+    d, h = difference(*logs)
+    a, b = (math.exp(statistics.fmean(v)) for v in logs)
+    return f'{a:.4f} / {b:.4f} = {math.exp(d):.2f} (x or / {math.exp(h):.2f})', verdict(test.kind, d, h)
 
 
-def stability(scale: Scale, seeds: Sequence[int]) -> str:
-    """Claim h's other half: loss spikes and skipped steps of all-CEM runs."""
-    row, total = [], 0
-    for base in scale.sizes.values():
-        events = steps = 0
-        for result in results_of(canonical(f'{base} {cem(2)}'), seeds):
-            with open(os.path.join(result['out_dir'], 'log.jsonl'), encoding='utf-8') as file:
-                log = [json.loads(line) for line in file]
-            events, steps = events + sum('event' in line for line in log), steps + log[-1]['step']
-        row.append(f'{events} in {steps:,} steps' if steps else 'not run')
-        total += events
-    said = 'does not hold at this scale' if total else '' if 'not run' in row else 'holds'
-    return f'| | | loss spikes and skipped steps (none) | {" | ".join(row)} | {said} |'
+def count_events(test: Test, base: str, scale: Scale) -> tuple[str, str]:
+    """The same of A's loss spikes and skipped steps."""
+    logs = [read_log(result) for result in results_of(canonical(f'{base} {test.A}'), scale)]
+    if not logs:
+        return 'not run', ''
+    events, steps = sum('event' in line for log in logs for line in log), sum(log[-1]['step'] for log in logs)
+    return f'{events} in {steps:,} steps', 'does not hold at this scale' if events else 'holds'
 
 
-def higher_rate(scale: Scale, seeds: Sequence[int]) -> list[str]:
-    """Claim i: the best learning rate of all-CEM over Llama's, each Akima's optimum of a seed's sweep."""
-    row, verdicts = [], []
-    for base in scale.sizes.values():
-        logs: list[list[float]] = [[], []]
-        for values, options in zip(logs, (cem(2), LLAMA), strict=True):
-            for seed in seeds:
-                swept = [canonical(f'{base} {options} --learning_rate={rate:g}') for rate in scale.rates]
-                if all(sweep := [finished(o, seed) for o in swept]):
-                    values.append(math.log(akima_optimum(scale.rates, [r['test_perplexity'] for r in sweep])[0]))
-        if not all(logs):
-            row.append('not run')
-            continue
-        d, h = statistics.fmean(logs[0]) - statistics.fmean(logs[1]), half_width(*logs)
-        verdicts.append('holds' if d > h else 'does not hold at this scale' if d < -h else 'within noise')
-        best = [math.exp(statistics.fmean(v)) for v in logs]
-        row.append(f'{best[0]:.4f} / {best[1]:.4f} = {math.exp(d):.2f} (x or / {math.exp(h):.2f})')
-    return [f'| i | CEM prefers a higher learning rate | best rate, all-CEM over Llama (higher) | {" | ".join(row)} | '
-            f'{joint(verdicts)} |']
-
-
-def recursion_on_gp(columns: int) -> str:
+def recursion_on_gp(sizes: int) -> str:
     """Claim j, from synthetic_gp.py's table."""
-    start = '| j | deeper recursion helps, not monotonically | train RMSE of the Gaussian-process table'
+    start = f'| j | {CLAIMS["j"][0]} | train RMSE of the Gaussian-process table'
     try:
         with open('results/gp/table.csv', encoding='utf-8') as file:
             train = {(r['kernel'], r['model']): float(r['train_rmse']) for r in csv.DictReader(file)}
-    except FileNotFoundError:
-        return f'{start} {"| " * columns}| not run: python synthetic_gp.py |'
-    kernels = [k for k in dict.fromkeys(kernel for kernel, _ in train) if all((k, f'CEM-T{T}') in train for T in (1, 2, 4, 8))]
-    falls = [[train[k, f'CEM-T{T}'] > train[k, f'CEM-T{2 * T}'] for T in (1, 2, 4)] for k in kernels]
-    counts = [sum(fall[n] for fall in falls) for n in range(3)]
-    said = 'holds' if counts[0] == len(kernels) and not all(map(all, falls)) else 'holds in part'
-    return (f'{start} | T = 2 below 1, 4 below 2, 8 below 4 on {counts[0]}, {counts[1]}, {counts[2]} of {len(kernels)} kernels '
-            f'{"| " * (columns - 1)}| {said} |')
+        kernels = dict.fromkeys(kernel for kernel, _ in train)
+        rmse = np.array([[train[kernel, f'CEM-T{T}'] for T in (1, 2, 4, 8)] for kernel in kernels])
+    except (FileNotFoundError, KeyError):  # no table, or one of other models
+        return f'{start} {"| " * sizes}| not run: python synthetic_gp.py |'
+    falls = np.diff(rmse) < 0  # (kernels, 3)
+    two, four, eight = falls.sum(axis=0)
+    said = 'does not hold' if not falls[:, 0].any() else 'holds' if falls[:, 0].all() and not falls.all() else 'holds in part'
+    return (f'{start} | T = 2 below 1, 4 below 2, 8 below 4 on {two}, {four}, {eight} of {len(kernels)} kernels '
+            f'{"| " * (sizes - 1)}| {said} |')
 
 
-def plan(names: Sequence[str], scale: Scale, seeds: Sequence[int]) -> None:
+def claims(scale: Scale) -> None:
+    """results/<scale>/claims.md: every claim with its numbers, as far as the runs are finished."""
+    lines = ['Mean test perplexity of A over that of B, less one, with its 95% interval over seeds (Student). "No better": by '
+             'less than 1%; "close": at most 2% worse; "alike": within 2% either way.', '',
+             f'| | claim | A against B | {" | ".join(scale.sizes)} | |', '|' + '---|' * (len(scale.sizes) + 4)]
+    for key, (text, tests) in CLAIMS.items():
+        if key == 'j':
+            lines.append(recursion_on_gp(len(scale.sizes)))
+        for n, test in enumerate(tests):
+            answer = {'higher': compare_rates, 'none': count_events}.get(test.kind, compare)
+            answers = [answer(test, base, scale) for base in scale.sizes.values()]
+            said = ' / '.join(dict.fromkeys(said for _, said in answers if said))  # what the sizes say, once where they agree
+            first = (key, text) if n == 0 else ('', '')
+            lines.append(f'| {" | ".join([*first, f"{test.text} ({test.kind})", *(cell for cell, _ in answers), said])} |')
+    save_table(scale, 'claims.md', lines)
+
+
+def plan(names: Sequence[str], scale: Scale) -> None:
     """The commands of a scale's unfinished runs, and what all its runs take on A100s at a stated utilisation."""
-    counted: dict[tuple[str, int], Cost] = {}
-    lines = ['| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |', '|---|---|---|---|---|---|---|']
-
-    def line(name: str, n: int, costs: list[Cost]) -> str:
-        flops = sum(c.flops for c in costs)
-        return (f'| {name} | {n} | {len(costs)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | {flops:.2e} | '
-                f'{flops / MFU / A100_FLOPS / 3600:,.0f} | {sum(c.disk for c in costs) / 1e9:,.0f} GB |')
+    rows, counted = [], []
     for name in names:
-        runs = dict.fromkeys((run.options, seed) for seed in seeds for run in runs_of(name, scale))
-        new = {run: cost(run[0]) for run in runs if run not in counted}
-        counted |= new
-        lines.append(line(name, len(runs), list(new.values())))
+        runs = wanted([name], scale)
+        new = [run for run in runs if run not in counted]
+        rows.append((name, len(runs), new))
+        counted += new
     for options, seed in counted:
         if not finished(options, seed):
             print(' '.join(command(options, seed, scale)))
-    print('\n'.join(['', *lines, line('all', len(counted), list(counted.values()))]))
+    print('\n| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |\n|---|---|---|---|---|---|---|')
+    for name, n, new in [*rows, ('all', len(counted), counted)]:
+        costs = [cost(options) for options, _ in new]
+        flops = sum(c.flops for c in costs)
+        print(f'| {name} | {n} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | {flops:.2e} | '
+              f'{flops / MFU / A100_FLOPS / 3600:,.0f} | {sum(c.disk for c in costs) / 1e9:,.0f} GB |')
     print(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}; a run that figures share is counted '
           f'once. The paper: on the order of {PAPER_GPU_HOURS:,} GPU-hours for all its results.')
 
@@ -724,12 +715,11 @@ class ReproduceConfig:
     list: bool = False  # print the runs and whether they are finished, and do nothing
 
     def __post_init__(self) -> None:
-        scale = SCALES[self.scale]
-        self.seeds = scale.seeds if self.seeds is None else self.seeds
-        self.jobs = self.jobs if self.jobs is not None else (os.cpu_count() or 1) if self.scale == 'mini' else 1
-        if self.jobs < 1 or not self.seeds:
-            raise ValueError(f'jobs={self.jobs}, seeds={self.seeds}: expected at least one of each')
-        known = {**scale.sizes, **scale.sweep_sizes}
+        if self.jobs is None:
+            self.jobs = (os.cpu_count() or 1) if self.scale == 'mini' else 1
+        if self.jobs < 1:
+            raise ValueError(f'jobs={self.jobs}: expected at least 1')
+        known = {**SCALES[self.scale].sizes, **SCALES[self.scale].sweep_sizes}
         if unknown := [size for size in self.sizes or () if size not in known]:
             raise ValueError(f'sizes={",".join(unknown)}: scale={self.scale} has {", ".join(known)}')
 
@@ -737,32 +727,29 @@ class ReproduceConfig:
 def main(argv: list[str]) -> None:
     names = [a for a in argv if not a.startswith('-')]
     cfg = build(ReproduceConfig, read_options([a for a in argv if a.startswith('-')], ReproduceConfig))
-    scale = SCALES[cfg.scale]
+    scale = replace(SCALES[cfg.scale], seeds=cfg.seeds or SCALES[cfg.scale].seeds)
     if cfg.sizes:
         scale = replace(scale, sizes={s: o for s, o in scale.sizes.items() if s in cfg.sizes},
                         sweep_sizes={s: o for s, o in scale.sweep_sizes.items() if s in cfg.sizes})
-    for name in names:
-        if name not in (*FIGURES, 'all', 'claims'):
-            fail(f'{name}: no such figure; there are {", ".join(FIGURES)}, all, claims')
-        if name in FIGURES and cfg.scale not in FIGURES[name].scales:
-            fail(f'{name} has no scale={cfg.scale}')
-    figures = [f for f in FIGURES if (f in names or 'all' in names or not names) and cfg.scale in FIGURES[f].scales]
+    known = [name for name in FIGURES if cfg.scale in FIGURES[name].scales]
+    if unknown := [name for name in names if name not in (*known, 'all', 'claims')]:
+        fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(known)}, all, claims')
+    figures = [name for name in known if name in names or 'all' in names or not names]
     if cfg.list or not names:
         for name in figures:
             print(f'{name}: {FIGURES[name].title}')
             for run in runs_of(name, scale):
-                done = sum(finished(run.options, seed) is not None for seed in cfg.seeds)
-                label = ' '.join(filter(None, run[:3]))
-                print(f'    {label}: train.py {run.options} ({done} of {len(cfg.seeds)} seeds finished)')
+                done, label = len(results_of(run.options, scale)), ' '.join(filter(None, run[:3]))
+                print(f'    {label}: train.py {run.options} ({done} of {len(scale.seeds)} seeds finished)')
         return
     if cfg.scale == 'paper' and not cfg.run and figures:
-        plan(figures, scale, cfg.seeds)
+        plan(figures, scale)
         return
-    failed = run_missing(figures, scale, cfg.seeds, cfg.jobs) if figures else 0
+    failed = run_missing(figures, scale, cfg.jobs) if figures else 0
     for name in figures:
-        write(name, cfg.scale, scale, cfg.seeds)
+        write(name, scale)
     if {'all', 'claims'} & set(names):
-        claims(cfg.scale, scale, cfg.seeds)
+        claims(scale)
     if failed:
         fail(f'{failed} runs failed; they are named above, the same command tries them again')
 

@@ -36,7 +36,7 @@ def test_runs_are_valid(name, scale, monkeypatch):
     assert len({run[:3] for run in runs}) == len(runs)  # no two bars of one name
     for run in runs:
         of = cost(run.options)  # builds both configs: bad or contradictory options would end here
-        assert of.parameters > 0 and of.tokens >= 20 * 40_000 and of.flops > 6 * of.tokens
+        assert of.disk > 0 and of.tokens >= 20 * 40_000 and of.flops > 6 * of.tokens
         assert len(folder(run.options, 1).split('/')[-1]) < 256
     for size in sizes:  # models of a size see the same tokens
         same = [run.options for run in runs if run.size == size and 'tokens_per_param' not in run.options]
@@ -50,7 +50,7 @@ def test_claims_are_drawn(scale):
     for _, tests in CLAIMS.values():
         for test in tests:
             for base in SCALES[scale].sizes.values():
-                assert {canonical(f'{base} {test.A}'), canonical(f'{base} {test.B}')} <= known
+                assert {canonical(f'{base} {test.A}'), canonical(f'{base} {test.B or test.A}')} <= known
 
 
 def test_canonical():
@@ -96,8 +96,9 @@ def test_difference_is_students():
     a, b = rng.normal(5.1, 0.1, 3), rng.normal(5, 0.1, 4)
     d, h = difference(list(a), list(b))
     interval = ttest_ind(a, b).confidence_interval(0.95)
-    assert (d - h) * b.mean() == pytest.approx(interval.low) and (d + h) * b.mean() == pytest.approx(interval.high)
-    assert difference([5.0], [4.0]) == (0.25, math.inf)
+    assert d - h == pytest.approx(interval.low) and d + h == pytest.approx(interval.high)
+    assert difference([5.0], [4.0]) == (1, math.inf)
+    assert difference([5.0, 5.2], [4.0])[1] == pytest.approx(12.706 * 0.1414 * 1.5 ** 0.5, rel=1e-3)  # the spread of one side
 
 
 @pytest.mark.parametrize(('kind', 'd', 'h', 'said'), [
@@ -114,8 +115,22 @@ def test_verdicts(kind, d, h, said):
     assert verdict(kind, d, h) == said
 
 
+@pytest.mark.parametrize(('curves', 'said'), [
+    ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 1)}, 'on 2, 2, 2 of 2 kernels | | holds in part |'),
+    ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 5)}, 'on 2, 2, 1 of 2 kernels | | holds |'),
+    ({'a': (4, 5, 2, 1)}, 'on 0, 1, 1 of 1 kernels | | does not hold |')])
+def test_recursion_on_gp(curves, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert reproduce.recursion_on_gp(2).endswith('| | | not run: python synthetic_gp.py |')
+    os.makedirs('results/gp')
+    rows = [f'CEM-T{2 ** n},{kernel},{rmse}' for kernel, curve in curves.items() for n, rmse in enumerate(curve)]
+    (tmp_path / 'results/gp/table.csv').write_text('\n'.join(['model,kernel,train_rmse', *rows]))
+    assert reproduce.recursion_on_gp(2).endswith(said)
+
+
 def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, capsys):
-    scale, done = replace(SCALES['mini'], sizes={'nano': SCALES['mini'].sizes['nano']}), []
+    nano = {'nano': SCALES['mini'].sizes['nano']}
+    scale, done = replace(SCALES['mini'], sizes=nano, seeds=(1, 2)), []
 
     def do_run(options, seed, scale):
         done.append((options, seed))
@@ -130,22 +145,25 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
         return None
     monkeypatch.setattr(reproduce, 'do_run', do_run)
     monkeypatch.setattr(reproduce, 'prepare_builtin', lambda folder: None)
-    assert reproduce.run_missing(['fig_attn'], scale, [1, 2], jobs=1) == 2
+    assert reproduce.run_missing(['fig_attn'], scale, jobs=1) == 2
     assert len(done) == 6  # the rest went on
     printed = capsys.readouterr().out
     assert printed.count('FAILED: the disk is on fire') == 2 and 'test perplexity 6.000' in printed
     done.clear()
-    reproduce.run_missing(['fig_attn'], scale, [1, 2], jobs=1)
+    reproduce.run_missing(['fig_attn'], scale, jobs=1)
     assert len(done) == 2 and all('attn=cem' in options for options, _ in done)  # Llama's were finished
-    reproduce.write('fig_attn', 'mini', scale, [1, 2])
+    reproduce.write('fig_attn', scale)
     assert '| Llama | 10 | 100 | 6.500 ± 0.707 | +0.0% | 2 |' in (here / 'results/mini/fig_attn.md').read_text()
-    reproduce.claims('mini', scale, [1, 2])  # nearly nothing is finished
+    reproduce.claims(scale)  # nearly nothing is finished
     assert 'not run' in (here / 'results/mini/claims.md').read_text()
 
     (config,) = here.glob('out/reproduce/*attn=llama_mlp=llama_attn_steps=1_mlp_steps=1_seed=1/config.json')
     config.write_text(config.read_text().replace('"learning_rate": 0.016', '"learning_rate": 0.001'))
     with pytest.raises(SystemExit, match='another learning_rate: remove it'):
-        reproduce.run_missing(['fig_attn'], scale, [1, 2], jobs=1)
+        reproduce.run_missing(['fig_attn'], scale, jobs=1)
+    (config.parent / 'result.json').unlink()  # a cut-off run is not taken on with other settings either
+    with pytest.raises(SystemExit, match='another learning_rate: remove it'):
+        reproduce.run_missing(['fig_attn'], scale, jobs=1)
 
 
 @pytest.mark.parametrize('bad', ['fig_none', '--seeds=', '--jobs=0', '--sizes=86m', '--scale=huge', 'fig_heads --scale=paper'])
