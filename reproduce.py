@@ -572,7 +572,8 @@ CLAIMS: dict[str, tuple[str, list[Test]]] = {
         Test('CEM MLP, same width, against Llama', 'worse', mlp(1, 'none'), LLAMA),
         Test('CEM MLP, same parameters, against Llama', 'better', mlp(1, 'none') + MATCHED, LLAMA)]),
     'c': ('T = 2 beats T = 1 for both; attention at T = 2 can beat Llama', [
-        Test('attention, T = 2 against 1', 'better', attn(2), attn(1)), Test('MLP, T = 2 against 1', 'better', mlp(2), mlp(1)),
+        *(Test(f'{kind}, {P_NAMES[P]}, T = 2 against 1', 'better', layer(2, P), layer(1, P))
+          for kind, layer in (('attention', attn), ('MLP', mlp)) for P in P_NAMES),
         Test('attention, T = 2, against Llama', 'better', attn(2), LLAMA)]),
     'd': ('no consistent gain at T = 3', [
         Test('attention, T = 3 against 2', 'no better', attn(3), attn(2)),
