@@ -19,12 +19,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import kernels
 from configurator import build, fail, read_options
 from model import SIZES, Cache, ModelConfig, Transformer, peak_flops, positions, rotate, runs_rows, runs_triton
 from prepare_slimpajama import write_whole
@@ -185,13 +187,11 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
     """The core of one attention step at this size's heads, forward and backward: plain causal attention, and what adds ALiBi,
     the self and cross biases and the shared diagonal to it; exact RoPE needs none of them."""
     B, J, K, D = cfg.batch_size, cfg.context_length, SIZES[cfg.size]['n_head'], SIZES[cfg.size]['d_model']
-    R, scale = D // K, D ** -0.5
+    R, scale, on_gpu = D // K, D ** -0.5, cfg.device == 'cuda'
+    heads = partial(kernels.heads, n_head=K)
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(*shape, device=cfg.device, dtype=cfg.torch_dtype, requires_grad=True)
-
-    def heads(x: Tensor) -> Tensor:  # as in the model: a view of (B, J, D)
-        return x.unflatten(-1, (K, R)).transpose(1, 2)
     q, k, v, u, h, b = *(leaf(B, J, D) for _ in range(5)), leaf(K)
     grad, leaves = torch.randn(B, K, J, R, device=cfg.device, dtype=cfg.torch_dtype), (q, k, v, u, h, b)
     pos = positions(ModelConfig(size=cfg.size, context_length=J), J, 0, cfg.device)
@@ -212,7 +212,7 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
         'biased: readable': lambda: (heads(q) * scale @ heads(k).mT + bias()).softmax(dim=-1) @ heads(k),
         'biased: SDPA with the bias formed': lambda: sdpa(heads(q), heads(k), heads(k), bias(), scale=scale),
     }
-    if cfg.device == 'cuda':
+    if on_gpu:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
         block_mask = create_block_mask(lambda n, head, i, j: i >= j, None, None, J, J, device=cfg.device)
 
@@ -221,10 +221,8 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
             return flex_attention(heads(q), heads(k), heads(k), lambda s, n, head, i, j: s + diagonal[n, i, j]
                                   - slopes[head] * (i - j) + torch.where(i == j, b[head], 0), block_mask, scale)
         runs['biased: FlexAttention'] = flex
-    on_gpu = cfg.device == 'cuda'
     if (runs_triton if on_gpu else runs_rows)(torch.device(cfg.device), cfg.torch_dtype):
-        from kernels import attention
-        runs['biased: kernels.py'] = lambda: heads(attention(q, k, K, scale, u[:, None] * scale, h, b, on_gpu))
+        runs['biased: kernels.py'] = lambda: heads(kernels.attention(q, k, K, scale, u[:, None] * scale, h, b, on_gpu))
     for name, run in runs.items():
         if cfg.compile or name == 'biased: FlexAttention':  # which is nothing else
             runs[name] = torch.compile(run, dynamic=False)
@@ -269,7 +267,7 @@ def decode_table(cfg: BenchConfig) -> list[dict[str, Any]]:
             cache = Cache(have)
             with torch.no_grad(), cfg.autocast():
                 models[name].hidden(prompt[:, :8], cache)
-            row['cache, bytes a token'] = sum(x.shape[-1] * x.element_size() for x in cache.buffers.values())
+            row['cache, bytes a token'] = cache.floats_per_token() * cfg.torch_dtype.itemsize
         rows.append(row)
     llama = rows[0]['ms a token']
     for row in rows:

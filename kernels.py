@@ -295,6 +295,7 @@ def weights(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor
     return s.softmax(dim=-1)
 
 
+@torch.autocast('cpu', enabled=False)
 def by_rows(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float) -> Tensor:
     """o (B, J, D)."""
     q, k, o = heads(q, n_head) * scale, heads(k, n_head), torch.empty_like(q)
@@ -303,6 +304,7 @@ def by_rows(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor
     return o
 
 
+@torch.autocast('cpu', enabled=False)
 def by_rows_backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, o: Tensor,
                      n_head: int, scale: float) -> list[Tensor]:
     """Gradients of q, k, du, h, b as they came; empty tensors for those that are None."""
@@ -332,8 +334,7 @@ def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: T
     """o (B, J, D) and, for Triton's backward pass, the scores' log-sum-exp (B, K, J)."""
     q, k = q.contiguous(), k.contiguous()
     if not use_triton:
-        with torch.autocast('cpu', enabled=False):
-            return by_rows(q, k, du, h, b, n_head, scale), q.new_empty(0)
+        return by_rows(q, k, du, h, b, n_head, scale), q.new_empty(0)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
     launch(forward_kernel, q, k, bias, b, o, lse, scale=scale, n_head=n_head)
