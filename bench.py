@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
+import nanocem.triton_attention as kernels
 from configurator import build, fail, read_options
 from model import SIZES, Cache, ModelConfig, Transformer, peak_flops, positions, rotate, runs_rows, runs_triton
-from prepare_slimpajama import write_whole
+from nanocem.files import write_whole
 
 LLAMA = dict(attn='llama', mlp='llama', attn_steps=1, mlp_steps=1)
 ROPE = dict(positions='rope', kq_diag='none', score_scale='head')

@@ -352,7 +352,7 @@ class Attention(nn.Module):
 
     def by_kernels(self, q: Tensor, u: Tensor, context: Context) -> Tensor:
         """The same by kernels.py."""
-        import kernels
+        import nanocem.triton_attention as kernels
         du = self.diagonal_query(u) if self.diag else None
         b = None if self.rope else self.b_self - self.b_cross  # softmax sees no more of the two
         return self.heads(kernels.attention(self.merge(q), self.merge(context.k), self.cfg.n_head, 1 / self.tau, du,

@@ -34,8 +34,12 @@ from scipy.stats import ttest_ind
 
 from configurator import build, fail, read_options
 from model import MLP, Attention, ModelConfig, Transformer
-from prepare_slimpajama import ByteTokenizer, prepare_builtin, write_whole
-from train import BUILTIN, Pieces, TrainConfig, last_checkpoint, perplexity
+from nanocem.files import write_whole
+from nanocem.runs import last_checkpoint
+from nanocem.shards import BUILTIN, Pieces
+from nanocem.tokenizers import ByteTokenizer
+from prepare_slimpajama import prepare_builtin
+from train import TrainConfig, perplexity
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt

@@ -13,7 +13,8 @@ import torch
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
-from train import last_checkpoint, newest_run, read_checkpoint, sample_text
+from nanocem.runs import last_checkpoint, newest_run, read_checkpoint
+from train import sample_text
 
 
 @dataclass

@@ -43,7 +43,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from configurator import build, fail, read_options
-from prepare_slimpajama import write_whole
+from nanocem.files import write_whole
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are those of a forward pass over 200 inputs
 JITTER = 1e-6  # added to the kernel's diagonal: noise of standard deviation 0.001, far below every RMSE of the table

@@ -9,20 +9,14 @@ Train Llama and CEM language models: on a laptop, a GPU, or many.
 Options are read from config files and --key=value, later ones win. A run lives in its out_dir: config.json, log.jsonl, the
 last checkpoints, best.pt, TensorBoard's events, and result.json once it is finished.
 """
-import contextlib
 import glob
-import io
 import json
 import math
 import os
 import resource
-import signal
-import socket
 import statistics
 import sys
 import time
-import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -37,9 +31,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer, peak_flops
-from prepare_slimpajama import FORMAT, load_tokenizer, prepare_builtin, write_whole
+from nanocem.files import write_whole
+from nanocem.runs import (
+    Log,
+    Signals,
+    checkpoints,
+    differences,
+    fresh_run,
+    last_checkpoint,
+    launcher,
+    newest_run,
+    read_config,
+    save_checkpoint,
+)
+from nanocem.shards import BUILTIN, Order, Pieces, read_meta
+from nanocem.tokenizers import load_tokenizer
 
-BUILTIN = 'data/builtin'
 STOPPED = 75  # exit code of a run that stopped early, checkpoint written (EX_TEMPFAIL: try again later)
 
 
@@ -146,88 +153,6 @@ def start_world(cfg: TrainConfig) -> World:
     return World(rank, size, device)
 
 
-class Pieces:
-    """A split cut into pieces of `length` tokens: inputs tokens[p * length:][:length], targets the same one further on.
-    Each shard is cut by itself. `meta` is the folder's meta.json. Bad files end the program with a line that names them."""
-    def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
-        self.meta, self.length = read_meta(folder), length
-        self.vocab_size = vocab_size or self.meta['vocab_size']
-        dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
-        self.paths, self.shards, fingerprint = [], [], 0
-        for shard in self.meta['splits'].get(split, {}).get('shards', []):
-            path = os.path.join(folder, shard['file'])
-            if not os.path.isfile(path):
-                fail(f'{path} is missing; prepare the data again')
-            if os.path.getsize(path) != shard['tokens'] * dtype.itemsize:
-                fail(f'{path} has {os.path.getsize(path)} bytes, {folder}/meta.json says {shard["tokens"]} tokens of '
-                     f'{dtype.itemsize}: it was cut off or changed; prepare the data again')
-            if shard['tokens'] <= length:
-                continue  # too short for a piece
-            tokens = np.memmap(path, dtype=dtype, mode='r')
-            for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):  # a look at 32 places
-                self.check(tokens[at:at + 4096], path)
-                fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
-            self.paths.append(path)
-            self.shards.append(tokens)
-        counts = [(len(tokens) - 1) // length for tokens in self.shards]
-        self.starts = np.cumsum([0, *counts])  # the first piece of each shard
-        if not self.shards:
-            fail(f'{folder}: no shard of the {split} split holds a piece of context_length + 1 = {length + 1} tokens')
-        self.identity = {'tokenizer': self.meta['tokenizer'], 'tokenizer_sha256': self.meta.get('tokenizer_sha256'),
-                         'vocab_size': self.meta['vocab_size'], f'{split} tokens': sum(map(len, self.shards)),
-                         f'{split} fingerprint': fingerprint}
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def check(self, tokens: np.ndarray, path: str) -> None:
-        if (highest := int(tokens.max())) >= self.vocab_size:
-            fail(f'{path} holds token {highest}, outside the vocabulary of {self.vocab_size}: the data is another '
-                 "tokenizer's or damaged (prepare_slimpajama.py --verify checks it)", everywhere=True)
-
-    def batch(self, pieces: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, length) of these pieces."""
-        rows = []
-        for piece in pieces:
-            shard = int(np.searchsorted(self.starts, piece, side='right')) - 1
-            at = int(piece - self.starts[shard]) * self.length
-            rows.append(self.shards[shard][at:at + self.length + 1])
-            self.check(rows[-1], self.paths[shard])
-        block = torch.from_numpy(np.stack(rows).astype(np.int64))
-        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
-
-
-def read_meta(folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, 'meta.json')
-    try:
-        with open(path, encoding='utf-8') as file:
-            meta = json.load(file)
-        if meta['format'] != FORMAT:
-            fail(f'{path}: format {meta["format"]}, this version reads {FORMAT}; prepare the data again')
-        if not {'splits', 'vocab_size', 'dtype', 'tokenizer'} <= set(meta):
-            raise KeyError
-        return meta
-    except FileNotFoundError:
-        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; --data={BUILTIN} needs no download')
-    except (ValueError, KeyError, TypeError):
-        fail(f'{path} is damaged: prepare the data again')
-
-
-class Order:
-    """Which pieces step s reads: a pure function of (seed, s). Every epoch is a permutation of all pieces."""
-    def __init__(self, n_pieces: int, batch_size: int, seed: int):
-        self.n_pieces, self.batch_size, self.seed, self.epoch, self.permutation = n_pieces, batch_size, seed, -1, None
-
-    def __call__(self, step: int) -> np.ndarray:
-        return np.array([self.piece(step * self.batch_size + b) for b in range(self.batch_size)])
-
-    def piece(self, n: int) -> int:
-        if n // self.n_pieces != self.epoch:
-            self.epoch = n // self.n_pieces
-            self.permutation = np.random.default_rng([self.seed, self.epoch]).permutation(self.n_pieces)
-        return self.permutation[n % self.n_pieces]
-
-
 def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
     """Learning rate of step 0, 1, ..., steps - 1: linear warm-up, then a cosine down to final_lr."""
     warmup = round(cfg.warmup * steps)
@@ -235,97 +160,6 @@ def lr_at(step: int, steps: int, cfg: TrainConfig) -> float:
         return cfg.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - 1 - warmup)
     return cfg.learning_rate * (cfg.final_lr + (1 - cfg.final_lr) * (1 + math.cos(math.pi * progress)) / 2)
-
-
-def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> bool:
-    """Write a checkpoint whole or not at all. False, with a warning, where the disk does not take it."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    path = os.path.join(out_dir, name)
-    try:
-        write_whole(path, buffer.getbuffer())
-        return True
-    except OSError as error:
-        print(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier checkpoints are whole', flush=True)
-        with contextlib.suppress(OSError):
-            os.remove(path + '.tmp')
-        return False
-
-
-def checkpoints(out_dir: str) -> list[str]:
-    """The numbered checkpoints, oldest first."""
-    return sorted(glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt')))
-
-
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint's content: tensors and plain values only, every byte checked. ValueError where it is damaged."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
-                raise ValueError(f'checksum of {damaged}')
-        return torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # a damaged file can fail in any way
-        raise ValueError(f'{path} is damaged ({str(error).splitlines()[0] if str(error) else type(error).__name__})') from None
-
-
-def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
-    """The newest whole checkpoint; damaged ones are named and passed over. None where there is none."""
-    for path in reversed(checkpoints(out_dir)):
-        try:
-            return read_checkpoint(path)
-        except ValueError as error:
-            print(f'WARNING: {error}; trying the one before it', flush=True)
-    return None
-
-
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """The fields of two descriptions that differ, in words; how attention is computed (attn_impl) makes no difference."""
-    return ', '.join(f'{k}={saved.get(k)} (now {now[k]})' for k in now if now[k] != saved.get(k) and k != 'attn_impl')
-
-
-class Log:
-    """log.jsonl and TensorBoard from the same numbers; a disk that takes no more loses lines, not the run."""
-    def __init__(self, out_dir: str, step: int, tensorboard: bool):
-        self.path, self.writer = os.path.join(out_dir, 'log.jsonl'), None
-        lines = []
-        if os.path.exists(self.path):  # what came after the checkpoint will be done, and logged, again
-            with open(self.path, encoding='utf-8', errors='replace') as file:
-                for line in file:
-                    with contextlib.suppress(ValueError):
-                        if json.loads(line)['step'] <= step:
-                            lines.append(line)
-        write_whole(self.path, ''.join(lines).encode())
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-                self.writer = SummaryWriter(out_dir, purge_step=step + 1)
-            except ImportError:
-                print('TensorBoard is not installed; log.jsonl has the same numbers', flush=True)
-
-    def __call__(self, step: int, **values: Any) -> None:
-        values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}  # JSON has no NaN
-        try:
-            with open(self.path, 'a', encoding='utf-8') as file:
-                file.write(json.dumps({'step': step, **values}) + '\n')
-            for name, value in values.items():
-                if self.writer and isinstance(value, (int, float)):
-                    self.writer.add_scalar(name, value, step)
-        except OSError as error:
-            print(f'WARNING: step {step} not logged ({error.strerror})', flush=True)
-
-
-class Signals:
-    """SIGTERM and SIGINT ask for a stop after the step; a second SIGINT stops at once."""
-    def __init__(self) -> None:
-        self.received: str | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
-
-    def receive(self, number: int, frame: Any) -> None:
-        if self.received and number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        self.received = signal.Signals(number).name
 
 
 def memory_gb(device: torch.device) -> float:
@@ -342,6 +176,7 @@ class Trainer:
         if cfg.data.rstrip('/') == BUILTIN and not os.path.exists(os.path.join(BUILTIN, 'meta.json')):
             if world.rank == 0:
                 print(f"Preparing {BUILTIN} from the Python standard library's source", flush=True)
+                from prepare_slimpajama import prepare_builtin
                 prepare_builtin(BUILTIN)
             world.share(None)  # wait for it
         data_vocab = read_meta(cfg.data)['vocab_size']
@@ -561,36 +396,6 @@ def sample_text(model: Transformer, data: str, prompt: str, tokens: int, tempera
     idx = torch.tensor([[tokenizer.bos, *tokenizer.encode(prompt)]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
     return tokenizer.decode(model.generate(idx, tokens, temperature, top_k, generator)[0].tolist())
-
-
-def launcher() -> str:
-    """What started this process, the same after torchrun restarts it."""
-    return f'{socket.gethostname()}:{os.getppid()}'
-
-
-def read_config(out_dir: str | None) -> dict[str, Any] | None:
-    """A run's config.json; None where there is none that can be read."""
-    try:
-        with open(os.path.join(out_dir or '', 'config.json'), encoding='utf-8') as file:
-            config = json.load(file)
-        return config if {'train', 'model', 'launcher'} <= set(config) else None
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def newest_run(mine: bool = False) -> str | None:
-    """The folder under out/ whose run was started or resumed last, or last by this process's launcher."""
-    runs = [os.path.dirname(path) for path in sorted(glob.glob('out/*/config.json'), key=os.path.getmtime)]
-    if mine:
-        runs = [run for run in runs if (read_config(run) or {}).get('launcher') == launcher()]
-    return runs[-1] if runs else None
-
-
-def fresh_run(model_options: dict[str, Any]) -> str:
-    """A new folder under out/, named after the model."""
-    cfg = build(ModelConfig, model_options)
-    name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
-    return next(path for n in range(1, 10_000) if not os.path.exists(path := name + (f'-{n}' if n > 1 else '')))
 
 
 def main(argv: list[str]) -> int:

@@ -26,10 +26,11 @@ from hypothesis import strategies as st
 import configurator
 import train
 from model import ModelConfig, Transformer
-from prepare_slimpajama import FORMAT
-from train import Order, Pieces, TrainConfig, World, checkpoints, lr_at, read_checkpoint
+from nanocem.runs import checkpoints, read_checkpoint
+from nanocem.shards import FORMAT, Order, Pieces
+from train import TrainConfig, World, lr_at
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context('forkserver')  # children start with torch already imported
 FORK.set_forkserver_preload(['train'])
 VOCAB, LENGTH, BATCH = 30, 8, 4

@@ -11,10 +11,11 @@ from scipy.stats import t as student
 
 import reproduce
 from model import ModelConfig, Transformer
+from nanocem.runs import last_checkpoint
+from nanocem.shards import Pieces
 from reproduce import CLAIMS, FIGURES, SCALES, akima_optimum, canonical, cost, difference, folder, runs_of, verdict
-from train import Pieces, last_checkpoint
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @pytest.fixture

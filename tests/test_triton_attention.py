@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import kernels
 import model as model_module
+import nanocem.triton_attention as kernels
 from model import ModelConfig, Transformer
 
 needs_triton = pytest.mark.skipif(not model_module.HAS_TRITON, reason='Triton is not installed')
@@ -164,7 +164,7 @@ def test_path_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) 
 def python(*arguments: str) -> str:
     """The output of a Python process in which kernels are not interpreted."""
     done = subprocess.run([sys.executable, *arguments], env={**os.environ, 'TRITON_INTERPRET': '0'}, capture_output=True,
-                          text=True, cwd=os.path.dirname(os.path.abspath(__file__)))
+                          text=True, cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -172,7 +172,7 @@ def python(*arguments: str) -> str:
 @needs_triton
 @pytest.mark.parametrize('arch, widths', [(80, ('84',)), (90, ('64',))])
 def test_kernels_compile_ahead_within_a_gpus_means(arch: int, widths: tuple[str, ...]) -> None:
-    rows = [line.split() for line in python('kernels.py', str(arch), *widths).splitlines()[2:]]
+    rows = [line.split() for line in python('-m', 'nanocem.triton_attention', str(arch), *widths).splitlines()[2:]]
     assert len(rows) == 4 * len(widths)
     for name, sm, *_, registers, shared, spilled in rows:
         assert sm == f'sm_{arch}' and int(registers) <= 255
@@ -210,7 +210,8 @@ def test_float16_error_is_near_sdpas() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_bfloat16_error_is_no_worse_than_sdpas() -> None:
     cases = [(2, 1024, 12, 64, 1, True), (2, 515, 12, 72, 1, True), (1, 777, 8, 84, 8, True)]
-    print(python('-c', f'import torch, test_kernels as t; t.check_16_bits("cuda", torch.bfloat16, {cases}, 1.05)'))
+    print(python('-c', 'import torch, tests.test_triton_attention as t\n'
+                 f't.check_16_bits("cuda", torch.bfloat16, {cases}, 1.05)'))
 
 
 # The loss

@@ -253,7 +253,7 @@ def test_calibration_takes_the_first_of_the_best(monkeypatch, tmp_path, capsys):
 
 
 def test_the_frozen_constants_are_the_recorded_calibrations():
-    with open(os.path.join(os.path.dirname(__file__), 'results/gp/calibration.csv')) as file:
+    with open(os.path.join(os.path.dirname(gp.__file__), 'results/gp/calibration.csv')) as file:
         chosen = [row for row in csv.DictReader(file) if row['chosen']]
     assert sorted(row['kernel'] for row in chosen) == sorted(KERNELS)
     for row in chosen:

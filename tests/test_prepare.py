@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 import prepare_slimpajama as prep
 import train
 
-REPO = os.path.dirname(os.path.abspath(__file__))
+REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or os.path.join(REPO, '..', 'shared', 'data', 'llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA), reason='no Llama tokenizer.model ($LLAMA_TOKENIZER)')
 
