@@ -173,7 +173,7 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 
 
 class Preconditioner(nn.Module):
-    """n matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), d = sqrt(D) p (Eq. 13; this V is not
+    """n matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), d = sqrt(D) p (Eq. 13; its V is not
     the MLP's). They are never formed. rank 0: the diagonal alone."""
     decayed = ('U', 'V')
 
