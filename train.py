@@ -310,8 +310,9 @@ class Trainer:
                 lr, memory = self.schedule(self.step - 1), memory_gb(world.device)
                 mfu = self.model.estimate_mfu(rate, peak)
                 self.tell(
-                    f'step {self.step:>6,}/{steps:,} | loss {loss:.4f} | lr {lr:.2e} | norm {norm:.2f}'
-                    f' | {rate:,.0f} tok/s | MFU {mfu:.1%} | {memory:.2f} GB | ETA {left}',
+                    f'step {self.step:>6,}/{steps:,} | loss {loss:.4f} | lr {lr:.2e} | '
+                    f'norm {norm:.2f} | {rate:,.0f} tok/s | MFU {mfu:.1%} | {memory:.2f} GB | '
+                    f'ETA {left}',
                     tokens=self.step * self.tokens_per_step, loss=loss, lr=lr, grad_norm=norm,
                     tokens_per_s=rate, mfu=mfu, memory_gb=memory, skipped=self.health.skipped,
                     seconds=self.seconds())
@@ -332,7 +333,8 @@ class Trainer:
             reason = signals.received
             if cfg.stop_step is not None and self.step >= cfg.stop_step:
                 reason = 'stop_step'
-            if cfg.max_minutes is not None and time.monotonic() - self.begin >= 60 * cfg.max_minutes:
+            minutes = (time.monotonic() - self.begin) / 60
+            if cfg.max_minutes is not None and minutes >= cfg.max_minutes:
                 reason = 'max_minutes'
             stop = float(world.sum(torch.tensor(float(reason is not None)))) > 0
             if self.step % cfg.checkpoint_interval == 0 or last or stop:
@@ -359,8 +361,8 @@ class Trainer:
         if self.val_loss is None:  # resumed after the last step
             self.val_loss = self.evaluate('val', cfg.eval_tokens)
         if self.health.skipped == self.step or not math.isfinite(test_loss):
-            fail(f'no model came of {self.step} steps: {self.health.skipped} were skipped for their '
-                 f'numbers, test loss {test_loss}; try a lower learning_rate or init_std')
+            fail(f'no model came of {self.step} steps: {self.health.skipped} were skipped for '
+                 f'their numbers, test loss {test_loss}; try a lower learning_rate or init_std')
         if self.world.rank != 0:
             return 0
         say(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
