@@ -34,6 +34,7 @@ from scipy.stats import ttest_ind
 
 from configurator import build, fail, read_options
 from model import MLP, Attention, ModelConfig, Transformer
+from nanocem.energy import energies_along
 from nanocem.files import write_whole
 from nanocem.runs import last_checkpoint
 from nanocem.shards import BUILTIN, Pieces
@@ -431,27 +432,23 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     data = Pieces(state['data_dir'], 'test', cfg.context_length)
     pieces = min(math.ceil(tokens / data.length), len(data))
     x, y = data.batch(np.linspace(0, len(data), pieces, endpoint=False).astype(int))
-    seen: dict[Attention | MLP, tuple[Any, torch.Tensor]] = {}  # what a sublayer was given last, and its output
+    seen: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
     for block in model.blocks:
         for layer in (block.attn, block.mlp):
-            layer.register_forward_hook(lambda layer, given, out: seen.update({layer: (given, out)}))
+            layer.register_forward_hook(lambda layer, given, _: seen.update({layer: given}))
 
-    def energy(layer: Attention | MLP, given: Any, out: torch.Tensor) -> float:
-        return float(layer.energy(layer.norm(out), layer.norm(given[0])).mean())
+    def energies(layer: Attention | MLP, steps: int) -> list[float]:
+        return energies_along(layer, *seen[layer], steps=steps).mean(dim=(1, 2)).tolist()
 
     found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
     for T in range(1, max_steps + 1):
         model.set_steps(T, T)
         found['perplexity'].append(perplexity(float(model(x, y)[1])))
-        found['energy'].append(sum(energy(layer, *seen[layer]) for layer in seen))
+        found['energy'].append(sum(energies(layer, T)[-1] for layer in seen))
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     model(x)
-    for layer, (given, _) in seen.items():
-        along = found['attn' if isinstance(layer, Attention) else 'mlp']
-        along.append([])
-        for t in range(max_steps + 1):
-            layer.steps = t
-            along[-1].append(energy(layer, given, layer.forward(*given)))  # .forward: nothing is seen
+    for layer in seen:
+        found['attn' if isinstance(layer, Attention) else 'mlp'].append(energies(layer, max_steps))
     write_whole(path, json.dumps(found).encode())
     return found
 

@@ -12,6 +12,7 @@ import torch
 
 from configurator import build, fail, read_options
 from model import Transformer
+from nanocem.decode import generate
 from nanocem.files import say
 from nanocem.options import in_range
 from nanocem.runs import load_run
@@ -53,7 +54,7 @@ def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, tem
     if not bool(torch.isfinite(logits).all()):
         fail('the model gives numbers that are not finite: there is nothing to sample from')
     generator = torch.Generator(device).manual_seed(seed % 2**63)
-    ids = model.generate(idx, tokens, temperature, top_k, generator)[0].tolist()
+    ids = generate(model, idx, tokens, temperature, top_k, generator)[0].tolist()
     return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
 

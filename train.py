@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import build, fail, read_options
-from model import ModelConfig, Transformer, peak_flops
+from model import ModelConfig, Transformer
 from nanocem import runs
+from nanocem.fast import attention_path, peak_flops
 from nanocem.files import say
 from nanocem.health import Health, perplexity
 from nanocem.options import in_range, new_options, resumed_options
@@ -128,7 +129,7 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         self.model = Transformer(self.model_cfg).to(world.device)
         self.model.activation_checkpointing = cfg.activation_checkpointing
-        decayed = self.model.matrices()
+        decayed = self.model.decayed_parameters()
         rest = [p for p in self.model.parameters() if all(p is not d for d in decayed)]
         self.optimizer = torch.optim.AdamW(
             [{'params': decayed, 'weight_decay': cfg.weight_decay},
@@ -283,7 +284,7 @@ class Trainer:
             f'{self.tokens_per_step:,} tokens = {self.schedule.steps * self.tokens_per_step:,}, '
             f'{self.world.size} x {self.world.device.type}, '
             f'{str(self.dtype).removeprefix("torch.")}, '
-            f'{self.model.attention_path(self.world.device, self.dtype)}; '
+            f'{attention_path(self.model, self.world.device, self.dtype)}; '
             f'{len(self.data["train"]):,} sequences an epoch')
 
     def train(self, signals: runs.Signals) -> int:

@@ -245,7 +245,7 @@ def test_stopped_and_resumed_equals_straight_to_the_bit(data: Path, tmp_path: Pa
 # Signals and the clock
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_leaves_a_checkpoint(
     number: int, data: Path, tmp_path: Path
 ) -> None:
