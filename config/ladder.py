@@ -1,4 +1,5 @@
-"""reproduce.py's runs on a laptop: Chinchilla's 20 tokens a parameter of the built-in corpus, short context, small batches."""
+"""reproduce.py's runs on a laptop: Chinchilla's 20 tokens a parameter of the built-in corpus, short
+context, small batches."""
 size = 'nano'  # or micro, mini
 context_length = 64
 data = 'data/builtin'
