@@ -387,13 +387,11 @@ def main(argv: list[str]) -> int:
 
     # Which run, a new one or one to go on with; and its options: what it began with, or what its
     # size brings, under what was given
-    origin = given.get('init_from', 'scratch')
-    out_dir, resume = runs.which(origin, given.get('out_dir'))
+    out_dir, resume = runs.which(given.get('init_from'), given.get('out_dir'))
     if resume:
         given, name = resumed_options(out_dir, given, TrainConfig, RECIPE), ''
     else:
-        source = {} if origin == 'scratch' else runs.read_run(origin)['model_config']
-        given, name = new_options({**source, **given}, TrainConfig, RECIPE)
+        given, name = new_options(given, TrainConfig, RECIPE)
     cfg = build(TrainConfig, given)
     model_options = {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__}
 
