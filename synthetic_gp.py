@@ -1,16 +1,22 @@
 """
-Regression on Gaussian-process draws: the paper's table on recursion (appendix, "Study recursion on synthetic data").
+Regression on Gaussian-process draws: the paper's table on recursion (appendix, "Study recursion
+on synthetic data").
 
-    python synthetic_gp.py                       the table: 6 models x 5 kernels, our numbers beside the paper's
-    python synthetic_gp.py --quick               fewer points, steps and repeats: a look, not the table
-    python synthetic_gp.py --T_max=32            deeper recursion than the paper's
-    python synthetic_gp.py --calibrate           how the protocol and the kernels' settings were found, on the Plain rows alone
-    python synthetic_gp.py --benchmark           the repeats of a cell in one batch against one by one
+    python synthetic_gp.py                    the table: 6 models x 5 kernels, ours beside the paper's
+    python synthetic_gp.py --protocol=blind   under the protocol found on the Plain rows alone
+    python synthetic_gp.py --quick            fewer points, steps and repeats: a look, not the table
+    python synthetic_gp.py --T_max=32         deeper recursion than the paper's
 
-A cell of the table is a model and a kernel. Its repeats (own draw, own weights) train together: every weight and every batch
-has a leading dimension R, and the sum of the R losses gives each repeat its own gradient. On a CPU, two processes of one
-thread share the cells; finished ones are kept in out_dir/cells, so that an interrupted run goes on. What the script leaves:
-table.csv, table.md, figure.png, test_steps.png.
+The paper gives sizes and results but not the protocol: points, optimiser, initial weights, kernels'
+parameters. Two answers are here. `inferred` is the protocol under which all thirty rows come nearest
+to the paper's (python -m nanocem.gp_search): an inference about the paper, not a prediction.
+`blind` has seen the five Plain rows only (python -m nanocem.gp_calibrate).
+
+A cell of the table is a model and a kernel. Its repeats (own draw, own weights) train together:
+every weight and every batch has a leading dimension R, and the sum of the R losses gives each
+repeat its own gradient. On a CPU, two processes of one thread share the cells; finished ones are
+kept in out_dir/cells, so that an interrupted run goes on. What the script leaves: table.csv,
+table.md, figure.png, test_steps.png.
 
 Shapes: R repeats, N points, D = 64 model width.
 """
@@ -29,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from statistics import mean, stdev
 from threading import Thread
@@ -46,26 +52,14 @@ from configurator import build, fail, read_options
 from nanocem.files import write_whole
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are those of a forward pass over 200 inputs
-JITTER = 1e-6  # added to the kernel's diagonal: noise of standard deviation 0.001, far below every RMSE of the table
+JITTER = 1e-6  # added to the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
 QUICK = dict(repeats=2, points=2000, steps=500)
 
 
-class Recipe(NamedTuple):
-    """AdamW's settings and the learning rate's course: a linear warm-up, then a cosine, each as a part of the whole."""
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip: float  # largest gradient norm of a repeat
-    warmup: float
-    final: float
-
-
-RECIPES = {'paper': Recipe(0.95, 1e-9, 0.1, 1.0, 0.05, 0.1),  # its table of training hyperparameters, decay on all weights
-           'torch': Recipe(0.999, 1e-8, 0.01, math.inf, 0.0, 0.0)}  # AdamW's own
-
+# Kernels: a (N, inputs), b (M, inputs) -> (N, M), ones on the diagonal
 
 def sq_dist(a: Tensor, b: Tensor) -> Tensor:
-    """Squared distances (N, M) of a (N, inputs) and b (M, inputs)."""
+    """Squared distances."""
     return (a.square().sum(1)[:, None] + b.square().sum(1) - 2 * a @ b.T).clamp_(min=0)
 
 
@@ -75,16 +69,19 @@ def rbf(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
 
 
 def matern(a: Tensor, b: Tensor, lengthscale: float, nu: float) -> Tensor:
-    """Matern's at the three nu where it needs no Bessel function; draws are the smoother the higher nu."""
+    """Matern's at the three nu where it needs no Bessel function; the higher nu, the smoother."""
     r = (2 * nu * sq_dist(a, b)).sqrt() / lengthscale
     return {0.5: 1, 1.5: 1 + r, 2.5: 1 + r + r ** 2 / 3}[nu] * torch.exp(-r)
 
 
 def periodic(a: Tensor, b: Tensor, lengthscale: float, period: float) -> Tensor:
-    """prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2). A product over dimensions: with the sine of the whole
-    distance |a - b| it is not positive definite in 10 of them. 4 sin^2 is the squared chord between two points of a circle."""
-    circle = [torch.cat([(2 * math.pi / period * x).cos(), (2 * math.pi / period * x).sin()], dim=1) for x in (a, b)]
-    return rbf(*circle, lengthscale)
+    """prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2). A product over dimensions: with
+    the sine of the whole distance |a - b| it is not positive definite in 10 of them. 4 sin^2 is the
+    squared chord between two points of a circle."""
+    def circle(x: Tensor) -> Tensor:
+        angle = 2 * math.pi / period * x
+        return torch.cat([angle.cos(), angle.sin()], dim=1)
+    return rbf(circle(a), circle(b), lengthscale)
 
 
 def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float) -> Tensor:
@@ -93,28 +90,28 @@ def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float) -
 
 
 def gibbs(a: Tensor, b: Tensor, lengthscale: float, slope: float) -> Tensor:
-    """Gibbs's non-stationary kernel (Rasmussen and Williams 2006, Eq. 4.32) with l(x) = lengthscale exp(slope x_1):
-    (2 l(a) l(b) / (l(a)^2 + l(b)^2))^(inputs / 2) exp(-|a - b|^2 / (l(a)^2 + l(b)^2))."""
-    la, lb = lengthscale * torch.exp(slope * a[:, :1]), lengthscale * torch.exp(slope * b[:, 0])
+    """Gibbs's non-stationary kernel (Rasmussen and Williams 2006, Eq. 4.32), l(x) = lengthscale
+    exp(slope x_1): (2 l(a) l(b) / (l(a)^2 + l(b)^2))^(inputs / 2) exp(-|a - b|^2 / (l(a)^2 + l(b)^2))."""
+    la = lengthscale * torch.exp(slope * a[:, :1])
+    lb = lengthscale * torch.exp(slope * b[:, 0])
     scale = la ** 2 + lb ** 2  # (N, M)
     return (2 * la * lb / scale) ** (a.shape[1] / 2) * torch.exp(-sq_dist(a, b) / scale)
 
 
 class Kernel(NamedTuple):
     title: str
-    function: Callable[..., Tensor]  # a (N, inputs), b (M, inputs) -> (N, M), ones on the diagonal
-    lengthscale: float  # this and the shape were found by --calibrate
-    shape: tuple[float, ...] = ()  # nu, period, alpha or slope
+    function: Callable[..., Tensor]
+    inferred: tuple[float, ...]  # lengthscale, then nu, period, alpha or slope
+    blind: tuple[float, ...]
 
 
 KERNELS = {
-    'rbf': Kernel('RBF', rbf, 4.83),
-    'matern': Kernel('Matern', matern, 2.86, (1.5,)),
-    'periodic': Kernel('Periodic', periodic, 4.78, (4.0,)),
-    'rational_quadratic': Kernel('Rational Quadratic', rational_quadratic, 2.76, (1.0,)),
-    'non_stationary': Kernel('Non-Stationary', gibbs, 5.36, (0.5,)),
+    'rbf': Kernel('RBF', rbf, (4.83,), (4.83,)),
+    'matern': Kernel('Matern', matern, (2.86, 1.5), (2.86, 1.5)),
+    'periodic': Kernel('Periodic', periodic, (4.78, 4.0), (4.78, 4.0)),
+    'rational_quadratic': Kernel('Rational Quadratic', rational_quadratic, (2.76, 1.0), (2.76, 1.0)),
+    'non_stationary': Kernel('Non-Stationary', gibbs, (5.36, 0.5), (5.36, 0.5)),
 }
-
 # The paper's table: train RMSE, its std, test RMSE, its std.
 PAPER = {
     ('rbf', 'Plain'): (0.0139, 0.0022, 0.0158, 0.0024),
@@ -160,45 +157,56 @@ PAPER_SIZES = {
 
 @dataclass
 class Options:
-    """What to run. The protocol (points to init) is one for all rows."""
-    kernels: tuple[Literal['rbf', 'matern', 'periodic', 'rational_quadratic', 'non_stationary'], ...] = tuple(KERNELS)  # rows
-    models: tuple[str, ...] | None = None  # of Plain, Gated, CEM-T1, CEM-T2, ...; default: Plain, Gated, CEM up to T_max
+    """What to run. points to stop are the protocol, one for all rows; its defaults are inferred."""
+    protocol: Literal['inferred', 'blind'] = 'inferred'  # settings and kernels' parameters
+    kernels: tuple[str, ...] = tuple(KERNELS)  # rows
+    models: tuple[str, ...] | None = None  # default: Plain, Gated, CEM-T1, CEM-T2, ... up to T_max
     T_max: int = 8  # CEM models with T = 1, 2, 4, ... steps up to this many
     repeats: int = 5  # R: GP draws, each with its own initial weights
     seed: int = 0  # of all of them
     points: int = 4000  # training points of a draw
     test_points: int = 1000  # further points of the same draw
+    inputs: Literal['cube', 'unit', 'normal'] = 'cube'  # [-1, 1]^10; [0, 1]^10, drawn on the cube; N(0, I)
+    standardise: bool = False  # targets to mean 0, variance 1 on each draw's training points
+    noise: float = 0.0  # standard deviation of the targets' noise, the kernels' being 1
     batch_size: int = 200  # points a step
-    steps: int = 1000  # of AdamW
-    learning_rate: float = 2e-3  # the highest, after the warm-up
-    recipe: Literal['paper', 'torch'] = 'paper'  # the rest of the optimiser: the paper's training table, or AdamW's defaults
-    init: Literal['linear', 'xavier', 'n02'] = 'linear'  # torch.nn.Linear's; Xavier's or N(0, 0.02^2), biases zero
-    precond: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P of the CEM models (Eq. 13), of rank 16
+    steps: int = 1000  # of the optimiser
+    learning_rate: float = 2e-3  # the highest
+    schedule: Literal['constant', 'cosine'] = 'constant'  # cosine: the recipe's, with its warm-up
+    recipe: Literal['paper', 'torch', 'adam'] = 'paper'  # AdamW of the paper's training table; torch's
+    init: Literal['linear', 'xavier', 'n02', 'normal', 'orthogonal'] = 'linear'  # of nn.Linear layers
+    init_cem: Literal['linear', 'xavier', 'n02', 'normal', 'orthogonal'] = 'normal'  # of W and V
+    activation: Literal['silu', 'gelu', 'relu', 'tanh'] = 'silu'  # of Plain
+    residual: Literal['normed', 'displacement', 'raw'] = 'normed'  # what the block's output is added to
+    stop: Literal['end', 'valid', 'test'] = 'end'  # weights: the last; best on held-out points; on test
+    patience: int = 1000  # epochs without a better held-out RMSE that end a repeat's training
+    precond: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P of CEM (Eq. 13), of rank 16
     norm: bool = False  # an RMSNorm in front of every step of the recursion
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
     jobs: int | None = None  # processes of one thread, on a CPU; default 2
-    out_dir: str | None = None  # default: out/gp, or out/gp_quick with --quick
+    out_dir: str | None = None  # default: out/gp_PROTOCOL, with --quick out/gp_PROTOCOL_quick
     quick: bool = False  # 2 repeats, 2000 points, 500 steps, unless given
-    calibrate: bool = False  # search protocol, kernel shapes and lengthscales on the Plain rows; writes calibration.csv
-    benchmark: bool = False  # time the batched training against one by one
 
     def __post_init__(self) -> None:
-        for name, least in dict(T_max=1, repeats=1, seed=0, points=1, test_points=1, batch_size=1, steps=1,
-                                learning_rate=0, jobs=1).items():
+        for name, least in LEAST.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f'{name}={getattr(self, name)}: expected at least {least}')
-        if self.batch_size > self.points:
-            raise ValueError(f'batch_size={self.batch_size} is more than points={self.points}')
+        for k in self.kernels:
+            if k not in KERNELS:
+                raise ValueError(f'kernels={k}: expected some of {", ".join(KERNELS)}')
+        if self.batch_size > self.fitted:
+            raise ValueError(f'batch_size={self.batch_size} is more than the {self.fitted} points '
+                             f'trained on (points={self.points})')
         if self.points + self.test_points > 30_000:
-            raise ValueError(f'points={self.points}: an exact draw needs a matrix of (points + test_points)^2; at most 30,000')
+            raise ValueError(f'points={self.points}: an exact draw needs a matrix of '
+                             '(points + test_points)^2; at most 30,000 of them')
         if self.models is None:
-            powers = [2 ** i for i in range(self.T_max.bit_length())]
-            self.models = ('Plain', 'Gated', *(f'CEM-T{T}' for T in sorted({*powers, self.T_max})))
+            powers = {2 ** i for i in range(self.T_max.bit_length())}
+            steps = sorted(powers | {self.T_max})
+            self.models = ('Plain', 'Gated', *(f'CEM-T{T}' for T in steps))
         for model in self.models:
             if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
                 raise ValueError(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
-        if self.calibrate and self.benchmark:
-            raise ValueError('calibrate and benchmark are two commands: give one of them')
         if self.device == 'cuda' and not torch.cuda.is_available():
             raise ValueError('device=cuda: this machine has no GPU that torch can use')
         if self.device == 'auto':
@@ -206,7 +214,34 @@ class Options:
         if self.device == 'cuda' and self.jobs not in (None, 1):
             raise ValueError(f'jobs={self.jobs}: on a GPU one process does it all')
         self.jobs = self.jobs or (1 if self.device == 'cuda' else 2)
-        self.out_dir = self.out_dir or ('out/gp_quick' if self.quick else 'out/gp')
+        self.out_dir = self.out_dir or f'out/gp_{self.protocol}' + '_quick' * self.quick
+
+    @property
+    def fitted(self) -> int:
+        """Training points that gradients see: a tenth is held out where it decides when to stop."""
+        return self.points - self.points // 10 if self.stop == 'valid' else self.points
+
+
+LEAST = dict(T_max=1, repeats=1, seed=0, points=1, test_points=1, noise=0, batch_size=1, steps=1,
+             learning_rate=0, patience=1, jobs=1)
+BLIND = dict(schedule='cosine', init_cem='linear')  # where the blind protocol differs
+
+
+class Recipe(NamedTuple):
+    """AdamW's settings, and the course of a scheduled learning rate in parts of the whole."""
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip: float  # largest gradient norm of a repeat
+    warmup: float
+    final: float
+
+
+RECIPES = {
+    'paper': Recipe(0.95, 1e-9, 0.1, 1.0, 0.05, 0.1),  # its training table, decay on all weights
+    'torch': Recipe(0.999, 1e-8, 0.01, math.inf, 0.0, 0.0),  # AdamW's own
+    'adam': Recipe(0.999, 1e-8, 0.0, math.inf, 0.0, 0.0),  # Adam's own
+}
 
 
 def generator(o: Options, repeat: int, use: Literal['data', 'weights', 'batches']) -> torch.Generator:
@@ -223,25 +258,54 @@ class Data(NamedTuple):
     y_test: Tensor  # (R, test_points, 1)
 
 
-def draw(o: Options, kernel: Kernel, repeats: Iterable[int]) -> Data:
-    """Exact draws f = L z, L L^T the kernel matrix of training and test points together, uniform in [-1, 1]^10. The points
-    and z of a repeat are the same for every kernel."""
+def draw(o: Options, k: str, repeats: Iterable[int], parameters: Sequence[float] | None = None) -> Data:
+    """Exact draws f = L z, L L^T the kernel matrix of training and test points together. Points
+    and z of a repeat are the same for every kernel. `parameters`: default, those of o.protocol."""
+    parameters = parameters or getattr(KERNELS[k], o.protocol)
+    N = o.points + o.test_points
     xs, ys = [], []
     for repeat in repeats:
-        g, N = generator(o, repeat, 'data'), o.points + o.test_points
-        x = (2 * torch.rand(N, INPUTS, generator=g, dtype=torch.float64) - 1).to(o.device)
+        g = generator(o, repeat, 'data')
+        if o.inputs == 'normal':
+            x = torch.randn(N, INPUTS, generator=g, dtype=torch.float64).to(o.device)
+        else:
+            x = (2 * torch.rand(N, INPUTS, generator=g, dtype=torch.float64) - 1).to(o.device)
         z = torch.randn(N, 1, generator=g, dtype=torch.float64).to(o.device)
-        K = kernel.function(x, x, kernel.lengthscale, *kernel.shape)
-        K.diagonal().add_(JITTER)
+        K = KERNELS[k].function(x, x, *parameters)
+        K.diagonal().add_(JITTER + o.noise ** 2)
         xs.append(x.float())
         ys.append((torch.linalg.cholesky(K) @ z).float())
     x, y = torch.stack(xs), torch.stack(ys)
-    return Data(x[:, :o.points], y[:, :o.points], x[:, o.points:], y[:, o.points:])
+    return as_seen(o, Data(x[:, :o.points], y[:, :o.points], x[:, o.points:], y[:, o.points:]))
+
+
+def as_seen(o: Options, data: Data) -> Data:
+    """Draws as the models see them: inputs moved to [0, 1], targets standardised, where o says so."""
+    x, y, x_test, y_test = data
+    if o.inputs == 'unit':
+        x, x_test = (x + 1) / 2, (x_test + 1) / 2
+    if o.standardise:
+        std, centre = torch.std_mean(y, dim=1, keepdim=True)
+        y, y_test = (y - centre) / std, (y_test - centre) / std
+    return Data(x, y, x_test, y_test)
+
+
+def weight(how: str, n_out: int, n_in: int, g: torch.Generator) -> Tensor:
+    """Initial weights (n_out, n_in): nn.Linear's uniform ones, Xavier's, N(0, 0.02^2), N(0, 1 / n_in)
+    or orthogonal columns."""
+    if how in ('linear', 'xavier'):
+        bound = math.sqrt(1 / n_in if how == 'linear' else 6 / (n_in + n_out))
+        return bound * (2 * torch.rand(n_out, n_in, generator=g) - 1)
+    w = torch.randn(n_out, n_in, generator=g)
+    if how == 'orthogonal':
+        return torch.nn.init.orthogonal_(w, generator=g)
+    return w * (0.02 if how == 'n02' else n_in ** -0.5)
 
 
 def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
-    """Weights by name, each (R, out, in) or (R, 1, out) for a bias. Which weights there are is what tells the models apart."""
-    linears = {'in': (D, INPUTS), 'out': (1, D)} | {
+    """Weights by name, each (R, out, in) or (R, 1, out) for a bias. Which there are tells the models
+    apart."""
+    block = {
         'Plain': {'fc': (256, D), 'proj': (D, 256)},
         'Gated': {'gate': (170, D), 'up': (170, D), 'down': (D, 170)},
     }.get(model, {'W': (170, D), 'V': (170, D)})
@@ -249,50 +313,59 @@ def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
     for repeat in repeats:
         g = generator(o, repeat, 'weights')
         w = {'ln_gain': torch.ones(1, D), 'ln_bias': torch.zeros(1, D)}
-        for name, (n_out, n_in) in linears.items():
-            bound = math.sqrt(6 / (n_in + n_out) if o.init == 'xavier' else 1 / n_in)
-            w[name] = bound * (2 * torch.rand(n_out, n_in, generator=g) - 1)
-            if o.init == 'n02':
-                w[name].normal_(0, 0.02, generator=g)
-            if name not in ('W', 'V'):
-                w[name + '_bias'] = bound * (2 * torch.rand(1, n_out, generator=g) - 1) * (o.init == 'linear')
+        for name, (n_out, n_in) in {'in': (D, INPUTS), 'out': (1, D), **block}.items():
+            if name in ('W', 'V'):
+                w[name] = weight(o.init_cem, n_out, n_in, g)
+            else:
+                w[name] = weight(o.init, n_out, n_in, g)
+                bias = n_in ** -0.5 * (2 * torch.rand(1, n_out, generator=g) - 1)
+                w[name + '_bias'] = bias if o.init == 'linear' else torch.zeros(1, n_out)
         if 'V' in w and o.precond != 'none':
             w['P_d'] = torch.full((1, D), D ** -0.5)
         if 'V' in w and o.precond == 'diag_lowrank':
-            w |= {'P_U': 0.02 * torch.randn(D, 16, generator=g), 'P_V': torch.zeros(D, 16)}
+            w['P_U'] = 0.02 * torch.randn(D, 16, generator=g)
+            w['P_V'] = torch.zeros(D, 16)
         if 'V' in w and o.norm:
             w['rms_gain'] = torch.ones(1, D)
         copies.append(w)
-    return {name: torch.stack([w[name] for w in copies]).to(o.device).requires_grad_() for name in copies[0]}
+    stacked = {name: torch.stack([w[name] for w in copies]) for name in copies[0]}
+    return {name: p.to(o.device).requires_grad_() for name, p in stacked.items()}
 
 
-def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
-    """T steps down the element-wise energy xi(u | h) = -gamma . phi(V u), gamma = W h, phi' = SiLU (Eq. 7), from u = h:
-    x <- x + P V^T (gamma * silu(V u)) (Eq. 15). h (R, N, D) -> (R, N, D)."""
-    x, gamma, W_out = h, h @ w['W'].mT, w['V']
-    if 'P_d' in w:  # P = diag(softplus(sqrt(D) d)) + U V^T + V U^T (Eq. 13), folded into the output weight
+def recursion(w: dict[str, Tensor], h: Tensor, T: int, x: Tensor | None = None) -> Tensor:
+    """T steps down the element-wise energy xi(u | h) = -gamma . phi(V u), gamma = W h, phi' = SiLU
+    (Eq. 7), from u = x (default h): x <- x + P V^T (gamma * silu(V u)) (Eq. 15). All (R, N, D)."""
+    x = h if x is None else x
+    gamma = h @ w['W'].mT
+    W_out = w['V']
+    if 'P_d' in w:  # P = diag(softplus(sqrt(D) d)) + U V^T + V U^T (Eq. 13), folded into W_out
         W_out = W_out * F.softplus(D ** 0.5 * w['P_d'])
-        if 'P_U' in w:
-            W_out = W_out + (w['V'] @ w['P_U']) @ w['P_V'].mT + (w['V'] @ w['P_V']) @ w['P_U'].mT
+    if 'P_U' in w:
+        W_out = W_out + (w['V'] @ w['P_U']) @ w['P_V'].mT + (w['V'] @ w['P_V']) @ w['P_U'].mT
     for _ in range(T):
         u = F.rms_norm(x, (D,)) * w['rms_gain'] if 'rms_gain' in w else x
         x = torch.baddbmm(x, gamma * F.silu(u @ w['V'].mT), W_out)  # gamma * silu is (R, N, 170)
     return x
 
 
-def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
-    """Inputs (R, N, 10) -> predictions (R, N, 1): Linear, LayerNorm, a residual block (here is where the models differ; T
-    concerns CEM alone), Linear. The residual starts from the normed h, as in Algorithm 1."""
+def forward(o: Options, w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
+    """Inputs (R, N, 10) -> predictions (R, N, 1): Linear, LayerNorm, a residual block (here is where
+    the models differ; T concerns CEM alone), Linear. o.residual: the block's output is added to the
+    normed h, as in Algorithm 1, or to h itself; `raw` lets the recursion too start from h itself."""
     def linear(name: str, x: Tensor) -> Tensor:
         return torch.baddbmm(w[name + '_bias'], x, w[name].mT)
-    h = torch.addcmul(w['ln_bias'], F.layer_norm(linear('in', x), (D,)), w['ln_gain'])
+
+    raw = linear('in', x)
+    h = torch.addcmul(w['ln_bias'], F.layer_norm(raw, (D,)), w['ln_gain'])
     if 'fc' in w:
-        h = h + linear('proj', F.silu(linear('fc', h)))
+        update = linear('proj', getattr(F, o.activation)(linear('fc', h)))
     elif 'gate' in w:
-        h = h + linear('down', F.silu(linear('gate', h)) * linear('up', h))
+        update = linear('down', F.silu(linear('gate', h)) * linear('up', h))
+    elif o.residual == 'displacement':
+        update = recursion(w, h, T) - h
     else:
-        h = recursion(w, h, T)
-    return linear('out', h)
+        return linear('out', recursion(w, h, T, raw if o.residual == 'raw' else h))
+    return linear('out', update + (h if o.residual == 'normed' else raw))
 
 
 def trained_steps(model: str) -> int:
@@ -301,19 +374,22 @@ def trained_steps(model: str) -> int:
 
 
 def sizes(o: Options, model: str) -> tuple[int, int]:
-    """Parameters of one copy, and the FLOPs of a forward pass over 200 inputs as fvcore counts them: a multiply-add of a
-    matrix product is one, a norm five an element, all else nothing."""
+    """Parameters of one copy, and the FLOPs of a forward pass over 200 inputs as fvcore counts them: a
+    multiply-add of a matrix product is one, a norm five an element, all else nothing."""
     w, T = init(o, model, [0]), trained_steps(model)
     with FlopCounterMode(display=False) as counter:
-        forward(w, torch.zeros(1, ROWS, INPUTS, device=o.device), T)
+        forward(o, w, torch.zeros(1, ROWS, INPUTS, device=o.device), T)
     norms = 1 + T * ('rms_gain' in w)
-    return sum(p.numel() for p in w.values()), counter.get_total_flops() // 2 + 5 * norms * ROWS * D
+    products = counter.get_total_flops() // 2
+    return sum(p.numel() for p in w.values()), products + 5 * norms * ROWS * D
 
 
 def learning_rate(o: Options, step: int) -> float:
-    """Linear warm-up, then a cosine."""
+    """Constant, or a linear warm-up and then a cosine."""
     recipe = RECIPES[o.recipe]
     warmup = int(recipe.warmup * o.steps)
+    if o.schedule == 'constant':
+        return o.learning_rate
     if step < warmup:
         return o.learning_rate * (step + 1) / warmup
     cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (o.steps - warmup)))
@@ -321,32 +397,79 @@ def learning_rate(o: Options, step: int) -> float:
 
 
 def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequence[int]) -> None:
-    """o.steps of AdamW on the weights of all repeats at once."""
+    """o.steps of AdamW on the weights of all repeats at once; with o.stop, a repeat's weights are
+    then those of its best epoch on held-out points."""
     recipe = RECIPES[o.recipe]
-    optimizer = torch.optim.AdamW(w.values(), betas=(0.9, recipe.beta2), eps=recipe.eps, weight_decay=recipe.weight_decay,
-                                  fused=True)
+    optimizer = torch.optim.AdamW(w.values(), betas=(0.9, recipe.beta2), eps=recipe.eps,
+                                  weight_decay=recipe.weight_decay, fused=True)
     orders = [generator(o, repeat, 'batches') for repeat in repeats]
-    batches = o.points // o.batch_size
+    batches = o.fitted // o.batch_size
+    best = Best(o, w, T, data) if o.stop != 'end' else None
     for step in range(o.steps):
-        if step % batches == 0:  # a new epoch, every repeat in its own order
-            order = torch.stack([torch.randperm(o.points, generator=g) for g in orders]).to(o.device)[:, :, None]
+        if step % batches == 0:
+            # a new epoch, every repeat in its own order
+            if best and step and best.finished():
+                break
+            order = torch.stack([torch.randperm(o.fitted, generator=g) for g in orders])
+            order = order.to(o.device)[:, :, None]
             x, y = data.x.gather(1, order.expand(-1, -1, INPUTS)), data.y.gather(1, order)
         batch = slice(step % batches * o.batch_size, (step % batches + 1) * o.batch_size)
         optimizer.param_groups[0]['lr'] = learning_rate(o, step)
-        loss = (forward(w, x[:, batch], T) - y[:, batch]).square().mean(dim=1).sum()
+        loss = (forward(o, w, x[:, batch], T) - y[:, batch]).square().mean(dim=1).sum()
         optimizer.zero_grad()
         loss.backward()
         if recipe.grad_clip < math.inf:
-            norms = sum(p.grad.square().sum(dim=(1, 2)) for p in w.values()).sqrt()  # (R,): repeats do not share a limit
+            # (R,): repeats do not share a limit
+            norms = sum(p.grad.square().sum(dim=(1, 2)) for p in w.values()).sqrt()
             for p in w.values():
                 p.grad *= (recipe.grad_clip / norms).clamp(max=1)[:, None, None]
         optimizer.step()
+    if best:
+        best.finished()
+        best.restore()
+
+
+class Best:
+    """Each repeat's weights at its best epoch so far, by RMSE on a tenth of the training points or,
+    as is often done, on the test points."""
+
+    def __init__(self, o: Options, w: dict[str, Tensor], T: int, data: Data) -> None:
+        self.o, self.w, self.T = o, w, T
+        held = data[:2] if o.stop == 'valid' else data[2:]
+        self.x, self.y = (part[:, o.fitted:] if o.stop == 'valid' else part for part in held)
+        self.rmse = torch.full((len(self.x), 1, 1), math.inf, device=o.device)
+        self.waited = torch.zeros_like(self.rmse)  # epochs since
+        self.weights = {name: p.detach().clone() for name, p in w.items()}
+
+    @torch.no_grad()
+    def finished(self) -> bool:
+        """Look at the weights after an epoch; whether every repeat has waited long enough."""
+        now = (forward(self.o, self.w, self.x, self.T) - self.y).square().mean((1, 2), keepdim=True).sqrt()
+        better = (now < self.rmse) & (self.waited < self.o.patience)
+        self.rmse = torch.where(better, now, self.rmse)
+        self.waited = torch.where(better, 0, self.waited + 1)
+        for name, p in self.w.items():
+            self.weights[name] = torch.where(better, p, self.weights[name])
+        return bool((self.waited >= self.o.patience).all())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for name, p in self.w.items():
+            p.copy_(self.weights[name])
 
 
 @torch.no_grad()
-def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> list[float]:
+def rmse(o: Options, w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> list[float]:
     """Root mean squared error of each repeat."""
-    return (forward(w, x, T) - y).square().mean(dim=(1, 2)).sqrt().tolist()
+    return (forward(o, w, x, T) - y).square().mean(dim=(1, 2)).sqrt().tolist()
+
+
+def fit(o: Options, model: str, data: Data, repeats: Sequence[int]) -> tuple[dict[str, Tensor], dict]:
+    """Weights of a model after training, and train and test RMSE of each repeat."""
+    w, T = init(o, model, repeats), trained_steps(model)
+    train(o, w, T, data, repeats)
+    fitted = rmse(o, w, data.x[:, :o.fitted], data.y[:, :o.fitted], T)
+    return w, {'train': fitted, 'test': rmse(o, w, data.x_test, data.y_test, T)}
 
 
 def cell_path(o: Options, kernel: Kernel, model: str) -> str:
@@ -436,6 +559,8 @@ Numbers = dict[tuple[str, str], tuple[float, float, float, float]]  # (kernel, m
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation over repeats."""
+    if not all(map(math.isfinite, values)):
+        return math.nan, math.nan
     return mean(values), stdev(values) if len(values) > 1 else 0.0
 
 
@@ -576,102 +701,6 @@ def write_csv(path: str, lines: Iterable[Sequence[Any]]) -> None:
     text = io.StringIO()
     csv.writer(text, lineterminator='\n').writerows(lines)
     write_whole(path, text.getvalue().encode())
-
-
-# What --calibrate tries. Of protocols, or shapes, whose misfits lie within TIE of the smallest, the first in its list is taken:
-# the paper's recipe before AdamW's defaults, torch.nn.Linear's initial weights before others, 4,000 points before 2,000.
-PROTOCOLS = [dict(zip(('recipe', 'init', 'learning_rate', 'points', 'steps'), values, strict=True)) for values in (
-    ('paper', 'linear', 2e-3, 4000, 500), ('paper', 'linear', 2e-3, 4000, 1000), ('paper', 'linear', 2e-3, 4000, 2000),
-    ('paper', 'linear', 2e-3, 2000, 500), ('paper', 'linear', 2e-3, 2000, 1000),
-    ('paper', 'linear', 1e-3, 4000, 1000), ('paper', 'linear', 1e-3, 4000, 2000),
-    ('torch', 'linear', 2e-3, 4000, 1000), ('torch', 'linear', 2e-3, 4000, 2000),
-    ('paper', 'xavier', 2e-3, 4000, 2000), ('paper', 'n02', 2e-3, 4000, 4000))]
-SHAPES = {  # of each shape, the middle one of the three lengthscales tried
-    'rbf': {(): 5.0},
-    'matern': {(1.5,): 2.8, (0.5,): 13.0, (2.5,): 2.2},
-    'periodic': {(2.0,): 13.0, (4.0,): 4.8, (8.0,): 2.1},
-    'rational_quadratic': {(1.0,): 2.7, (0.5,): 3.2, (2.0,): 2.4, (4.0,): 2.3},
-    'non_stationary': {(0.5,): 5.2, (0.25,): 3.6, (1.0,): 10.0},
-}
-LADDER, TIE = 1.4, 0.01
-
-
-def match(o: Options, k: str, shape: tuple[float, ...], draws: dict[Any, Data]) -> dict[str, Any]:
-    """Plain at three lengthscales in one batch; between them, in logarithms, the one where train x test RMSE is the paper's.
-    What is left there is the misfit: log(test / train) less the paper's. The two RMSEs rise and fall together from draw to
-    draw, so that their ratio tells protocols apart that all lie within the paper's std. `draws` are used again."""
-    kernels = [KERNELS[k]._replace(lengthscale=SHAPES[k][shape] * LADDER ** i, shape=shape) for i in (-1, 0, 1)]
-    for kernel in kernels:
-        if (kernel, o.points) not in draws:
-            draws[kernel, o.points] = draw(o, kernel, range(o.repeats))
-    data = Data(*map(torch.cat, zip(*(draws[kernel, o.points] for kernel in kernels), strict=True)))
-    repeats = [*range(o.repeats)] * len(kernels)
-    w = init(o, 'Plain', repeats)
-    train(o, w, 1, data, repeats)
-    log_train, log_test = (torch.tensor(rmse(w, x, y, 1)).view(-1, o.repeats).mean(1).log() for x, y in (data[:2], data[2:]))
-    level, gap = ((log_test + log_train) / 2).tolist(), (log_test - log_train).tolist()
-    paper_train, _, paper_test, _ = PAPER[k, 'Plain']
-    target = math.log(paper_train * paper_test) / 2
-    i = 1 if level[1] > target else 0  # between lengthscales i and i + 1, or beyond the ends by one more at most
-    t = min(2, max(-1, (target - level[i]) / (level[i + 1] - level[i])))
-    level_t, gap_t = (values[i] + t * (values[i + 1] - values[i]) for values in (level, gap))
-    return dict(kernel=k, shape=' '.join(map(str, shape)), lengthscale=float(f'{kernels[i].lengthscale * LADDER ** t:.3g}'),
-                train=math.exp(level_t - gap_t / 2), test=math.exp(level_t + gap_t / 2),
-                misfit=gap_t - math.log(paper_test / paper_train), chosen='')
-
-
-def first_of_the_best(misfits: list[float]) -> int:
-    """Which candidate is taken; see TIE."""
-    return next(i for i, value in enumerate(misfits) if value <= min(misfits) + TIE)
-
-
-def calibrate(o: Options) -> None:
-    """Choose on Plain alone: the protocol with each kernel's first shape, by the root mean square of the five misfits, then
-    with it each kernel's shape. KERNELS and the defaults of Options hold the choice, calibration.csv all trials."""
-    draws, trials, rms = {}, [], []
-    with tqdm(total=sum(len(PROTOCOLS) - 1 + len(shapes) for shapes in SHAPES.values())) as bar:
-        def trial(protocol: dict[str, Any], k: str, shape: tuple[float, ...]) -> dict[str, Any]:
-            trials.append(protocol | match(replace(o, **protocol), k, shape, draws))
-            bar.update()
-            return trials[-1]
-        for protocol in PROTOCOLS:
-            misfits = [trial(protocol, k, next(iter(shapes)))['misfit'] for k, shapes in SHAPES.items()]
-            rms.append(math.sqrt(mean(m ** 2 for m in misfits)))
-        best = first_of_the_best(rms)
-        for i, (k, shapes) in enumerate(SHAPES.items()):
-            tried = [trials[best * len(SHAPES) + i], *(trial(PROTOCOLS[best], k, shape) for shape in [*shapes][1:])]
-            tried[first_of_the_best([abs(t['misfit']) for t in tried])]['chosen'] = 'yes'
-    write_csv(f'{o.out_dir}/calibration.csv', [[*trials[0]], *(
-        [*(f'{v:.4f}' if name in ('train', 'test', 'misfit') else v for name, v in t.items())] for t in trials)])
-    for i, (protocol, value) in enumerate(zip(PROTOCOLS, rms, strict=True)):
-        print(*(f'{name} {v},' for name, v in protocol.items()), f"misfit {value:.3f}{', chosen' if i == best else ''}")
-    for t in trials:
-        if t['chosen']:
-            print(f"{t['kernel']:18} shape {t['shape'] or '-':4} lengthscale {t['lengthscale']:<5g} train {t['train']:.4f}, "
-                  f"test {t['test']:.4f}, misfit {t['misfit']:+.3f}")
-    print(f'All trials: {o.out_dir}/calibration.csv')
-
-
-def benchmark(o: Options) -> None:
-    """Time 100 steps of each model: all repeats in one batch, then one after the other."""
-    o = replace(o, steps=100)
-    data = Data(*(torch.randn(o.repeats, n, d, device=o.device) for n in (o.points, o.test_points) for d in (INPUTS, 1)))
-
-    def seconds(model: str, groups: list[list[int]]) -> float:
-        start = time.perf_counter()
-        for group in groups:
-            w = init(o, model, group)
-            train(o, w, trained_steps(model), Data(*(part[group] for part in data)), group)
-            w['out'].sum().item()  # waits for the device
-        return time.perf_counter() - start
-
-    total = [0.0, 0.0]
-    for model in o.models:
-        seconds(model, [[0]])  # warm-up
-        times = seconds(model, [list(range(o.repeats))]), seconds(model, [[r] for r in range(o.repeats)])
-        total = [a + b for a, b in zip(total, times, strict=True)]
-        print(f'{model:6} one by one {times[1]:5.2f} s, in one batch {times[0]:5.2f} s: {times[1] / times[0]:.2f} x faster')
-    print(f'all    one by one {total[1]:5.2f} s, in one batch {total[0]:5.2f} s: {total[1] / total[0]:.2f} x faster')
 
 
 def main() -> None:
