@@ -41,8 +41,7 @@ from nanocem.gp_kernels import gibbs, matern, periodic, rational_quadratic, rbf
 from nanocem.gp_report import TITLES, Cells, Key, read_cell, report, trained_steps
 from nanocem.workers import run_jobs, workers
 
-INPUTS, D = 10, 64
-ROWS = 200  # the paper's FLOPs are those of a forward pass over 200 inputs
+INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are of a forward pass over 200 inputs
 JITTER = 1e-6  # on the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
 KERNEL_NAMES = tuple(TITLES)
 Initial = Literal['linear', 'xavier', 'n02', 'normal', 'orthogonal']

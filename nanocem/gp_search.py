@@ -1,8 +1,8 @@
 """
 Which protocol did the paper's Gaussian-process table have? A search scored on all thirty rows.
 
-    python -m nanocem.gp_search              searches for --hours; the same command goes on
-    python -m nanocem.gp_search --report     ranking, chance and picture of the trials so far
+    python -m nanocem.gp_search    searches for --hours; the same command goes on
+    python -m nanocem.gp_trials    what the trials so far say
 
 CHOICES is what the paper leaves open. A trial is a protocol on one kernel: its lengthscale is the
 one at which Plain has the paper's level, and its misfit the RMS of log(ours / paper) over the
@@ -34,6 +34,7 @@ import torch
 import synthetic_gp as gp
 from configurator import build, fail, read_options
 from nanocem.files import write_whole
+from nanocem.gp_report import PAPER, spread
 
 # The first value of each choice is the base's.
 CHOICES = {
@@ -107,25 +108,21 @@ class Options:
     """The search."""
     hours: float = 3.0  # after which no new trial starts
     out_dir: str = 'out/gp_search'  # trials.csv and the draws
-    report: bool = False  # write out_dir/search.md and choices.png instead of searching
-    publish: bool = False  # with --report: into results/gp, with the trials
 
 
 # One trial
 
-def log_ratios(rows: dict[str, tuple[float, ...]], k: str) -> dict[str, tuple[float, float]]:
-    """log(ours / paper) of each model's train and test RMSE, Plain's mean of the two taken off."""
-    off = {m: tuple(math.log(row[i] / gp.PAPER[k, m][i]) for i in (0, 2))
-           for m, row in rows.items()}
-    level = fmean(off['Plain'])
-    return {m: (train - level, test - level) for m, (train, test) in off.items()}
+Rows = dict[str, tuple[float, ...]]  # of one kernel, by model
 
 
-def misfit(rows: dict[str, tuple[float, ...]], k: str) -> float:
-    """RMS of log_ratios; inf where training diverged."""
+def misfit(rows: Rows, k: str, paper: dict[tuple[str, str], tuple[float, ...]] = PAPER) -> float:
+    """RMS of log(ours / paper) over train and test RMSE of the models, the mean of Plain's two
+    taken off all; inf where training diverged."""
     if not all(math.isfinite(v) and v > 0 for row in rows.values() for v in (row[0], row[2])):
         return math.inf
-    return math.sqrt(fmean(v ** 2 for pair in log_ratios(rows, k).values() for v in pair))
+    off = {m: [math.log(row[i] / paper[k, m][i]) for i in (0, 2)] for m, row in rows.items()}
+    level = fmean(off['Plain'])
+    return math.sqrt(fmean((v - level) ** 2 for pair in off.values() for v in pair))
 
 
 def draws(o: gp.Options, k: str, parameters: tuple[float, ...], folder: str) -> gp.Data:
@@ -150,7 +147,7 @@ def lengthscale(o: gp.Options, k: str, shape: tuple[float, ...], start: float,
                 folder: str) -> float | None:
     """The power of RATIO at which Plain's train x test RMSE is nearest to the paper's, by secant
     steps in logarithms; None where there is none."""
-    target = math.log(gp.PAPER[k, 'Plain'][0] * gp.PAPER[k, 'Plain'][2]) / 2
+    target = math.log(PAPER[k, 'Plain'][0] * PAPER[k, 'Plain'][2]) / 2
     lowest, highest = (round(math.log(end, RATIO)) for end in (LOWEST, HIGHEST))
     levels: dict[int, float] = {}
     i = round(math.log(start, RATIO))
@@ -178,17 +175,17 @@ def run_trial(protocol: Protocol, k: str, shape: tuple[float, ...], stage: int, 
     o = gp.Options(**protocol, repeats=STAGES[stage].repeats, device='cpu')
     trial = dict(round=round_, **protocol, kernel=k, shape=in_words(shape), stage=stage,
                  lengthscale='')
-    rows: dict[str, tuple[float, ...]] = {}
+    rows: Rows = {}
     found = lengthscale(o, k, shape, start, folder)
     if found:
         trial['lengthscale'] = float(f'{found:.4g}')
         data = draws(o, k, (found, *shape), folder)
         for model in STAGES[stage].models:
             _, cell = gp.fit(o, model, data, range(o.repeats))
-            rows[model] = (*gp.spread(cell['train']), *gp.spread(cell['test']))
+            rows[model] = (*spread(cell['train']), *spread(cell['test']))
     trial['misfit'] = float(f'{misfit(rows, k):.5f}') if rows else math.inf
     trial['seconds'] = round(time.perf_counter() - began)
-    for model in STAGES[-1].models:
+    for model in STAGES[LAST].models:
         for i, number in enumerate(NUMBERS):
             trial[f'{model} {number}'] = f'{rows[model][i]:.6f}' if model in rows else ''
     return trial
@@ -224,11 +221,10 @@ class Trials:
 
 
 def read(file: IO[bytes]) -> Trials:
-    """The trials of an open trials.csv; a last line that a kill cut off is dropped from it."""
+    """The trials of an open trials.csv but a last line that is not whole."""
     file.seek(0)
     text = file.read()
     whole = text.rfind(b'\n') + 1
-    file.truncate(whole)
     trials = []
     for line in csv.DictReader(text[:whole].decode().splitlines()):
         protocol = {name: type(value)(line[name]) for name, value in BASE.items()}
@@ -239,7 +235,10 @@ def read(file: IO[bytes]) -> Trials:
 
 
 def append(file: IO[bytes], trial: Trial) -> None:
-    """One whole line, on the disk before the next trial starts."""
+    """One whole line, on the disk before the next trial starts; half a line that a kill left at the
+    end goes."""
+    file.seek(0)
+    file.truncate(file.read().rfind(b'\n') + 1)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(trial), lineterminator='\n')
     if file.seek(0, os.SEEK_END) == 0:
@@ -248,6 +247,12 @@ def append(file: IO[bytes], trial: Trial) -> None:
     file.write(text.getvalue().encode())
     file.flush()
     os.fsync(file.fileno())
+
+
+def rows_of(trial: Trial) -> Rows:
+    """Each model's numbers, as in PAPER."""
+    return {m: tuple(float(trial[f'{m} {number}']) for number in NUMBERS)
+            for m in STAGES[LAST].models if trial[f'{m} train']}
 
 
 def best_shapes(trials: Trials, protocol: Protocol, stage: int) -> dict[str, Trial]:
@@ -342,7 +347,7 @@ def near(trials: Trials, protocol: Protocol, k: str, shape: str) -> float:
     """Where to look for the lengthscale: at that of the most similar protocol."""
     like = [t for t in trials.all if (t['kernel'], t['shape']) == (k, shape) and t['lengthscale']]
     most = max(like, key=lambda t: sum(t[name] == protocol[name] for name in BASE), default=None)
-    return float(most['lengthscale']) if most else 5.0
+    return float(most['lengthscale']) if most else gp.KERNELS[k].inferred[0]
 
 
 def search(o: Options, file: IO[bytes]) -> None:
@@ -368,13 +373,19 @@ def search(o: Options, file: IO[bytes]) -> None:
 def main() -> None:
     o = build(Options, read_options(sys.argv[1:], Options))
     torch.set_num_threads(1)
-    os.makedirs(o.out_dir, exist_ok=True)
-    with open(f'{o.out_dir}/trials.csv', 'ab+') as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f'{o.out_dir}: another search is at work there; wait, or give another --out_dir')
-        search(o, file)
+    try:
+        os.makedirs(o.out_dir, exist_ok=True)
+        with open(f'{o.out_dir}/trials.csv', 'ab+') as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fail(f'{o.out_dir}: another search is at work there; wait for it, or give another '
+                     '--out_dir')
+            search(o, file)
+    except OSError as error:
+        fail(f'{error.filename}: {error.strerror}')
+    except KeyboardInterrupt:
+        fail(f'interrupted; {o.out_dir}/trials.csv has the trials, and the same command goes on')
 
 
 if __name__ == '__main__':
