@@ -1,4 +1,5 @@
 """Files that are written whole or not at all, and read with one clear line where they are damaged."""
+import contextlib
 import json
 import os
 from typing import Any
@@ -24,3 +25,12 @@ def read_json(path: str) -> dict[str, Any] | None:
         return None
     except ValueError:
         fail(f'{path} is damaged: delete the folder and prepare the data again')
+
+
+def say(text: str) -> None:
+    """Print a line; a closed pipe or a full disk ends no run."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
