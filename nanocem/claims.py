@@ -376,8 +376,8 @@ def worth(sizes: Mapping[str, float], results: Results, draws: int = 1000) -> li
         "the blocks' weights, N_rec those of the recursed sublayers. phi = 1: a second step is "
         'worth as many new weights, 0: nothing. Interval: 95%, of '
         f'{draws} resamples of sizes and seeds. FLOPs: what T = 2 takes over T = 1 at each size, '
-        'and what a T = 1 model as good would take (straight lines between sizes): a step pays '
-        'where the second is the larger.', '',
+        'and what a T = 1 model as good would take (between sizes, log FLOPs over log(L - E)): a '
+        'step pays where the second is the larger.', '',
         '| second step of | phi | misfit, nats | alpha | runs | FLOPs of T = 2 / of its equal at '
         'T = 1, by size |', '|---|---|---|---|---|---|']
     for name, recursion in RECURSIONS.items():
@@ -388,13 +388,14 @@ def worth(sizes: Mapping[str, float], results: Results, draws: int = 1000) -> li
             lines.append(f'| {name} | not enough runs | | | {len(runs.loss)} | |')
             continue
         low, high = np.percentile(bootstrap_phi(runs, draws, seed=1), (2.5, 97.5))
-        price = ', '.join(prices(recursion, sizes, results))
+        price = ', '.join(prices(recursion, sizes, results, law.E))
         lines.append(f'| {name} | {law.phi:+.2f} ({low:+.2f} to {high:+.2f}) | {law.misfit:.4f} | '
                      f'{law.alpha:.2f} | {len(runs.loss)} | {price} |')
     return lines
 
 
-def prices(recursion: Recursion, sizes: Mapping[str, float], results: Results) -> list[str]:
+def prices(recursion: Recursion, sizes: Mapping[str, float], results: Results, E: float,
+           ) -> list[str]:
     """At each size that has both: FLOPs of T = 2 over T = 1, and those of a T = 1 model as good."""
     loss, flops = {}, {}
     for size in sizes:
@@ -406,8 +407,9 @@ def prices(recursion: Recursion, sizes: Mapping[str, float], results: Results) -
     if len(single) < 2:
         return []
     curve = [loss[size, 1] for size in single], [flops[size, 1] for size in single]
+    E = min(E, 0.9 * min(loss.values()))
     return [f'{flops[size, 2] / flops[size, 1]:.2f} / '
-            f'{equal_flops(loss[size, 2], *curve) / flops[size, 1]:.2f}'
+            f'{equal_flops(loss[size, 2], *curve, E) / flops[size, 1]:.2f}'
             for size in single if (size, 2) in loss]
 
 

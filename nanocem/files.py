@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and read with one clear line where they are damaged."""
+"""Files written whole or not at all, and read with one clear line where they are damaged."""
 import contextlib
 import json
 import os

@@ -174,15 +174,16 @@ def bootstrap_phi(runs: Runs, draws: int, seed: int) -> np.ndarray:
     return np.array(found)
 
 
-def equal_flops(loss: float, losses: Sequence[float], flops: Sequence[float]) -> float:
+def equal_flops(loss: float, losses: Sequence[float], flops: Sequence[float], E: float) -> float:
     """The FLOPs at which a curve of models (losses falling with FLOPs) reaches `loss`: straight
-    lines of log FLOPs between its points, the first or last one carried on outside. nan where the
-    curve does not fall there."""
+    lines of log FLOPs over log(loss - E) between its points, the first or last one carried on
+    outside. nan where the curve does not fall there."""
     order = np.argsort(flops)
-    y = np.asarray(losses)[order]
     x = np.log(np.asarray(flops)[order])
-    n = int(np.clip(np.count_nonzero(y > loss), 1, len(y) - 1))
+    y = np.log(np.asarray(losses)[order] - E)
+    at = math.log(loss - E)
+    n = int(np.clip(np.count_nonzero(y > at), 1, len(y) - 1))
     fall = y[n - 1] - y[n]
     if fall <= 0:
         return math.nan
-    return float(np.exp(x[n - 1] + (x[n] - x[n - 1]) * (y[n - 1] - loss) / fall))
+    return float(np.exp(x[n - 1] + (x[n] - x[n - 1]) * (y[n - 1] - at) / fall))
