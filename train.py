@@ -30,7 +30,9 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import build, fail, read_options
-from model import ModelConfig, Transformer, peak_flops
+from model import ModelConfig, Transformer
+from nanocem.decode import generate
+from nanocem.fast import attention_path, peak_flops
 from nanocem.files import write_whole
 from nanocem.runs import (
     Log,
@@ -193,7 +195,7 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         self.model = Transformer(self.model_cfg).to(world.device)
         self.model.activation_checkpointing = cfg.activation_checkpointing
-        matrices = self.model.matrices()
+        matrices = self.model.decayed_parameters()
         rest = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
         self.optimizer = torch.optim.AdamW(
             [{'params': matrices, 'weight_decay': cfg.weight_decay}, {'params': rest, 'weight_decay': 0.0}],
@@ -328,7 +330,7 @@ class Trainer:
         if world.rank == 0:
             print(f'{cfg.out_dir}: {self.model.num_params():,} parameters, {self.steps:,} steps of {self.tokens_per_step:,} '
                   f'tokens = {self.steps * self.tokens_per_step:,}, {world.size} x {world.device.type}, '
-                  f'{str(self.dtype).removeprefix("torch.")}, {self.model.attention_path(world.device, self.dtype)}; '
+                  f'{str(self.dtype).removeprefix("torch.")}, {attention_path(self.model, world.device, self.dtype)}; '
                   f'{len(self.data["train"]):,} pieces an epoch', flush=True)
         while self.step < self.steps:
             start = time.monotonic()
@@ -395,7 +397,7 @@ def sample_text(model: Transformer, data: str, prompt: str, tokens: int, tempera
     device = model.embedding.device
     idx = torch.tensor([[tokenizer.bos, *tokenizer.encode(prompt)]], device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    return tokenizer.decode(model.generate(idx, tokens, temperature, top_k, generator)[0].tolist())
+    return tokenizer.decode(generate(model, idx, tokens, temperature, top_k, generator)[0].tolist())
 
 
 def main(argv: list[str]) -> int:

@@ -262,92 +262,19 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
     return ddu, dh
 
 
-# On a CPU, a few rows of a few sequences at a time, `seqs` and `rows`. In the loops q (over tau), k and their gradients are
-# (B, K, J, R); the columns that a piece has are `past`, all up to its last row.
-
-def heads(x: Tensor, n_head: int) -> Tensor:
-    return x.unflatten(-1, (n_head, -1)).transpose(1, 2)  # (B, J, D) -> (B, K, J, R)
-
-
-def pieces(B: int, K: int, J: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of sequences and of rows, 32 rows or more, of SCORES_AT_ONCE scores at most where that allows."""
-    row = max(1, K * J)
-    n_rows = min(64, max(32, SCORES_AT_ONCE // row))
-    n_seqs = max(1, SCORES_AT_ONCE // (row * min(n_rows, max(1, J))))
-    for n in range(0, B, n_seqs):
-        for i in range(0, J, n_rows):
-            yield slice(n, min(n + n_seqs, B)), slice(i, min(i + n_rows, J))
-
-
-def weights(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, seqs: slice, rows: slice) -> Tensor:
-    """softmax_j(s_ijk) of a piece: (sequences, K, rows, past)."""
-    K, past = q.shape[1], slice(rows.stop)
-    m = 2.0 ** (-8 / K * torch.arange(1, K + 1, dtype=q.dtype)) if b is not None else q.new_zeros(1)
-    s = m[:, None, None] * (torch.arange(rows.stop) - rows.start)  # less m_k (i - rows.start), which softmax does not see
-    if du is not None:
-        s = s + (du[seqs, :, rows].flatten(1, 2) @ h[seqs, past].mT).unflatten(1, (du.shape[1], -1))
-    s = s.broadcast_to(seqs.stop - seqs.start, K, rows.stop - rows.start, rows.stop).contiguous()
-    square = s[..., rows]  # the columns that j <= i cuts
-    if b is not None:
-        square.diagonal(dim1=2, dim2=3).add_(b[:, None])
-    square += square.new_full(square.shape[2:], -torch.inf).triu(1)
-    s.view(-1, *s.shape[2:]).baddbmm_(q[seqs, :, rows].flatten(0, 1), k[seqs, :, past].flatten(0, 1).mT)
-    return s.softmax(dim=-1)
-
-
-@torch.autocast('cpu', enabled=False)
-def by_rows(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float) -> Tensor:
-    """o (B, J, D)."""
-    q, k, o = heads(q, n_head) * scale, heads(k, n_head), torch.empty_like(q)
-    for seqs, rows in pieces(*q.shape[:3]):
-        heads(o, n_head)[seqs, :, rows] = weights(q, k, du, h, b, seqs, rows) @ k[seqs, :, :rows.stop]
-    return o
-
-
-@torch.autocast('cpu', enabled=False)
-def by_rows_backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, o: Tensor,
-                     n_head: int, scale: float) -> list[Tensor]:
-    """Gradients of q, k, du, h, b as they came; empty tensors for those that are None."""
-    gradients = [q.new_zeros(0 if t is None else t.shape) for t in (q, k, du, h, b)]
-    ddu, dh, db = gradients[2:]
-    do, o, dq, dk, q, k = (heads(t, n_head) for t in (do, o, *gradients[:2], q * scale, k))
-    delta = (do * o).sum(dim=-1, keepdim=True)
-    for seqs, rows in pieces(*q.shape[:3]):
-        p, past = weights(q, k, du, h, b, seqs, rows), slice(rows.stop)
-        ds = (do[seqs, :, rows] @ k[seqs, :, past].mT).sub_(delta[seqs, :, rows]).mul_(p)
-        dq[seqs, :, rows] = ds @ k[seqs, :, past] * scale
-        dk[seqs, :, past] += p.mT @ do[seqs, :, rows] + ds.mT @ q[seqs, :, rows]
-        if b is not None:
-            db += ds[..., rows].diagonal(dim1=2, dim2=3).sum(dim=(0, 2))
-        if du is not None:
-            dbias = (ds if du.shape[1] > 1 else ds.sum(dim=1)).flatten(1, -2)  # (sequences, n rows, past)
-            ddu[seqs, :, rows] = (dbias @ h[seqs, past]).unflatten(1, (du.shape[1], -1))
-            dh[seqs, past] += dbias.mT @ du[seqs, :, rows].flatten(1, 2)
-    return gradients
-
-
-# Both as one operator, which torch.compile leaves whole. It has a gradient, and neither forward mode nor a second derivative.
-
-@torch.library.custom_op('nanocem::attention', mutates_args=())
-def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
-                 scale: float, use_triton: bool) -> tuple[Tensor, Tensor]:
-    """o (B, J, D) and, for Triton's backward pass, the scores' log-sum-exp (B, K, J)."""
-    q, k = q.contiguous(), k.contiguous()
-    if not use_triton:
-        return by_rows(q, k, du, h, b, n_head, scale), q.new_empty(0)
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
+def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
+            scale: float) -> tuple[Tensor, Tensor]:
+    """o (B, J, D) and the scores' log-sum-exp (B, K, J), as fast.attention's; q, k contiguous."""
+    B, J, _ = q.shape
+    o, lse = torch.empty_like(q), q.new_empty(B, n_head, J, dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
     launch(forward_kernel, q, k, bias, b, o, lse, scale=scale, n_head=n_head)
     return o, lse
 
 
-@torch.library.custom_op('nanocem::attention_backward', mutates_args=())
-def backward_op(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, o: Tensor, lse: Tensor,
-                n_head: int, scale: float, use_triton: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, du, h, b; empty tensors for those that are None."""
-    do, q, k = do.contiguous(), q.contiguous(), k.contiguous()
-    if not use_triton:
-        return tuple(by_rows_backward(do, q, k, du, h, b, o, n_head, scale))
+def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
+             o: Tensor, lse: Tensor, n_head: int, scale: float) -> tuple[Tensor, ...]:
+    """Gradients of q, k, du, h, b; empty tensors for those that are None; do, q, k contiguous."""
     dq, dk, delta, db = (torch.empty_like(t) for t in (q, k, lse, lse))
     ddu, dh = q.new_empty(0), q.new_empty(0)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
@@ -359,41 +286,6 @@ def backward_op(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor |
         launch(dbias_kernel, q, k, bias, b, do, lse, delta, dbias, **common)
         ddu, dh = diagonal_bias_backward(dbias, du, h)
     return dq, dk, ddu, dh, q.new_empty(0) if b is None else db.sum(dim=(0, 2))
-
-
-@attention_op.register_fake
-def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int, scale: float, use_triton: bool):
-    lse = q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32) if use_triton else q.new_empty(0)
-    return q.new_empty(q.shape), lse
-
-
-@backward_op.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, *args: Any):
-    return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, du, h, b))
-
-
-def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.n_head, ctx.scale, ctx.use_triton = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, o, lse = ctx.saved_tensors
-    gradients = backward_op(do, *inputs, o, lse, ctx.n_head, ctx.scale, ctx.use_triton)
-    return *(None if t is None else g for t, g in zip(inputs, gradients, strict=True)), None, None, None
-
-
-attention_op.register_autograd(backward, setup_context=save_for_backward)
-
-
-def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None, b: Tensor | None,
-              use_triton: bool) -> Tensor:
-    """o (B, J, D) of the equations above: q, k (B, J, D); scale = 1 / tau; du = d * u / tau (B, 1 or K, J, D) and h (B, J, D),
-    or no diagonal; b (K,), the self bias less the cross bias (softmax sees no more of the two), or no ALiBi either.
-    `use_triton` on a GPU, or a CPU that interprets; else tensors are a CPU's, a few rows at a time."""
-    du, h = (None if t is None else t.to(q.dtype) for t in (du, h))
-    b = None if b is None else b.to(torch.float32 if use_triton else q.dtype)
-    return attention_op(q, k, du, h, b, n_head, scale, use_triton)[0]
 
 
 def compile_ahead(kernel: Any, arch: int, R: int, n_head: int = 12) -> dict[str, int]:
