@@ -16,6 +16,7 @@ from scipy.interpolate import Akima1DInterpolator
 
 from configurator import fail
 from model import MLP, Attention, ModelConfig, Transformer
+from nanocem.energy import energies_along
 from nanocem.files import read_json, write_whole
 from nanocem.runs import last_checkpoint
 from nanocem.scaling import akima_optimum
@@ -312,33 +313,26 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     data = Pieces(state['data_dir'], 'test', cfg.context_length)
     count = min(math.ceil(tokens / cfg.context_length), len(data))
     x, y = data.batch(np.linspace(0, len(data), count, endpoint=False).astype(int))
-    # what a sublayer was given last, and its output
-    seen: dict[Attention | MLP, tuple[Any, torch.Tensor]] = {}
+    seen: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
     for block in model.blocks:
         for layer in (block.attn, block.mlp):
-            layer.register_forward_hook(lambda of, given, out: seen.update({of: (given, out)}))
+            layer.register_forward_hook(lambda of, given, _: seen.update({of: given}))
+
+    def energies(layer: Attention | MLP, steps: int) -> list[float]:
+        return energies_along(layer, *seen[layer], steps=steps).mean(dim=(1, 2)).tolist()
 
     found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
     for T in range(1, max_steps + 1):
         model.set_steps(T, T)
         found['perplexity'].append(math.exp(float(model(x, y)[1])))
-        found['energy'].append(sum(energy_at(layer, *seen[layer]) for layer in seen))
+        found['energy'].append(sum(energies(layer, T)[-1] for layer in seen))
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     model(x)
-    for layer, (given, _) in seen.items():
-        along = []
-        for t in range(max_steps + 1):
-            layer.steps = t
-            # .forward, not a call: the hook does not see it
-            along.append(energy_at(layer, given, layer.forward(*given)))
-        found['attn' if isinstance(layer, Attention) else 'mlp'].append(along)
+    for layer in seen:
+        kind = 'attn' if isinstance(layer, Attention) else 'mlp'
+        found[kind].append(energies(layer, max_steps))
     write_whole(path, json.dumps(found).encode())
     return found
-
-
-def energy_at(layer: Attention | MLP, given: Any, out: torch.Tensor) -> float:
-    """The sublayer's mean energy at its output, in the context of what it was given."""
-    return float(layer.energy(layer.norm(out), layer.norm(given[0])).mean())
 
 
 P_NAMES = {'-none': 'no preconditioner', '-diag': 'diagonal', '': 'diagonal + low rank'}
