@@ -266,9 +266,12 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
              state: dict[str, Any]) -> None:
     """All documents from file number state['file'] on to the writer, until there are enough."""
     own = {file.split for file in source.files}
-    limit = dict.fromkeys(SPLITS, sys.maxsize)
-    limit.update({split: round(o.tokens * o.held_out) for split in own if split})
+    limit = {split: sys.maxsize if split not in own else round(o.tokens * o.held_out)
+             for split in SPLITS}
+    if state['by_position']:  # val and test are met only after train
+        limit = dict.fromkeys(SPLITS, max(1, round(o.tokens * o.held_out_by_position)))
     limit['train'] = o.tokens
+    needed = SPLITS if state['by_position'] else ('train',)
     bos = np.array([tokenizer.bos], writer.dtype)
     eos = np.array([tokenizer.eos] if o.eos else [], writer.dtype)
     # of each file, in the bytes of all
@@ -296,7 +299,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
                         writer.append(piece.split, ids[:room])
                         if room > 0:
                             state['last'][file.split or 'train'] = number
-                        if writer.tokens['train'] >= o.tokens:
+                        if all(writer.tokens[split] >= limit[split] for split in needed):
                             return
                     done = sum(writer.tokens.values())
                     so_far = starts[number] + share * file.size
@@ -422,13 +425,14 @@ def peek(data_dir: str, split: str) -> None:
 def main(argv: list[str]) -> None:
     argv = ['--peek=train' if arg == '--peek' else arg for arg in argv]
     o = build(PrepareConfig, read_options(argv, PrepareConfig))
+    if not (o.verify or o.peek):
+        run(o)
+        return
     try:
         if o.verify:
             verify(o.out_dir)
         if o.peek:
             peek(o.out_dir, o.peek)
-        if not (o.verify or o.peek):
-            run(o)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # | head has seen enough
     except OSError as error:
