@@ -201,3 +201,25 @@ def test_models_take_the_way_that_is_proven(broken: bool, monkeypatch: pytest.Mo
     fast.prove(own, CPU, HALF, batch_size=8)
     assert list(selfcheck.VERDICTS) == [(CPU, HALF, selfcheck.Shape(2, 16, 1, True, 32))]
     assert bool(*selfcheck.VERDICTS.values()) == broken
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@pytest.mark.parametrize('n_head, width', [(12, 64), (12, 72), (8, 84)])  # 134m, 162m, 86m
+def test_kernels_pass_on_this_gpu(n_head: int, width: int) -> None:
+    """In a process that does not interpret. Their time beside torch's own is printed."""
+    code = f"""
+import torch
+from functools import partial
+from nanocem import selfcheck as s
+case = torch.device('cuda'), torch.bfloat16, s.Shape({n_head}, {width}, 1, True, 2048)
+for B, J in s.CASES:
+    assert (wrong := s.error(*case, B, J)) == '', wrong
+tensors, do = s.inputs(*case, 8, 2048)
+runs = (partial(s.both_ways, way, case[2], tensors, do) for way in (s.by_triton, s.by_torch))
+print('{n_head} heads of {width}: ours, torch, seconds:', *s.times(*runs, case[0]))
+"""
+    done = subprocess.run([sys.executable, '-c', code], cwd=Path(__file__).parent.parent, text=True,
+                          env={**os.environ, 'TRITON_INTERPRET': '0'}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
