@@ -107,12 +107,9 @@ def llama_mlp(ax: Axes) -> None:
     line(ax, (3.77, 0.9), (4.15, 0.9))
     box(ax, 4.7, 0.9, 'SiLU', 'op', 1.1)
     line(ax, (5.25, 0.9), (5.5, 0.9), (5.5, 1.35))
-    note(ax, 3.2, 2.8, 'up', PALE)
-    note(ax, 3.2, 0.4, 'gate', PALE)
     note(ax, 5.5, 1.58, '$\\odot$', size=17)
     line(ax, (5.75, 1.6), (6.72, 1.6))
     box(ax, 7.3, 1.6, '$W_d$', 'W_d')
-    note(ax, 7.3, 1.1, 'down', PALE)
     line(ax, (7.88, 1.6), (9.12, 1.6))
 
 
