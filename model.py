@@ -48,8 +48,8 @@ CEM_OPTIONS: dict[str, tuple[str, Any, Any]] = {
     'positions': ('attn', 'alibi', 'rope'),
     'attn_steps': ('attn', 2, 1),
     'mlp_steps': ('mlp', 2, 1),
-    'attn_step_size': ('attn', 1.0, 1.0),
-    'mlp_step_size': ('mlp', 1.0, 1.0),
+    'attn_step_size': ('attn', None, 1.0),  # None: 1 / T
+    'mlp_step_size': ('mlp', None, 1.0),
     'residual': ('attn or mlp', 'displacement', 'raw'),
     'preconditioner': ('attn or mlp', 'diag_lowrank', 'none'),
     'kq_diag': ('attn', 'shared', 'none'),
@@ -76,8 +76,8 @@ class ModelConfig:
     mlp: Literal['llama', 'cem'] = 'cem'  # untied weights, or those of the element-wise energy
     attn_steps: int | None = None  # T_eps; default: 2, Llama's 1 (more is plain layer reuse)
     mlp_steps: int | None = None  # T_xi; default: 2, Llama's 1
-    attn_step_size: float | None = None  # eta_eps; default: 1
-    mlp_step_size: float | None = None  # eta_xi; default: 1
+    attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps, Llama's 1
+    mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps, Llama's 1
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared
     kq_diag_init: float = 0.0  # where d_k starts
@@ -107,6 +107,10 @@ class ModelConfig:
             value = getattr(self, name)
             require(cem or value == if_llama or name in LLAMA_TOO,
                     f'{name}={value} acts on CEM sublayers only: set {where}=cem')
+        if self.attn_step_size is None:
+            self.attn_step_size = 1 / self.attn_steps
+        if self.mlp_step_size is None:
+            self.mlp_step_size = 1 / self.mlp_steps
         if self.extra_layers is None:
             self.extra_layers = 2 if self.size == '256m' and self.attn == self.mlp == 'cem' else 0
         if self.init_std is None:
@@ -173,7 +177,7 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 
 
 class Preconditioner(nn.Module):
-    """n matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), d = sqrt(D) p (Eq. 13; this V is not
+    """n matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), d = sqrt(D) p (Eq. 13; its V is not
     the MLP's). They are never formed. rank 0: the diagonal alone."""
     decayed = ('U', 'V')
 

@@ -94,7 +94,7 @@ def attention_path(model: Any, device: torch.device, dtype: torch.dtype) -> str:
 
 def attend(way: str, attn: Any, q: Tensor, u: Tensor, k: Tensor | None, v: Tensor | None,
            h: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """o (B, K, I, R), and alpha where it is made; q, k, v (B, K, ., R), u (B, I, D), h (B, J, D)."""
+    """o (B, K, I, R), alpha where it is made: q, k, v (B, K, ., R), u (B, I, D), h (B, J, D)."""
     du = None
     if attn.kq_diag is not None:
         du = u[:, None] * (attn.kq_diag[:, None] / attn.tau)  # (B, 1 or K, I, D)
@@ -151,8 +151,8 @@ def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None
     return attention_op(q, k, du, h, b, n_head, scale, use_triton)[0]
 
 
-# Both as one operator, which torch.compile leaves whole. It has a gradient, and neither forward mode
-# nor a second derivative.
+# One operator, which torch.compile leaves whole. It has a gradient, and neither forward mode nor a
+# second derivative.
 
 @torch.library.custom_op('nanocem::attention', mutates_args=())
 def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
@@ -296,8 +296,8 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A few rows at a time: no (N, V) tensor exists. With `learn`, gradients are made along the way,
-    where the logits are at hand."""
+    """A few rows at a time: no (N, V) tensor exists. With `learn`, gradients are made along the
+    way, where the logits are at hand."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, learn: bool) -> Tensor:
         loss, dx, dW = 0, [], torch.zeros_like(W) if learn else None
@@ -324,11 +324,14 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # FLOPs: a model's, a machine's
 
+DENSE_BF16 = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12}  # a second
+
+
 def flops_per_token(model: Any, training: bool) -> float:
     """FLOPs of a token at full context: 2 a multiply-add of every product with tokens in it
-    (projections, scores, weighted values, the diagonal's scores, the head), T steps of them, half of
-    attention masked away; a backward pass counts as two forward ones. Not counted: elementwise work,
-    the folding of P."""
+    (projections, scores, weighted values, the diagonal's scores, the head), T steps of them, half
+    of attention masked away; a backward pass counts as two forward ones. Not counted: elementwise
+    work, the folding of P."""
     cfg, D = model.cfg, model.cfg.d_model
     seen = (cfg.context_length + 1) / 2  # positions attended to, on average
     macs = cfg.vocab_size * D
@@ -351,11 +354,11 @@ def flops_per_token(model: Any, training: bool) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second that `device` can do: the data sheet's dense bf16 figure where it is known, else
-    what the fastest of some matrix products reaches."""
+    """FLOPs a second that `device` can do: the data sheet's dense bf16 figure where it is known,
+    else what the fastest of some matrix products reaches."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
-        for known, flops in (('A100', 312e12), ('H100', 989e12), ('H200', 989e12), ('B200', 2250e12)):
+        for known, flops in DENSE_BF16.items():
             if known in name:
                 return flops
     n = 1024 if device.type == 'cpu' else 8192

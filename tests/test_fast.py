@@ -1,4 +1,4 @@
-"""nanocem/fast.py: every faster way against the readable one, which way runs where, and the loss."""
+"""nanocem/fast.py: each faster way against the readable one, which way runs where, and the loss."""
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from model import ModelConfig, Transformer
 from nanocem import fast
 from test_model import SETS, TINY, describe, randomize
 
-CASES = [  # batch, positions, heads, head width, heads with a diagonal of their own (0: none), ALiBi
+CASES = [  # batch, positions, heads, head width, heads with their own diagonal (0: none), ALiBi
     (1, 1, 2, 16, 1, True), (2, 17, 3, 16, 1, True), (1, 130, 3, 56, 1, True),
     (2, 67, 2, 72, 2, True), (1, 67, 2, 84, 0, True), (1, 67, 2, 84, 1, True),
     (1, 130, 2, 16, 2, False), (1, 140, 2, 64, 1, False), (1, 17, 1, 88, 0, False)]
@@ -69,7 +69,8 @@ def sizes_of_summed_terms(tensors: list[Tensor | None], n_head: int, do: Tensor)
     return [x.detach() for x in sizes]
 
 
-def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool) -> tuple[list[Tensor | None], Tensor]:
+def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool,
+           ) -> tuple[list[Tensor | None], Tensor]:
     """Random q, k, du, h, b as leaves, and a gradient of the output."""
     torch.manual_seed(J + R)
     q, k, h, do = torch.randn(4, B, J, K * R).unbind()
@@ -244,7 +245,8 @@ def test_loss_in_pieces_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize('autocast', [False, True])
-def test_loss_in_pieces_is_compiled_and_cast(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     plain = dict(kq_diag='none', preconditioner='none', attn_steps=1, mlp_steps=1)
     cfg = ModelConfig(**{**SMALL, 'n_layer': 1}, **plain)

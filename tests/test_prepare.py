@@ -1,56 +1,41 @@
-"""prepare_slimpajama.py: ids, bytes, interruptions, damage, the Hub. Nothing is downloaded; tests that need Llama's
-tokenizer.model look for it at $LLAMA_TOKENIZER or ../shared/data/llama_tokenizer.model and are skipped without it."""
+"""prepare_slimpajama.py: bytes, interruptions, the user's files, damage, the Hub. Nothing is
+downloaded; tests that need Llama's tokenizer.model are skipped without it."""
+import gzip
 import hashlib
+import io
 import json
 import os
 import random
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import prepare_slimpajama as prep
-import train
-
-REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LLAMA = os.environ.get('LLAMA_TOKENIZER') or os.path.join(REPO, '..', 'shared', 'data', 'llama_tokenizer.model')
-needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA), reason='no Llama tokenizer.model ($LLAMA_TOKENIZER)')
-
-NASTY = ['', ' ', '  ', '\n', '\n\n', '\t', '\r\n', '\0', '\x7f\x01', 'a', ' a', 'a ', '  a  b   c', 'a\n b\n\n  c\t\td',
-         '\u2581', '\u2581a \u2581\u2581b', 'a\u00a0b\u3000c\u2028d\u200be', '\ufeffBOM', 'naïve café Ünï', 'e\u0301 é',
-         'ﬁ ½ Å', '你好\uff0c世界', 'こんにちは 世界', 'مرحبا بالعالم', 'हिन्दी में', '👩‍👩‍👧‍👦🏳️‍🌈 👍🏽',
-         '\U0001f600' * 50, '\U0010ffff\ue000',
-         'def f(x):\n    return {"a": [x, "\\n"]}\n', 'https://a.b/c?d=%20&e#f', '<0x0A> <unk >', '1234567890 3.14159',
-         'x' * 1000, ' ' * 1000, '\n' * 1000, 'word ' * 1000, 'don\'t "quote" — …', '\r', ' \r ',
-         '\u2581\r\u2581\u00a0\u2002']
+from nanocem.documents import survey
+from nanocem.shards import Sequences
+from nanocem.tokenizers import LLAMA_SHA256, ByteTokenizer, LlamaTokenizer, load_tokenizer
+from test_tokenizers import LLAMA, NASTY, REPO, documents, llama_of_2023, needs_llama
 
 
 @pytest.fixture(scope='module')
-def llama() -> prep.LlamaTokenizer:
-    return prep.LlamaTokenizer(LLAMA)
-
-
-def documents(n: int, seed: int, characters: int = 400) -> list[str]:
-    """Texts of random words, some with line ends and other scripts."""
-    rng = random.Random(seed)
-    words = ['the', 'of', 'energy', 'é', '世界', 'x=1', '👍', '\n', '\n\n', ' ', 'a' * 30, 'minimization', 'Hopfield,', '\t']
-    return [' '.join(rng.choices(words, k=rng.randrange(1, characters // 2))) + f' {i}' for i in range(n)]
+def llama() -> LlamaTokenizer:
+    return LlamaTokenizer(LLAMA)
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -76,9 +61,20 @@ def command(where: Path | str, out: Path, *options: str) -> list[str]:
 
 
 def run(where: Path | str, out: Path, *options: str, **env: str) -> subprocess.CompletedProcess:
-    """The command, as a user gives it."""
-    return subprocess.run(command(where, out, *options), capture_output=True, text=True, timeout=120,
-                          env={**os.environ, **env})
+    """The command, as a user gives it; in this process, unless it has an environment of its own."""
+    argv = command(where, out, *options)
+    if env:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120,
+                              env={**os.environ, **env})
+    says, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(says), redirect_stderr(errors):
+        patch.setattr(sys, 'argv', argv[1:])
+        try:
+            prep.main(argv[2:])
+        except SystemExit as stop:
+            code = 1
+            print(stop.code, file=errors)
+    return subprocess.CompletedProcess(argv, code, says.getvalue(), errors.getvalue())
 
 
 def refused(where: Path | str, out: Path, *options: str, **env: str) -> str:
@@ -113,84 +109,6 @@ def expected(texts: list[str], held_out: float) -> dict[str, bytes]:
     return {files[split]: np.array(i, '<u2').tobytes() for split, i in ids.items() if i}
 
 
-# Ids
-
-@needs_llama
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.text(st.one_of(st.characters(exclude_categories=['Cs']), st.sampled_from(' \n\u2581\r\tae.<')), max_size=60))
-def test_llama_ids_are_sentencepieces(llama: prep.LlamaTokenizer, text: str) -> None:
-    assert llama.encode(text) == llama.model.encode(text)
-    llama.cache.clear()
-    assert llama.encode(text) == llama.model.encode(text)
-
-
-def llama_of_2023(model: Any) -> Any:
-    """LlamaTokenizerFast as transformers 4 made it, with the installed transformers: merges in the order of the pieces'
-    scores, and always a space in front. (transformers 5 orders by id, and puts none before a space.)"""
-    pytest.importorskip('transformers', reason='transformers is not installed')
-    from tokenizers import normalizers
-    from transformers import LlamaTokenizerFast
-    vocab = {model.id_to_piece(i): i for i in range(model.vocab_size())}
-    merges = [(-model.get_score(i), -cut, piece) for piece, i in vocab.items() for cut in range(1, len(piece))
-              if i > 258 and piece[:cut] in vocab and piece[cut:] in vocab]
-    fast = LlamaTokenizerFast(vocab=vocab, merges=[(piece[:-cut], piece[-cut:]) for _, cut, piece in sorted(merges)])
-    fast.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
-    fast.backend_tokenizer.pre_tokenizer = None
-    return fast
-
-
-@needs_llama
-def test_llama_ids_are_transformers(llama: prep.LlamaTokenizer) -> None:
-    fast = llama_of_2023(llama.model)
-    for text in [*NASTY, *documents(50, seed=1), 'ab' * 500_000, 'a ' * 500_000, Path(os.__file__).read_text()]:
-        assert llama.encode(text) == fast.encode(text, add_special_tokens=False), repr(text[:80])
-
-
-@needs_llama
-def test_llama_marks_in_a_text_are_text(llama: prep.LlamaTokenizer) -> None:
-    fast, text = llama_of_2023(llama.model), 'a <s>struck out</s> word <unk>'
-    assert llama.encode(text) == fast.encode(text, add_special_tokens=False, split_special_tokens=True)
-    assert not {0, 1, 2} & set(llama.encode(text))
-    assert 1 in fast.encode(text, add_special_tokens=False)  # the difference on purpose
-    assert llama.decode([1, *llama.encode(text)]) == text
-
-
-def tokenizers() -> Iterator[Any]:
-    yield prep.ByteTokenizer()
-    if os.path.isfile(LLAMA):
-        yield prep.LlamaTokenizer(LLAMA)
-    if os.environ.get('TIKTOKEN_CACHE_DIR'):
-        yield prep.Gpt2Tokenizer()
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(['word', ' ', '\n', '  ', '\u2581', 'é', '.', '世', "'s", '12', '\t', '\r\n', '\u00a0']),
-                max_size=80), st.integers(1, 12), st.integers(1, 30))
-def test_a_document_in_pieces_has_the_ids_of_the_whole(parts: list[str], batch: int, chunk: int) -> None:
-    text = ''.join(parts)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prep, 'BATCH', batch)
-        cut = list(prep.pieces([text[i:i + chunk] for i in range(0, len(text), chunk)]))
-    assert ''.join(piece for piece, _, _ in cut) == text
-    assert [b for _, b, _ in cut] == [True] * bool(text) + [False] * (len(cut) - 1)
-    assert [e for _, _, e in cut] == [False] * (len(cut) - 1) + [True] * bool(text)
-    for tokenizer in TOKENIZERS:
-        assert [i for piece, begins, _ in cut for i in tokenizer.encode(piece, begins)] == tokenizer.encode(text)
-
-
-TOKENIZERS = list(tokenizers())
-
-
-@pytest.mark.skipif(not os.environ.get('TIKTOKEN_CACHE_DIR'), reason='tiktoken would download gpt2 ($TIKTOKEN_CACHE_DIR)')
-def test_gpt2(tmp_path: Path) -> None:
-    where = write(tmp_path / 'a.jsonl', ['Hello world<|endoftext|>'])
-    made = prepare(where, tmp_path / 'out', '--tokenizer=gpt2', '--held_out=0')
-    ids = np.frombuffer(made['train_00000.bin'], '<u2')
-    assert ids[:3].tolist() == [50256, 15496, 995] and (ids == 50256).sum() == 1
-    assert prep.load_tokenizer(str(tmp_path / 'out')).decode(ids.tolist()) == 'Hello world<|endoftext|>'
-
-
 # Bytes
 
 @pytest.mark.parametrize('name', ['a.jsonl', 'a.jsonl.zst', 'a.parquet', 'folder'])
@@ -205,7 +123,7 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
         assert s['shards'] == [{'file': name, 'tokens': len(data) // 2, 'documents': s['documents'],
                                 'sha256': hashlib.sha256(data).hexdigest()}]
         assert s['documents'] == np.count_nonzero(np.frombuffer(data, '<u2') == 256)
-        assert s['tokens'] == len(train.Pieces(str(tmp_path / 'out'), split, 64).shards[0])
+        assert s['tokens'] == len(Sequences(str(tmp_path / 'out'), split, 64).shards[0])
 
 
 def test_a_broken_surrogate_and_a_null_do_no_harm(tmp_path: Path) -> None:
@@ -230,12 +148,12 @@ def test_workers_shards_and_long_documents_do_not_show(tmp_path: Path) -> None:
 
 
 @needs_llama
-def test_a_llama_folder_is_whole(tmp_path: Path, llama: prep.LlamaTokenizer) -> None:
+def test_a_llama_folder_is_whole(tmp_path: Path, llama: LlamaTokenizer) -> None:
     made = prepare(write(tmp_path / 'a.jsonl', ['Hello <s> world', ' x']), tmp_path / 'out', f'--tokenizer={LLAMA}', '--eos',
                    '--held_out=0')
     right = [1, *llama.encode('Hello <s> world'), 2, 1, *llama.encode(' x'), 2]
     assert np.frombuffer(made['train_00000.bin'], '<u2').tolist() == right
-    tokenizer = prep.load_tokenizer(str(tmp_path / 'out'))
+    tokenizer = load_tokenizer(str(tmp_path / 'out'))
     assert (tokenizer.vocab_size, tokenizer.bos) == (32_000, 1)
     assert tokenizer.decode(right[:right.index(2)]) == 'Hello <s> world'
     meta = tmp_path / 'out' / 'meta.json'
@@ -243,37 +161,35 @@ def test_a_llama_folder_is_whole(tmp_path: Path, llama: prep.LlamaTokenizer) -> 
         good = meta.read_text()
         meta.write_text(json.dumps({**json.loads(good), key: value}))
         with pytest.raises(SystemExit, match=f'another llama tokenizer: .*{value}'):
-            prep.load_tokenizer(str(tmp_path / 'out'))
+            load_tokenizer(str(tmp_path / 'out'))
         meta.write_text(good)
     (tmp_path / 'out' / 'tokenizer.model').write_bytes(b'damaged')
     with pytest.raises(SystemExit, match="is not Llama's"):
-        prep.load_tokenizer(str(tmp_path / 'out'))
+        load_tokenizer(str(tmp_path / 'out'))
     (tmp_path / 'out' / 'tokenizer.model').unlink()
     with pytest.raises(SystemExit, match=r'tokenizer\.model is missing'):
-        prep.load_tokenizer(str(tmp_path / 'out'))
+        load_tokenizer(str(tmp_path / 'out'))
 
 
 def test_large_vocabularies_take_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prep.ByteTokenizer, 'vocab_size', 2 ** 16 + 1)
-    monkeypatch.setattr(prep.ByteTokenizer, 'bos', 2 ** 16)
+    monkeypatch.setattr(ByteTokenizer, 'vocab_size', 2 ** 16 + 1)
+    monkeypatch.setattr(ByteTokenizer, 'bos', 2 ** 16)
     texts = documents(20, seed=5)
     made = prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0', '--workers=1')
     ids = np.frombuffer(made['train_00000.bin'], '<u4')
     assert (ids == 2 ** 16).sum() == 20 and len(ids) == sum(1 + len(t.encode()) for t in texts)
     prep.verify(str(tmp_path / 'out'))
-    x, _ = train.Pieces(str(tmp_path / 'out'), 'train', 16).batch(np.array([0]))
+    x, _ = Sequences(str(tmp_path / 'out'), 'train', 16).batch(np.array([0]))
     assert x[0, 0] == 2 ** 16 and bytes(x[0, 1:].tolist()) == texts[0].encode()[:15]
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.text(st.characters(exclude_categories=['Cs']), min_size=1, max_size=5), min_size=1, max_size=30),
-       st.randoms())
-def test_a_document_has_one_split(texts: list[str], rng: random.Random) -> None:
+def test_a_document_has_one_split() -> None:
+    texts, rng = [text for text in NASTY if text], random.Random(0)
     for text in texts:
         at = rng.randrange(len(text) + 1)
-        assert prep.split_of([text], 0.3) == prep.split_of([text[:at], text[at:]], 0.3)
-    if len(set(texts)) > 20:
-        assert len({prep.split_of([text], 0.3) for text in texts}) > 1
+        assert survey([text]) == survey([text[:at], text[at:]])
+        assert survey([text])[1] == len(text)
+    assert {prep.split_of(survey([text])[0], 0.3) for text in texts} == set(prep.SPLITS)
 
 
 def test_native_splits(tmp_path: Path) -> None:
@@ -283,7 +199,7 @@ def test_native_splits(tmp_path: Path) -> None:
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2', '--tokens=10M')
     right = expected(texts[:300], 0.2)
     assert made['val.bin'] == expected(texts[300:], 0)['train_00000.bin'] and made['test.bin'] == right['test.bin']
-    kept = [text for text in texts[:300] if prep.split_of([text], 0.2) != 'test']
+    kept = [text for text in texts[:300] if prep.split_of(survey([text])[0], 0.2) != 'test']
     assert made['train_00000.bin'] == expected(kept, 0)['train_00000.bin']
     short = prepare(tmp_path / 'in', tmp_path / 'short', '--held_out=0.2', '--tokens=20K')
     assert short['splits']['val']['tokens'] == 4000 and short['splits']['train']['tokens'] == 20_000
@@ -308,62 +224,74 @@ def test_builtin_is_the_standard_library(tmp_path: Path) -> None:
         texts += [Path(folder, name).read_bytes().decode(errors='replace') for name in sorted(files) if name.endswith('.py')]
     made = result(tmp_path / 'out')
     assert {k: v for k, v in made.items() if k != 'splits'} == expected(texts, 0.05)
-    tokenizer = prep.load_tokenizer(str(tmp_path / 'out'))
+    tokenizer = load_tokenizer(str(tmp_path / 'out'))
     assert (tokenizer.bos, tokenizer.vocab_size, tokenizer.decode(tokenizer.encode('é'))) == (256, 257, 'é')
 
 
 # Interruptions
 
-def children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f'/proc/{pid}/stat').read_text().split()[2] != 'Z'
-    except OSError:
-        return False
-
-
 def test_killed_and_restarted_gives_the_same_bytes(tmp_path: Path) -> None:
     seed = random.randrange(2 ** 32)
     print(f'random moments of seed {seed}')
     rng = random.Random(seed)
-    for i in range(4):
-        write(tmp_path / 'in' / f'{i}.parquet', documents(1500, seed=10 + i, characters=4000))
-    straight = prepare(tmp_path / 'in', tmp_path / 'straight', '--shard_tokens=1M', '--held_out=0.05', '--workers=1')
-    slow = dict(os.environ, PYTHONPATH=REPO, SLOW=str(rng.uniform(0.02, 0.05)))
+    for i in range(20):
+        write(tmp_path / 'in' / f'{i:02d}.parquet', documents(100, seed=10 + i, characters=4000))
+    options = ('--shard_tokens=500K', '--held_out=0.05', '--workers=2')
+    straight = prepare(tmp_path / 'in', tmp_path / 'straight', *options)
+    slow = dict(os.environ, PYTHONPATH=REPO, SLOW=str(rng.uniform(0.0005, 0.001)))
     out, kills = tmp_path / 'out', 0
-    script = ('import os, sys, time, prepare_slimpajama as prep\nprep.BATCH, prep.SAVE_SECONDS = 1 << 16, 0.1\n'
+    script = ('import os, sys, time, prepare_slimpajama as prep\nprep.BATCH = prep.SAVE_BYTES = 1 << 16\n'
               'append = prep.Writer.append\n'
-              'def slow(*args): time.sleep(float(os.environ["SLOW"]) / 100); append(*args)\n'
-              'prep.Writer.append = slow\nif __name__ == "__main__": prep.main(sys.argv[1:])\n')
+              'def slow(*args): time.sleep(float(os.environ["SLOW"])); append(*args)\n'
+              'prep.Writer.append = slow\nprep.main(sys.argv[1:])\n')
     (tmp_path / 'slow.py').write_text(script)
-    argv = [sys.executable, str(tmp_path / 'slow.py'),
-            *command(tmp_path / 'in', out, '--shard_tokens=1M', '--held_out=0.05', '--workers=2')[2:]]
-    positions = []
+    argv = [sys.executable, str(tmp_path / 'slow.py'), *command(tmp_path / 'in', out, *options)[2:]]
+    positions = [0]
+
+    def position() -> int:
+        state = out / 'progress.json'
+        return json.loads(state.read_text())['tokens']['train'] if state.exists() else 0
+
     while kills < 3:
         process = subprocess.Popen(argv, env=slow, stderr=subprocess.PIPE, text=True)
-        while not (out / 'progress.json').exists() or json.loads((out / 'progress.json').read_text())['tokens']['train'] < sum(
-                positions[-1:]) + 1:
+        while position() <= positions[-1]:
             time.sleep(0.01)
             assert process.poll() is None, process.stderr.read()
         time.sleep(rng.uniform(0, 0.3))
-        workers = children(process.pid)
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
         kills += 1
-        positions.append(json.loads((out / 'progress.json').read_text())['tokens']['train'])
-        deadline = time.time() + 10
-        while any(alive(pid) for pid in workers):
-            assert time.time() < deadline, 'workers outlive a killed run'
-            time.sleep(0.05)
+        positions.append(position())
         assert not (out / 'meta.json').exists()
     print(f'killed after {positions} tokens')
     assert positions == sorted(set(positions))  # every run went on where the one before was
     done = subprocess.run(argv, env=dict(slow, SLOW='0'), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert result(out) == straight
+
+
+def test_killed_while_it_names_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(4):
+        write(tmp_path / 'in' / f'{i}.jsonl', documents(200, seed=60 + i))
+    options = ('--shard_tokens=20K', '--held_out=0.1')
+    straight = prepare(tmp_path / 'in', tmp_path / 'straight', *options)
+    out = tmp_path / 'out'
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(prep, 'SAVE_BYTES', 1)
+        look_at, calls = prep.look_at, []
+
+        def dies(*args: Any) -> Any:
+            calls.append(args)
+            return look_at(*args) if len(calls) < 4 else {}['killed here']
+        patch.setattr('nanocem.writer.look_at', dies)
+        prepare(tmp_path / 'in', out, *options)
+    state = out / 'progress.json'
+    before = json.loads(state.read_text())
+    assert len(list(out.glob('*.bin'))) == 3 and before['file'] == 4
+    # the last note was made long before
+    before.update(file=0, tokens=dict.fromkeys(prep.SPLITS, 0), last={})
+    state.write_text(json.dumps(before))
+    assert prepare(tmp_path / 'in', out, *options) == straight
 
 
 def test_a_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
@@ -406,6 +334,244 @@ def test_an_unfinished_folder_is_kept_to_its_configuration(tmp_path: Path) -> No
     assert 'b.parquet' in refused(where, unfinished, '--workers=1')
 
 
+# The user's files
+
+def test_no_file_of_the_users_is_touched(tmp_path: Path, hub: SimpleNamespace) -> None:
+    out = tmp_path / 'out'
+    theirs = [write(out / 'download' / 'a.jsonl', documents(300, seed=70)), out / 'x.bin.part',
+              out / 'notes.bin', out / 'meta.json.bak', out / 'training.bin.part',
+              out / 'download' / 'val.bin.part']
+    for path in theirs[1:]:
+        path.write_bytes(b'mine')
+    before = [path.read_bytes() for path in theirs]
+    assert run(out / 'download', out, '--held_out=0.1').returncode == 0
+    assert [path.read_bytes() for path in theirs] == before
+    other = tmp_path / 'other'
+    other.mkdir()
+    theirs = [other / 'val.bin.part', other / '.download' / 'mine.txt']
+    for path, where, env in ((theirs[0], out / 'download', {}), (theirs[1], DATA, hub.env)):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b'mine')
+        done = run(where, other, **env)
+        assert done.returncode == 1 and 'but no meta.json' in done.stderr, done.stderr
+        assert path.read_bytes() == b'mine'
+        path.unlink()
+    (other / 'meta.json').write_text('{"name": "another program"}')
+    done = run(out / 'download', other)
+    assert done.returncode == 1 and 'of something else' in done.stderr
+    assert (other / 'meta.json').read_text() == '{"name": "another program"}'
+
+
+def test_links_other_kinds_and_pipes(tmp_path: Path) -> None:
+    texts = [f'text {i} ' * 9 for i in range(8)]
+    folder, elsewhere = tmp_path / 'in', tmp_path / 'elsewhere'
+    write(folder / 'b.jsonl', texts[1:2])
+    (folder / 'c.jsonl.gz').write_bytes(gzip.compress(b'{"text": "text 2"}\n'))
+    write(folder / 'd' / 'e.parquet', texts[3:4])
+    write(elsewhere / 'more' / 'f.jsonl', texts[4:5])
+    (folder / 'link').symlink_to(elsewhere)
+    (folder / 'again').symlink_to(elsewhere / 'more')
+    (folder / 'inside').symlink_to(folder / 'd')
+    (folder / 'd' / 'loop').symlink_to(folder)
+    (elsewhere / 'up').symlink_to(tmp_path)
+    (elsewhere / 'self').symlink_to(elsewhere)
+    os.mkfifo(folder / 'pipe.txt')
+    (folder / 'gone.txt').symlink_to(tmp_path / 'nothing')
+    for name in ('README.md', 'table.csv', 'old.json.xz'):
+        (folder / name).write_text('text')
+    (folder / '.hidden.txt').write_text('not read')
+    (folder / 'A.JSONL').write_text(json.dumps({'text': 'text 0'}) + '\n')
+    done = run(folder, tmp_path / 'out', '--held_out=0')
+    assert done.returncode == 0, done.stderr
+    assert ('left out: 5 files that are not .parquet, .jsonl, .jsonl.zst, .jsonl.gz, .txt: '
+            'README.md, gone.txt, old.json.xz, pipe.txt, table.csv') in done.stdout
+    meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
+    assert meta['files'] == ['A.JSONL', 'b.jsonl', 'c.jsonl.gz', 'again/f.jsonl', 'd/e.parquet']
+    made = result(tmp_path / 'out')['train_00000.bin']
+    texts = ['text 0', texts[1], 'text 2', texts[4], texts[3]]
+    assert made == expected(texts, 0)['train_00000.bin']
+    assert 'no such file' in refused(folder / 'pipe.txt', tmp_path / 'none')
+
+
+def test_a_changed_input_is_noticed(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'in' / 'a.jsonl', documents(50, seed=71)).parent, tmp_path / 'out'
+    prepare(where, out, '--held_out=0.1')
+    assert 'is prepared already' in run(where, out, '--held_out=0.1').stdout
+    path = where / 'a.jsonl'
+    data, at = path.read_bytes(), path.stat().st_mtime_ns
+
+    def asked() -> subprocess.CompletedProcess:
+        return run(where, out, '--held_out=0.1')
+
+    path.write_bytes(data.replace(b'energy', b'Energy', 1))  # of the same size
+    assert asked().returncode == 1 and 'has changed since' in asked().stderr
+    path.write_bytes(data)
+    os.utime(path, ns=(at, at))
+    assert asked().returncode == 0
+    write(where / 'b.jsonl', ['one more'])
+    assert asked().returncode == 1 and 'has changed since' in asked().stderr
+    shutil.rmtree(where)  # the tokens are enough
+    assert asked().returncode == 0 and 'is prepared already' in asked().stdout
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    script = ('import sys, prepare_slimpajama as prep\nprepare = prep.prepare\n'
+              'def slow(*args): print("at it", flush=True); sys.stdin.readline(); prepare(*args)\n'
+              'prep.prepare = slow\nprep.prepare_builtin(sys.argv[1])\n')
+    argv = [sys.executable, '-c', script, str(tmp_path / 'out')]
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(argv, env=dict(os.environ, PYTHONPATH=REPO), text=True,
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    first = start()
+    assert first.stdout.readline() == 'at it\n'
+    done = run('builtin', tmp_path / 'out')
+    assert done.returncode == 1 and 'another process is preparing it' in done.stderr
+    second = start()
+    assert 'waiting for it' in second.stdout.readline()
+    time.sleep(0.5)
+    assert second.poll() is None and not (tmp_path / 'out' / 'meta.json').exists()
+    first.communicate('go on\n', timeout=60)
+    assert first.returncode == 0 and set(result(tmp_path / 'out')) > {'val.bin', 'test.bin'}
+    says, _ = second.communicate('go on\n', timeout=60)
+    assert second.returncode == 0 and says.splitlines()[-1].endswith('is prepared already')
+
+
+def test_a_message_is_of_the_program_that_was_run(tmp_path: Path) -> None:
+    (tmp_path / 'file').touch()
+    script = tmp_path / 'train.py'
+    script.write_text('import sys, prepare_slimpajama as prep\nprep.prepare_builtin(sys.argv[1])\n')
+    done = subprocess.run([sys.executable, script, tmp_path / 'file'], capture_output=True,
+                          text=True, env=dict(os.environ, PYTHONPATH=REPO))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith('train.py: ') and 'prepare_slimpajama' not in done.stderr
+
+
+# A text of one's own
+
+def book(words: int, seed: int = 0) -> str:
+    rng = random.Random(seed)
+    return ''.join(rng.choice(['of ', 'energy ', 'the\n', 'naïve ', 'minimum. ', '世界 '])
+                   for _ in range(words))
+
+
+@pytest.mark.parametrize('options', [(), ('--held_out=0.1',), ('--column=text', '--tokens=20K')])
+def test_few_documents_are_split_by_position(tmp_path: Path, options: tuple[str, ...]) -> None:
+    text = book(20_000)
+    (tmp_path / 'book.txt').write_text(text)
+    done = run(tmp_path / 'book.txt', tmp_path / 'out', *options)
+    assert done.returncode == 0 and 'has few documents' in done.stdout, done.stderr
+    made = result(tmp_path / 'out')
+    share = 0.1 if '--held_out=0.1' in options else 0.05
+    parts = [np.frombuffer(made[name], '<u2') for name in ('train_00000.bin', 'val.bin', 'test.bin')]
+    assert all(part[0] == 256 and (part == 256).sum() == 1 for part in parts)
+    texts = [bytes(part[1:].tolist()) for part in parts]
+    if '--tokens=20K' in options:
+        assert [len(part) for part in parts] == [20_000, 1000, 1000]
+        assert text.encode().startswith(texts[0]) and texts[1] in text.encode()
+        return
+    assert b''.join(texts) == text.encode()
+    for part in texts[1:]:
+        assert share / 2 < len(part) / len(text.encode()) < share * 1.5
+
+
+def test_few_documents_with_splits_of_their_own(tmp_path: Path) -> None:
+    for name in ('train', 'validation'):
+        (tmp_path / 'in' / name).mkdir(parents=True)
+        (tmp_path / 'in' / name / 'a.txt').write_text(book(5000, seed=len(name)))
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1', '--tokens=1M')
+    whole = made['train_00000.bin'] + made['test.bin'][2:]
+    assert whole == expected([book(5000, seed=5)], 0)['train_00000.bin']
+    assert made['val.bin'] == expected([book(5000, seed=10)], 0)['train_00000.bin']
+
+
+def test_stopped_while_it_splits_by_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(6):
+        (tmp_path / 'in').mkdir(exist_ok=True)
+        (tmp_path / 'in' / f'{i}.txt').write_text(book(5000, seed=i))
+    straight = prepare(tmp_path / 'in', tmp_path / 'straight')
+    assert all(split['documents'] == 6 for split in straight['splits'].values())
+    monkeypatch.setattr(prep, 'SAVE_BYTES', 1)
+    append, counts = prep.Writer.append, []
+    for stop in (60, 60, 20):
+        def dies(writer: Any, *args: Any, stop: int = stop) -> None:
+            counts.append(1)
+            if len(counts) > stop:
+                raise KeyboardInterrupt
+            append(writer, *args)
+        with monkeypatch.context() as patch, pytest.raises(SystemExit, match='goes on from here'):
+            patch.setattr(prep.Writer, 'append', dies)
+            counts.clear()
+            prepare(tmp_path / 'in', tmp_path / 'out')
+    assert prepare(tmp_path / 'in', tmp_path / 'out') == straight
+
+
+def test_too_little_text_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / 'a.txt').write_text('word')
+    assert 'too little text for val and test' in refused(tmp_path / 'a.txt', tmp_path / 'out')
+    assert os.listdir(tmp_path / 'out') == ['.lock']
+    made = prepare(tmp_path / 'a.txt', tmp_path / 'out', '--held_out=0')
+    assert made['train_00000.bin'] == expected(['word'], 0)['train_00000.bin']
+
+
+def test_a_column_of_another_name(tmp_path: Path) -> None:
+    texts = documents(50, seed=72)
+    (tmp_path / 'in').mkdir()
+    pq.write_table(pa.table({'text': ['no'] * 25, 'content': texts[:25]}), tmp_path / 'in/a.parquet')
+    lines = [json.dumps({'content': text}) for text in texts[25:]]
+    (tmp_path / 'in' / 'b.jsonl').write_text('\n'.join(lines))
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--column=content', '--held_out=0')
+    assert made['train_00000.bin'] == expected(texts, 0)['train_00000.bin']
+    assert '--column chooses' in refused(tmp_path / 'in', tmp_path / 'other', '--column=none')
+    done = run(tmp_path / 'in', tmp_path / 'out', '--held_out=0')
+    assert done.returncode == 1 and 'column=content, not text' in done.stderr
+
+
+def test_prepare_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                      capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / 'My book.v2.txt'
+    path.write_text(book(20_000))
+    made = prep.prepare_text('My book.v2.txt')
+    assert re.fullmatch(r'data/My book-[0-9a-f]{8}', made)
+    assert 'one token a byte' in capsys.readouterr().out
+    for split in prep.SPLITS:
+        assert len(Sequences(made, split, 128)) > 10
+    at = os.path.getmtime(f'{made}/meta.json')
+    assert prep.prepare_text(str(path)) == made and os.path.getmtime(f'{made}/meta.json') == at
+    assert capsys.readouterr().out == ''
+    path.write_text(book(20_000, seed=1))
+    changed = prep.prepare_text(str(path))
+    assert changed != made and load_tokenizer(changed).name == 'byte'
+    with pytest.raises(SystemExit, match='none of llama, gpt2, byte'):
+        prep.prepare_text(str(path), 'bert')
+    with pytest.raises(SystemExit, match='no such file or folder'):
+        prep.prepare_text(str(tmp_path / 'nothing'))
+    # thirty documents of which, at random, few or none or short ones would be held out
+    (tmp_path / 'folder').mkdir()
+    for i in range(30):
+        (tmp_path / 'folder' / f'{i}.txt').write_text(book(1000, seed=i) if i % 5 else 'short')
+    folder = prep.prepare_text(str(tmp_path / 'folder'))
+    assert all(len(Sequences(folder, split, 128)) > 10 for split in prep.SPLITS)
+
+
+@needs_llama
+def test_prepare_text_takes_larger_tokens_for_a_larger_text(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'book.txt').write_text(book(20_000))
+    made = prep.prepare_text('book.txt', LLAMA)
+    assert load_tokenizer(made).name == 'llama'
+    asked = []
+    monkeypatch.setattr(prep, 'SMALL_TEXT', 1000)
+    monkeypatch.setattr(prep, 'ask_hub', lambda repo, question: asked.append(repo) or LLAMA)
+    made = prep.prepare_text('book.txt')
+    assert load_tokenizer(made).name == 'llama' and asked == [] and made.startswith('data/book-')
+    monkeypatch.chdir(tmp_path / 'data')
+    assert load_tokenizer(prep.prepare_text('../book.txt')).name == 'llama' and len(asked) == 1
+
+
 # Damage
 
 def damage(folder: Path, kind: str) -> str:
@@ -441,11 +607,12 @@ def damage(folder: Path, kind: str) -> str:
                                   'broken zst', 'empty zst', 'not JSON', 'no field', 'not UTF-8'])
 def test_a_damaged_file_is_named_and_left_out_only_on_demand(tmp_path: Path, kind: str,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prep, 'BATCH', 50_000)  # so that documents before the damage are written before it is met
-    monkeypatch.setattr(prep, 'SAVE_SECONDS', 0)
+    # so that documents before the damage are written before it is met
+    monkeypatch.setattr(prep, 'BATCH', 50_000)
+    monkeypatch.setattr(prep, 'SAVE_BYTES', 1)
     folder, out = tmp_path / 'in', tmp_path / 'out'
     says = damage(folder, kind)
-    with pytest.raises(SystemExit, match=r'^prepare_slimpajama.py: .*/in/b\.(parquet|jsonl|jsonl\.zst): .*--skip_bad') as stop:
+    with pytest.raises(SystemExit, match=r'/in/b\.(parquet|jsonl|jsonl\.zst): .*--skip_bad') as stop:
         prepare(folder, out, '--held_out=0.1', '--workers=1', '--shard_tokens=200K')
     assert says in str(stop.value) and '\n' not in str(stop.value)
     assert not list(out.glob('*.bin')) and not (out / 'meta.json').exists()
@@ -463,15 +630,16 @@ def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / 'other.model').write_bytes(b'not a tokenizer')
     for where, options, says in (
             (tmp_path / 'nothing', (), 'no such file or folder'), (tmp_path / 'empty', (), 'holds no .parquet, .jsonl'),
-            (tmp_path / 'empty.jsonl', ('--workers=1',), 'holds no text'), (some, ('--tokens=many',), 'expected a number'),
-            (some, ('--tokens=0',), 'expected a number'), (some, ('--tokenizer=bert',), 'none of llama, gpt2, byte'),
-            (some, (f'--tokenizer={tmp_path}/other.model',), LLAMA_SAYS), (some, ('--nonsense=1',), 'unrecognized'),
-            (some, ('--workers=0',), 'at least 1'), (some, ('--held_out=0.7',), 'below 0.5'), (some, ('--eos',), 'no EOS'),
-            (some, ('--size=86m', '--tokens=1M'), 'give one'), (some, ('--size=1m',), 'invalid choice')):
+            (tmp_path / 'empty.jsonl', ('--workers=1',), 'holds no text'), (some, ('--tokens=many',), 'expected a whole number'),
+            (some, ('--tokens=0',), 'expected 1 to'), (some, ('--tokens=1.5',), 'expected a whole number'),
+            (some, ('--shard_tokens=0.5K1',), 'expected a whole number'), (some, ('--tokenizer=bert',), 'none of llama, gpt2, byte'),
+            (some, (f'--tokenizer={tmp_path}/other.model',), LLAMA_SAYS), (some, ('--nonsense=1',), 'no such option'),
+            (some, ('--workers=0',), 'expected 1 to'), (some, ('--held_out=0.7',), 'below 0.5'), (some, ('--eos',), 'no EOS'),
+            (some, ('--size=86m', '--tokens=1M'), 'give one'), (some, ('--size=1m',), 'expected one of 86m, 108m')):
         assert says in refused(where, out, *options)
 
 
-LLAMA_SAYS = f'expected {prep.LLAMA_SHA256}'
+LLAMA_SAYS = f'expected {LLAMA_SHA256}'
 
 
 def test_verify_and_train_find_damage(tmp_path: Path) -> None:
@@ -487,7 +655,7 @@ def test_verify_and_train_find_damage(tmp_path: Path) -> None:
             prep.verify(str(out))
         if train_says:
             with pytest.raises(SystemExit, match=train_says):
-                train.Pieces(str(out), 'train', 64)
+                Sequences(str(out), 'train', 64)
         path.write_bytes(good.tobytes())
 
     changed = good.copy()
@@ -502,13 +670,13 @@ def test_verify_and_train_find_damage(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r'train_00001\.bin is missing'):
         prep.verify(str(out))
     with pytest.raises(SystemExit, match=r'train_00001\.bin is missing'):
-        train.Pieces(str(out), 'train', 64)
+        Sequences(str(out), 'train', 64)
     (out / 'away').rename(path)
     prep.verify(str(out))
     with pytest.raises(SystemExit, match='holds token 256, outside the vocabulary of 200'):
-        train.Pieces(str(out), 'train', 64, vocab_size=200)
+        Sequences(str(out), 'train', 64, vocab_size=200)
     with pytest.raises(SystemExit, match=r'python prepare_slimpajama\.py'):
-        train.Pieces(str(tmp_path / 'nothing'), 'train', 64)
+        Sequences(str(tmp_path / 'nothing'), 'train', 64)
     (out / 'meta.json').write_text('{"format": 1')
     with pytest.raises(SystemExit, match='damaged'):
         prep.verify(str(out))
@@ -540,7 +708,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_llama
-def test_speed(tmp_path: Path, llama: prep.LlamaTokenizer, capsys: pytest.CaptureFixture) -> None:
+def test_speed(tmp_path: Path, llama: LlamaTokenizer, capsys: pytest.CaptureFixture) -> None:
     """pytest -m slow -k speed: a whole run, beside SentencePiece alone in one process and transformers' fast tokenizer (as
     many threads as cores) on the same text, by turns; medians of three. $SPEED_TEXT is a .jsonl of your own."""
     cores, where = len(os.sched_getaffinity(0)), os.environ.get('SPEED_TEXT')
@@ -605,10 +773,15 @@ class StandIn(BaseHTTPRequestHandler):
         if path in ('/api/datasets/org/data', f'/api/datasets/org/data/revision/{hub.sha}'):
             sha = hub.sha if path.endswith(hub.sha) else hub.sha_now
             return self.answer(200, json.dumps({'id': 'org/data', 'sha': sha, 'siblings': [], 'tags': []}).encode())
-        if path == f'/api/datasets/org/data/tree/{hub.sha}':
+        tree, _, folder = path.partition(f'/tree/{hub.sha}')
+        if tree == '/api/datasets/org/data' and path != tree:
+            inside = unquote(folder).strip('/')
             tree = [{'type': 'directory', 'path': 'data', 'oid': 'd' * 40}]
             tree += [{'type': 'file', 'path': name, 'size': len(data), 'oid': 'b' * 40}
-                     for name, data in {'README.md': b'#', **hub.files}.items()]
+                     for name, data in {'README.md': b'#', **hub.files}.items()
+                     if not inside or name.startswith(inside + '/')]
+            if len(tree) == 1:
+                return self.answer(404, X_Error_Code='EntryNotFound')
             return self.answer(200, json.dumps(tree).encode(), Content_Type='application/json')
         name = path.removeprefix(f'/datasets/org/data/resolve/{hub.sha}/')
         data = hub.files.get(name) or hub.tokenizer.get(path)
@@ -672,10 +845,26 @@ def test_hub_with_a_dropped_connection(tmp_path: Path, hub: SimpleNamespace) -> 
     assert {k: v for k, v in made.items() if k != 'splits'} == expected(hub.texts, 0.1)
     assert [r for name, r in hub.gets if name == dropped] == [None, f'bytes={10 * 2 ** 20}-']  # it writes 10 MB at a time
     assert len(hub.gets) == 4
-    assert sorted(p.name for p in (tmp_path / 'out').iterdir()) == ['meta.json', 'test.bin', 'train_00000.bin', 'val.bin']
+    assert sorted(p.name for p in (tmp_path / 'out').iterdir()) == ['.lock', 'meta.json', 'test.bin', 'train_00000.bin', 'val.bin']
     meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
     assert meta['source'] == f'{DATA}@{hub.sha}' and meta['files'] == sorted(hub.files)
     assert run(DATA, tmp_path / 'out', '--held_out=0.1', HF_ENDPOINT='http://127.0.0.1:9').returncode == 0  # nothing to ask
+
+
+def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: SimpleNamespace) -> None:
+    texts = documents(60, seed=51)
+    hub.files['sample/10BT/000.parquet'] = write(tmp_path / '0.parquet', texts[:30]).read_bytes()
+    hub.files['sample/10BT/001.parquet'] = write(tmp_path / '1.parquet', texts[30:]).read_bytes()
+    for where, mine in ((f'{DATA}/sample/10BT', texts), (f'{DATA}@{hub.sha}/sample', texts),
+                        (f'{DATA}/sample/10BT/001.parquet', texts[30:])):
+        out = tmp_path / str(len(where))
+        done = run(where, out, '--held_out=0.2', **hub.env)
+        assert done.returncode == 0, done.stderr
+        assert {k: v for k, v in result(out).items() if k != 'splits'} == expected(mine, 0.2)
+    assert 'no such file or folder' in refused(f'{DATA}/nothing', tmp_path / 'n', **hub.env)
+    assert 'left out: 1 files' in run(DATA, tmp_path / 'all', '--tokens=1K', **hub.env).stdout
+    o = prep.PrepareConfig(input='hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT')
+    assert o.out_dir == 'data/fineweb-edu-sample-10BT'
 
 
 def test_hub_takes_no_more_files_than_the_tokens_need(tmp_path: Path, hub: SimpleNamespace) -> None:
@@ -712,7 +901,7 @@ def test_a_damaged_download_is_fetched_again(tmp_path: Path, hub: SimpleNamespac
 
 
 @needs_llama
-def test_hub_brings_the_llama_tokenizer(tmp_path: Path, hub: SimpleNamespace, llama: prep.LlamaTokenizer) -> None:
+def test_hub_brings_the_llama_tokenizer(tmp_path: Path, hub: SimpleNamespace, llama: LlamaTokenizer) -> None:
     at = '/hf-internal-testing/llama-tokenizer/resolve/main/tokenizer.model'
     hub.tokenizer[at] = b'another model'
     assert LLAMA_SAYS in refused(DATA, tmp_path / 'out', '--tokenizer=llama', **hub.env)
