@@ -252,13 +252,13 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     better = write_run(place / 'out/better', place / 'data', model_of(n_layer=1), val_loss=3.5)
     (better / 'result.json').write_text(json.dumps({'test_loss': 3.25}))
     write_run(place / 'out/not_validated', place / 'data', model_of(), val_loss=None)
-    evaluate.main(['--compare', 'out/run', 'out/not_validated', 'out/better', 'data', '--device=cpu'])
+    evaluate.main(['--compare', 'out/run', 'out/not_validated', 'out/better', 'data'])
     rows = cells(place / 'out/results/compare/curves.md')
     assert [row[0] for row in rows] == ['out/better', 'out/run', 'out/not_validated']
     assert rows[0][5:] == ['3.5000', '3.2500', f'{math.exp(3.25):.3f}']
     assert rows[1][5:] == ['4.2500', 'nan', 'nan']
-    model = model_of()
-    assert rows[1][1:4] == [f'{model.num_params():,}', '4,000', f'{4000 * model.flops_per_token():.2e}']
+    flops = 4000 * model_of().flops_per_token()
+    assert rows[1][1:4] == [f'{model_of().num_params():,}', '4,000', f'{flops:.2e}']
     assert rows[1][4] == f'{(1000 / 100 + 3000 / 200) / 3600:.3f}'
     assert (place / 'out/results/compare/curves.png').read_bytes()[:4] == b'\x89PNG'
     assert 'data: no run' in capsys.readouterr().out

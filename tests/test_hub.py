@@ -51,7 +51,7 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit, match='out/run is not empty; expected a new folder'):
         evaluate.main(['--export=out/run', '--device=cpu'])
     assert {path: path.read_bytes() for path in run.iterdir()} == before
-    with pytest.raises(SystemExit, match='export=data/meta.json'):
+    with pytest.raises(SystemExit, match=r'export=data/meta\.json'):
         evaluate.main(['--export=data/meta.json', '--device=cpu'])
 
 
