@@ -44,7 +44,7 @@ def furthest(trials: Trials) -> int:
     return max(stage for stage in range(len(STAGES)) if len(ranking(trials, stage)) > 1)
 
 
-def by_chance(trials: Trials, stage: int, permutations: int = 500) -> list[float]:
+def by_chance(trials: Trials, stage: int, permutations: int = 200) -> list[float]:
     """The best protocol's misfit where the paper's rows but Plain's are shuffled within each
     kernel: how well as many protocols would do on a table that none of them made."""
     rng = random.Random(0)
