@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import nanocem.triton_attention as kernels
 from configurator import build, fail, read_options
-from model import SIZES, Cache, ModelConfig, Transformer, peak_flops, positions, rotate, runs_rows, runs_triton
+from model import SIZES, ModelConfig, Transformer, position_tables, rotate
+from nanocem import fast
+from nanocem.decode import Cache, generate
 from nanocem.files import write_whole
 
 LLAMA = dict(attn='llama', mlp='llama', attn_steps=1, mlp_steps=1)
@@ -165,7 +166,7 @@ def train_table(cfg: BenchConfig) -> list[dict[str, Any]]:
                 t.numel() * t.element_size() * (3 if t.requires_grad else 1) for t in [*model.parameters(), *model.buffers()])
             step()
             memory[name] = (torch.cuda.max_memory_allocated() - others) / 1e9
-    peak, tokens = peak_flops(torch.device(cfg.device), cfg.torch_dtype), x.numel()
+    peak, tokens = fast.peak_flops(torch.device(cfg.device), cfg.torch_dtype), x.numel()
     rows, llama = [], None
     for name, took in turns(runs, cfg).items():
         flops = models[name].flops_per_token() if name in VARIANTS else llama_flops
@@ -188,13 +189,13 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
     the self and cross biases and the shared diagonal to it; exact RoPE needs none of them."""
     B, J, K, D = cfg.batch_size, cfg.context_length, SIZES[cfg.size]['n_head'], SIZES[cfg.size]['d_model']
     R, scale, on_gpu = D // K, D ** -0.5, cfg.device == 'cuda'
-    heads = partial(kernels.heads, n_head=K)
+    heads = partial(fast.heads, n_head=K)
 
     def leaf(*shape: int) -> Tensor:
         return torch.randn(*shape, device=cfg.device, dtype=cfg.torch_dtype, requires_grad=True)
     q, k, v, u, h, b = *(leaf(B, J, D) for _ in range(5)), leaf(K)
     grad, leaves = torch.randn(B, K, J, R, device=cfg.device, dtype=cfg.torch_dtype), (q, k, v, u, h, b)
-    pos = positions(ModelConfig(size=cfg.size, context_length=J), J, 0, cfg.device)
+    pos = position_tables(ModelConfig(size=cfg.size, context_length=J), q)
     slopes = 2.0 ** (-8 / K * torch.arange(1, K + 1, device=cfg.device))
     alibi = (pos.mask - slopes[:, None, None] * pos.distance).to(q.dtype)
     sdpa = F.scaled_dot_product_attention
@@ -221,8 +222,8 @@ def attention_table(cfg: BenchConfig) -> list[dict[str, Any]]:
             return flex_attention(heads(q), heads(k), heads(k), lambda s, n, head, i, j: s + diagonal[n, i, j]
                                   - slopes[head] * (i - j) + torch.where(i == j, b[head], 0), block_mask, scale)
         runs['biased: FlexAttention'] = flex
-    if (runs_triton if on_gpu else runs_rows)(torch.device(cfg.device), cfg.torch_dtype):
-        runs['biased: kernels.py'] = lambda: heads(kernels.attention(q, k, K, scale, u[:, None] * scale, h, b, on_gpu))
+    if (fast.runs_triton if on_gpu else fast.runs_rows)(torch.device(cfg.device), cfg.torch_dtype):
+        runs['biased: ours'] = lambda: heads(fast.attention(q, k, K, scale, u[:, None] * scale, h, b, on_gpu))
     for name, run in runs.items():
         if cfg.compile or name == 'biased: FlexAttention':  # which is nothing else
             runs[name] = torch.compile(run, dynamic=False)
@@ -243,10 +244,10 @@ def decode_table(cfg: BenchConfig) -> list[dict[str, Any]]:
     models = {name: cfg.model(**options, context_length=have + new + 1).eval() for name, options in VARIANTS.items()}
     runs: dict[str, Callable[[int], Any]] = {}
     for name, model in models.items():
-        runs[name] = lambda n, model=model: model.generate(prompt, n, temperature=0)
-    runs['Llama, no cache'] = lambda n: models['Llama'].generate(prompt, n, temperature=0, use_cache=False)
-    runs['CEM, T = 2, no cache'] = lambda n: models['CEM, T = 2, diag_lowrank'].generate(
-        prompt, n, temperature=0, use_cache=False)
+        runs[name] = lambda n, model=model: generate(model, prompt, n, temperature=0)
+    runs['Llama, no cache'] = lambda n: generate(models['Llama'], prompt, n, temperature=0, use_cache=False)
+    runs['CEM, T = 2, no cache'] = lambda n: generate(
+        models['CEM, T = 2, diag_lowrank'], prompt, n, temperature=0, use_cache=False)
     hf = {name: model.eval() for name, model in peers(cfg, have + new + 1).items() if 'Llama' in name}
     for name, model in hf.items():
         runs[name] = lambda n, model=model: model.generate(prompt, max_new_tokens=n, min_new_tokens=n, do_sample=False,

@@ -1,10 +1,9 @@
 """
 Text from a trained model.
 
-    python sample.py                                                 from the newest run
-    python sample.py --out_dir=out/mini-cem2-cem2 --prompt="def " --temperature=0.7 --top_k=40 --attn_steps=4
+    python sample.py                                         from the newest run
+    python sample.py --out_dir=out/mini-cem2-cem2 --prompt="def " --temperature=0.7 --attn_steps=4
 """
-import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -12,9 +11,12 @@ from typing import Literal
 import torch
 
 from configurator import build, fail, read_options
-from model import ModelConfig, Transformer
-from nanocem.runs import last_checkpoint, newest_run, read_checkpoint
-from train import sample_text
+from model import Transformer
+from nanocem.decode import generate
+from nanocem.files import say
+from nanocem.options import in_range
+from nanocem.runs import load_run
+from nanocem.tokenizers import load_tokenizer
 
 
 @dataclass
@@ -33,28 +35,41 @@ class SampleConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
 
     def __post_init__(self) -> None:
-        for name, low in (('tokens', 1), ('samples', 1), ('temperature', 0), ('top_k', 1), ('attn_steps', 1), ('mlp_steps', 1)):
-            if getattr(self, name) is not None and getattr(self, name) < low:
-                raise ValueError(f'{name}={getattr(self, name)}: expected at least {low}')
+        in_range(self, 1, 10**6, 'tokens samples top_k attn_steps mlp_steps')
+        in_range(self, 0, 2**63 - 1, 'seed')
+        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
+            raise ValueError(f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
+
+
+def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, temperature: float,
+                top_k: int | None, seed: int) -> str:
+    """`prompt` and its continuation, by the tokenizer of the data folder. SystemExit where the
+    model gives no numbers."""
+    tokenizer = load_tokenizer(data_dir)
+    device = model.embedding.device
+    plain = prompt.encode('utf-8', 'replace').decode()
+    ids = [tokenizer.bos, *tokenizer.encode(plain)]
+    if max(ids) >= model.cfg.vocab_size:
+        fail(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
+    idx = torch.tensor([ids], device=device)
+    with torch.no_grad():
+        logits, _ = model(idx[:, -model.cfg.context_length:])
+    if not bool(torch.isfinite(logits).all()):
+        fail('the model gives numbers that are not finite: there is nothing to sample from')
+    generator = torch.Generator(device).manual_seed(seed % 2**63)
+    ids = generate(model, idx, tokens, temperature, top_k, generator)[0].tolist()
+    return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 
 
 def main(argv: list[str]) -> None:
+    """Run the command line."""
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
-    out_dir = cfg.out_dir or newest_run()
-    best = os.path.join(out_dir or '', 'best.pt')
-    try:
-        state = read_checkpoint(best) if cfg.checkpoint == 'best' and os.path.exists(best) else last_checkpoint(out_dir or '')
-    except ValueError as error:
-        fail(f'{error}; --checkpoint=last takes the last one')
-    if state is None:
-        fail(f'no checkpoint in {out_dir or "out/"}: python train.py makes one')
-    device = cfg.device if cfg.device != 'auto' else 'cuda' if torch.cuda.is_available() else 'cpu'
-    model = Transformer(ModelConfig(**state['model_config']))
-    model.load_state_dict(state['model'])
-    model.to(device).eval().set_steps(cfg.attn_steps, cfg.mlp_steps)
-    for s in range(cfg.samples):
-        print(sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature, cfg.top_k, cfg.seed + s))
-        print('---')
+    model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
+    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    for seed in range(cfg.seed, cfg.seed + cfg.samples):
+        say(sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
+                        cfg.top_k, seed))
+        say('---')
 
 
 if __name__ == '__main__':

@@ -1,4 +1,5 @@
-"""CEM attention in one step, Llama MLP: the weight tying alone, no preconditioner (paper, Figure 2a)."""
+"""CEM attention in one step, Llama MLP: the weight tying alone, no preconditioner (paper, Figure
+2a)."""
 size = '134m'
 attn = 'cem'
 mlp = 'llama'

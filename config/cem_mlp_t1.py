@@ -1,4 +1,5 @@
-"""CEM MLP in one step, Llama attention: the weight tying alone (paper, Figure 2b). As many weights: --mlp_match=params."""
+"""CEM MLP in one step, Llama attention: the weight tying alone (paper, Figure 2b). As many weights:
+--mlp_match=params."""
 size = '134m'
 attn = 'llama'
 mlp = 'cem'

@@ -1,4 +1,5 @@
-"""Beyond the paper: all-CEM, two steps, with exact rotary positions instead of ALiBi and a diagonal; plain flash attention."""
+"""Beyond the paper: all-CEM, two steps, with exact rotary positions instead of ALiBi and a
+diagonal; plain flash attention."""
 size = '134m'
 attn = 'cem'
 mlp = 'cem'

@@ -1,4 +1,5 @@
-"""Laptop scale: minutes on two CPU cores. train.py reads this under all other options wherever size is mini, the default."""
+"""Laptop scale: minutes on two CPU cores. train.py reads this under all other options where size is
+mini, the default."""
 size = 'mini'
 context_length = 128
 data = 'data/builtin'

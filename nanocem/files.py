@@ -1,26 +1,94 @@
-"""Files that are written whole or not at all, and read with one clear line where they are damaged."""
+"""Files that are written whole or not at all; locks; lines on the screen that cannot end a run."""
+import contextlib
+import errno
+import fcntl
+import io
 import json
+import math
 import os
+import sys
 from typing import Any
 
 from configurator import fail
 
 
+def say(text: str) -> None:
+    """Print a line. A closed pipe, a full disk behind stdout, or a locale that lacks a character
+    costs the line at most, never the program; nothing is kept back for later."""
+    stream = sys.stdout
+    line = (text + '\n').encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
+        try:
+            number = stream.fileno()
+        except io.UnsupportedOperation:  # a notebook's or a test's stdout
+            stream.write(line.decode(stream.encoding or 'utf-8'))
+            return
+        stream.flush()
+        while line:
+            line = line[os.write(number, line):]
+
+
 def write_whole(path: str, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    with open(path + '.tmp', 'wb') as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + '.tmp', path)
+    """Write a file whole or not at all. OSError where the disk does not take it."""
+    try:
+        with open(path + '.tmp', 'wb') as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + '.tmp', path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.remove(path + '.tmp')
+        raise
 
 
-def read_json(path: str) -> dict[str, Any] | None:
-    """A JSON file's contents, None where there is no such file."""
+def append_whole(path: str, data: bytes) -> None:
+    """Add all of `data` to the end of a file, or nothing. OSError where it does not fit."""
+    with open(path, 'ab', buffering=0) as file:
+        end = file.tell()
+        try:
+            while data:
+                data = data[file.write(data):]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
+    """The object in a JSON file, None where there is no file. One that cannot be read, or holds
+    something else, ends the program with a line that says what to do: `remedy`."""
     try:
         with open(path, encoding='utf-8') as file:
-            return json.load(file)
+            content = json.load(file)
     except FileNotFoundError:
         return None
-    except ValueError:
-        fail(f'{path} is damaged: delete the folder and prepare the data again')
+    except OSError as error:
+        fail(f'{path} cannot be read ({error.strerror})')
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        fail(f'{path} is damaged: {remedy}')
+    return content
+
+
+def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
+    """As JSON, where NaN and infinity, which JSON does not have, become null."""
+    plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
+             for key, value in values.items()}
+    return json.dumps(plain, indent=indent, allow_nan=False).encode()
+
+
+def lock(path: str, wait: bool = False) -> int | None:
+    """Hold the file `path`, made if need be, until the returned handle is closed or this process
+    ends, however it ends. None where another one holds it. A file system without locks holds
+    nothing back."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        return None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+            raise
+    return handle

@@ -1,0 +1,89 @@
+"""Generation with a cache: D numbers a token and layer for CEM, half of Llama's."""
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanocem.fast import heads, merge
+
+
+class Cache:
+    """What decoding keeps of the past, in buffers (B, max_length, D) filled up to `length`: keys
+    for CEM, or h where a diagonal reads it (W_K is then absorbed into query and output), or both
+    with rope; keys and values for Llama. And the output weights, P folded in."""
+    def __init__(self, max_length: int):
+        self.max_length = max_length
+        self.length = 0
+        self.buffers: dict[tuple[Any, int, str], Tensor] = {}
+        self.output_weights: dict[Any, Tensor] = {}
+
+    def context(self, attn: Any, t: int, h: Tensor, pos: Any,
+                ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """h, k, v of past and new tokens, from the new tokens' h; k and v None: absorbed."""
+        diagonal = attn.kq_diag is not None
+        h_new = h
+        if diagonal:
+            h = self.append((attn, t, 'h'), h)
+            if not attn.rope and self.length > 0:
+                return h, None, None
+        k = attn.project(h_new, attn.W_K, pos)
+        if attn.rope or not diagonal:
+            k = heads(self.append((attn, t, 'k'), merge(k)), attn.K)
+        if attn.cem:
+            return h, k, k
+        v = attn.project(h_new, attn.W_V)
+        return h, k, heads(self.append((attn, t, 'v'), merge(v)), attn.K)
+
+    def append(self, name: tuple[Any, int, str], new: Tensor) -> Tensor:
+        """Store `new` (B, I, D) behind the past and return both, (B, length + I, D)."""
+        new = as_multiplied(new)
+        B, I, D = new.shape
+        if name not in self.buffers:
+            self.buffers[name] = new.new_empty(B, self.max_length, D)
+        self.buffers[name][:, self.length:self.length + I] = new
+        return self.buffers[name][:, :self.length + I]
+
+    def output_weight(self, sublayer: Any) -> Tensor:
+        if sublayer not in self.output_weights:
+            self.output_weights[sublayer] = as_multiplied(sublayer.output_weight())
+        return self.output_weights[sublayer]
+
+    def floats_per_token(self) -> int:
+        return sum(buffer.shape[-1] for buffer in self.buffers.values())
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """x in the precision of autocast's matrix products, where it is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+@torch.no_grad()
+def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
+             top_k: int | None = None, generator: torch.Generator | None = None,
+             use_cache: bool = True) -> Tensor:
+    """Continue idx (B, J) to (B, J + max_new_tokens). Temperature 0 takes the likeliest token. When
+    the context is full, it starts again from the last half of it."""
+    length = model.cfg.context_length
+    start = max(0, idx.shape[1] - length)  # the context's first token
+    cache = None
+    for _ in range(max_new_tokens):
+        if idx.shape[1] - start > length:
+            start = idx.shape[1] - max(1, length // 2)
+            cache = None
+        if use_cache and cache is None:
+            cache = Cache(length)
+        seen = cache.length if cache else 0
+        hidden = model.hidden(idx[:, start + seen:], cache)
+        logits = F.linear(hidden[:, -1], model.head).float()  # (B, vocabulary)
+        if top_k is not None:
+            kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        if temperature == 0:
+            new = logits.argmax(dim=-1, keepdim=True)
+        else:
+            p = (logits / temperature).softmax(dim=-1)
+            new = torch.multinomial(p, 1, generator=generator)
+        idx = torch.cat([idx, new], dim=1)
+    return idx

@@ -1,0 +1,115 @@
+"""This process among the others that torchrun started, and its device."""
+import contextlib
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from configurator import fail
+
+
+@dataclass
+class World:
+    """This process among the others."""
+    rank: int
+    size: int
+    device: torch.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` summed over all processes."""
+        if self.size > 1:
+            values = values.to(self.device)
+            dist.all_reduce(values)
+        return values
+
+    def once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args), run by rank 0 alone, in every process. Where it fails, all end."""
+        result, failure = None, None
+        if self.rank == 0:
+            try:
+                result = function(*args)
+            except SystemExit as error:
+                failure = error
+        box = [result, failure is not None]
+        if self.size > 1:
+            dist.broadcast_object_list(box, device=self.device)
+        if box[1]:
+            raise failure or SystemExit(1)
+        return box[0]
+
+
+def find_device(kind: str, local_rank: int = 0) -> torch.device:
+    """auto (cuda where there is one), cpu, cuda or mps as a device of this machine. SystemExit."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if kind == 'auto':
+        kind = 'cuda' if gpus else 'cpu'
+    if kind == 'cuda' and local_rank >= gpus:
+        fail(f'device=cuda: process {local_rank + 1} on this machine finds {gpus} GPUs; start as '
+             'many processes as GPUs (torchrun --nproc_per_node), or set device=cpu',
+             everywhere=True)
+    if kind == 'mps' and not torch.backends.mps.is_available():
+        fail('device=mps: needs an Apple GPU; set device=cpu')
+    return torch.device(kind, local_rank) if kind == 'cuda' else torch.device(kind)
+
+
+def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: float) -> World:
+    """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), which wait so long for
+    one another, or stand alone. SystemExit where the batch does not divide among them."""
+    rank = int(os.environ.get('RANK', 0))
+    size = int(os.environ.get('WORLD_SIZE', 1))
+    device = find_device(kind, int(os.environ.get('LOCAL_RANK', 0)))
+    if device.type == 'mps' and size > 1:
+        fail('device=mps: needs a single process')
+    at_once = micro_batch_size * size
+    if batch_size % at_once:
+        smaller = [m for m in range(micro_batch_size, 0, -1) if batch_size % (m * size) == 0]
+        right = f'batch_size={max(1, round(batch_size / at_once)) * at_once}'
+        if smaller:
+            right += f', or micro_batch_size={", ".join(map(str, smaller))}'
+        fail(f'batch_size={batch_size} is not a multiple of micro_batch_size x processes = '
+             f'{micro_batch_size} x {size}; right would be {right}')
+    if device.type == 'cuda':
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision('high')
+    if size > 1:
+        wait = timedelta(minutes=minutes)
+        store, rank, size = next(rendezvous('env://', rank, size, timeout=wait))
+        if os.environ.get('LOCAL_WORLD_SIZE') == str(size):
+            # On one machine torchrun keeps its store when it restarts the group, and in it the
+            # addresses of the dead.
+            store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)
+        backend = 'nccl' if device.type == 'cuda' else 'gloo'
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+    return World(rank, size, device)
+
+
+@contextlib.contextmanager
+def failures_in_words(world: World) -> Iterator[None]:
+    """Memory that ran out, and other processes that are gone, become one line and exit code 1."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        words = str(error).partition('\n')[0]
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or 'allocate memory' in words:
+            fail('out of memory: halve micro_batch_size, or set --activation_checkpointing '
+                 f'({words})', everywhere=True)
+        if world.size == 1:
+            raise
+        fail(f'process {world.rank} of {world.size} failed or lost the others: {words}; once all '
+             'can run again, go on with --init_from=resume', everywhere=True)
+
+
+def memory_gb(device: torch.device) -> float:
+    """The most memory used so far: the GPU's, or the process's."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

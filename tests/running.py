@@ -1,0 +1,182 @@
+"""What several rooms' tests need: data, runs as real processes, and what they left."""
+
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import configurator
+import train
+from model import ModelConfig
+from nanocem.runs import checkpoints, read_checkpoint
+from nanocem.shards import FORMAT
+from nanocem.world import World
+from train import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+FORK = multiprocessing.get_context('forkserver')  # children start with torch already imported
+FORK.set_forkserver_preload(['train'])
+VOCAB, LENGTH, BATCH = 30, 8, 4
+TINY = (
+    f'--d_model=8 --n_layer=1 --n_head=2 --d_mlp=8 --context_length={LENGTH} --batch_size={BATCH} '
+    '--micro_batch_size=2 --log_interval=1 --eval_interval=10 --eval_tokens=200 '
+    '--tensorboard=False --sample_tokens=0 --device=cpu'
+).split()
+
+
+def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2,
+               vocab_size: int = VOCAB) -> Path:
+    """A folder of random shards as prepare_slimpajama.py writes them, byte tokenizer by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    splits = {}
+    for split, n in (('train', shards), ('val', 1), ('test', 1)):
+        entries = []
+        for s in range(n):
+            data = rng.integers(0, VOCAB, tokens + 13 * s).astype('<u2').tobytes()
+            name = f'train_{s:05d}.bin' if split == 'train' else f'{split}.bin'
+            (folder / name).write_bytes(data)
+            sha256 = hashlib.sha256(data).hexdigest()
+            entries.append(dict(file=name, tokens=len(data) // 2, documents=1, sha256=sha256))
+        splits[split] = dict(tokens=sum(e['tokens'] for e in entries), documents=n, shards=entries)
+    meta = dict(format=FORMAT, tokenizer='byte', tokenizer_sha256=None, bos=0)
+    meta |= dict(vocab_size=vocab_size)
+    (folder / 'meta.json').write_text(json.dumps({**meta, 'dtype': 'uint16', 'splits': splits}))
+    return folder
+
+
+def child(script: str, argv: list[str], output: str, env: dict[str, str], damage: Any) -> None:
+    """In a fresh process: a script's main with its output in a file, after `damage` was done."""
+    with open(output, 'wb') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = [f'{script}.py', *argv]
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    if damage:
+        damage()
+    try:
+        code = importlib.import_module(script).main(argv) or 0
+    except SystemExit as error:  # as the interpreter would end it
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if sys.stdout:
+        sys.stdout.flush()
+    os._exit(code)
+
+
+class Run:
+    """One call of train.py, or another script, as one process or several."""
+
+    def __init__(self, tmp: Path, *argv: str, world: int = 1, damage: Any = None,
+                 env: dict[str, str] | None = None, script: str = 'train'):
+        options = [*TINY, *argv] if script == 'train' else list(argv)
+        port = free_port()
+        self.outputs: list[Path] = []
+        self.processes: list[Any] = []
+        for rank in range(world):
+            output = tmp / f'output-{random.getrandbits(40)}-{rank}.txt'
+            group = dict(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                         MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+            given = {**(group if world > 1 else {}), **(env or {})}
+            process = FORK.Process(target=child, args=(script, options, str(output), given, damage))
+            process.start()
+            self.outputs.append(output)
+            self.processes.append(process)
+
+    def wait(self, timeout: float = 120) -> 'Run':
+        for process in self.processes:
+            process.join(timeout)
+            assert process.exitcode is not None, f'still running: {self.text}'
+        return self
+
+    @property
+    def codes(self) -> list[int]:
+        return [p.exitcode for p in self.processes]
+
+    @property
+    def text(self) -> str:
+        return ''.join(p.read_text(errors='replace') for p in self.outputs if p.exists())
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def log(out: Path) -> list[dict]:
+    """What a run logged, without what depends on the clock and the machine."""
+    lines = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k not in ('tokens_per_s', 'mfu', 'memory_gb', 'seconds')}
+        for line in lines
+    ]
+
+
+def losses(out: Path) -> list[float]:
+    lines = [line for line in log(out) if 'lr' in line]
+    assert [line['step'] for line in lines] == list(range(1, len(lines) + 1)), 'every step once'
+    return [line['loss'] for line in lines]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return read_checkpoint(checkpoints(str(out))[-1])['model']
+
+
+def same(a: Path, b: Path) -> None:
+    """Two runs that ended alike, to the last bit."""
+    assert log(a) == log(b)
+    for one, other in zip(weights(a).values(), weights(b).values(), strict=True):
+        assert torch.equal(one, other)
+    assert {
+        k: v for k, v in json.loads((a / 'result.json').read_text()).items() if k != 'seconds'
+    } == {k: v for k, v in json.loads((b / 'result.json').read_text()).items() if k != 'seconds'}
+
+
+def make_trainer(data: Path, out: Path, **options: Any) -> train.Trainer:
+    given = configurator.read_options(TINY, TrainConfig, ModelConfig)
+    given |= {'data': str(data), 'out_dir': str(out), **options}
+    cfg = configurator.build(TrainConfig, given)
+    model_options = {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__}
+    return train.Trainer(cfg, model_options, World(0, 1, torch.device('cpu')))
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, 'waited in vain'
+        time.sleep(0.02)
+
+
+def edit_meta(folder: Path, **changes: Any) -> None:
+    meta = json.loads((folder / 'meta.json').read_text())
+    (folder / 'meta.json').write_text(json.dumps({**meta, **changes}))
+
+
+def steps(n: int) -> str:
+    return f'--tokens={n * BATCH * LENGTH}'
+
+
+def assert_one_line(run: Run, *words: str) -> None:
+    """The run ended with code 1 before its first step, and said why in one line."""
+    lines = [line for line in run.text.splitlines() if line]
+    assert (
+        run.codes == [1] * len(run.codes) and 'Traceback' not in run.text and 'norm' not in run.text
+    ), run.text
+    assert len(lines) == 1 and all(w in lines[0] for w in words), run.text

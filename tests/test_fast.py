@@ -1,0 +1,264 @@
+"""nanocem/fast.py: each faster way against the readable one, which way runs where, and the loss."""
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from model import ModelConfig, Transformer
+from nanocem import fast
+from test_model import SETS, TINY, describe, randomize
+
+CASES = [  # batch, positions, heads, head width, heads with their own diagonal (0: none), ALiBi
+    (1, 1, 2, 16, 1, True), (2, 17, 3, 16, 1, True), (1, 130, 3, 56, 1, True),
+    (2, 67, 2, 72, 2, True), (1, 67, 2, 84, 0, True), (1, 67, 2, 84, 1, True),
+    (1, 130, 2, 16, 2, False), (1, 140, 2, 64, 1, False), (1, 17, 1, 88, 0, False)]
+NAMES = ('q', 'k', 'du', 'h', 'b')
+SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
+SCALE = 0.25
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Whatever torch.empty gives is full of NaNs: what a way leaves unwritten, or reads unasked,
+    shows."""
+    # with torch.utils.deterministic.fill_uninitialized_memory, its default
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def alpha_and_parts(q: Tensor, k: Tensor, n_head: int, du: Tensor | None, h: Tensor | None,
+                    b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """fast.py's equations as they stand: alpha (B, K, J, J), and q, k by head."""
+    q, k = (x.unflatten(-1, (n_head, -1)).transpose(1, 2) for x in (q, k))  # (B, K, J, R)
+    i = torch.arange(q.shape[2], device=q.device)
+    scores = q @ k.mT * SCALE
+    if du is not None:
+        scores = scores + du @ h[:, None].mT
+    if b is not None:
+        m = 2.0 ** (-8 / n_head * torch.arange(1, n_head + 1, device=q.device, dtype=q.dtype))
+        scores = scores - m[:, None, None] * (i[:, None] - i).abs()
+        scores = scores + torch.where(i[:, None] == i, b[:, None, None], 0)
+    return scores.masked_fill(i > i[:, None], -math.inf).softmax(-1), q, k
+
+
+def readable(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
+             b: Tensor | None) -> Tensor:
+    alpha, _, k = alpha_and_parts(q, k, n_head, du, h, b)
+    return (alpha @ k).transpose(1, 2).flatten(-2)
+
+
+def sizes_of_summed_terms(tensors: list[Tensor | None], n_head: int, do: Tensor) -> list[Tensor]:
+    """Of o and the gradients of q, k, du, h, b: their sums with every term's absolute value. What
+    rounds is the terms: their sum may cancel, to nothing where J = 1 and softmax is constant."""
+    q, k, du, h, b = tensors
+    alpha, q, k = alpha_and_parts(q, k, n_head, du, h, b)
+    q, k, do = q.abs(), k.abs(), do.abs().unflatten(-1, (n_head, -1)).transpose(1, 2)
+    o = alpha @ k
+    ds = alpha * (do @ k.mT + (do * o).sum(-1, keepdim=True))
+    sizes = [o, ds @ k * SCALE, alpha.mT @ do + ds.mT @ q * SCALE]
+    sizes = [x.transpose(1, 2).flatten(-2) for x in sizes]
+    if du is not None:
+        ds_of_du = ds if du.shape[1] > 1 else ds.sum(1, keepdim=True)
+        sizes += [ds_of_du @ h.abs()[:, None], (ds_of_du.mT @ du.abs()).sum(1)]
+    if b is not None:
+        sizes.append(ds.diagonal(dim1=2, dim2=3).sum((0, 2)))
+    return [x.detach() for x in sizes]
+
+
+def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool,
+           ) -> tuple[list[Tensor | None], Tensor]:
+    """Random q, k, du, h, b as leaves, and a gradient of the output."""
+    torch.manual_seed(J + R)
+    q, k, h, do = torch.randn(4, B, J, K * R).unbind()
+    du = torch.randn(B, n, J, K * R) / (K * R) ** 0.5 if n else None
+    b = torch.randn(K) if alibi else None
+    tensors = (q, k, du, h if n else None, b)
+    return [None if t is None else t.clone().requires_grad_() for t in tensors], do
+
+
+by_triton, by_rows = (partial(fast.attention, use_triton=b) for b in (True, False))
+
+
+def run(tensors: list[Tensor | None], n_head: int, do: Tensor, function=by_triton) -> list[Tensor]:
+    """The output and the gradients of those that are there."""
+    q, k, *rest = tensors
+    o = function(q, k, n_head, SCALE, *rest)
+    return [o, *torch.autograd.grad(o, [t for t in tensors if t is not None], do)]
+
+
+def names(tensors: list[Tensor | None]) -> list[str]:
+    """What run returns, in words."""
+    return ['o', *(name for name, t in zip(NAMES, tensors, strict=True) if t is not None)]
+
+
+# Attention
+
+@pytest.mark.parametrize('at_once', [2 ** 20, 140 * 32, 1])  # whole; some in pieces; 32 rows each
+@pytest.mark.parametrize('case', [(5, 65, 2, 7, 2, True), *CASES], ids=str)
+def test_rows_equal_the_readable_formula(case: tuple, at_once: int,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, 'SCORES_AT_ONCE', at_once)
+    tensors, do = inputs(*case)
+    tensors = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+    do = do.double()
+    by_way, exact = (run(tensors, case[2], do, f) for f in (by_rows, readable))
+    sizes = sizes_of_summed_terms(tensors, case[2], do)
+    for name, one, slow, size in zip(names(tensors), by_way, exact, sizes, strict=True):
+        assert ((one - slow).abs() <= 1e-12 * size).all(), name
+
+
+@pytest.mark.parametrize('cfg', [
+    *(c for c in SETS if not c.exact_update),
+    ModelConfig(**{**TINY, 'd_model': 30}),  # a width that the fused path pads
+], ids=describe)
+def test_faster_attention_equals_the_readable_path(cfg: ModelConfig) -> None:
+    model, idx = randomize(Transformer(cfg), seed=8), torch.randint(50, (2, 17))
+    results = []
+    for impl in ('readable', 'sdpa', 'rows'):
+        cfg.attn_impl = impl
+        loss = model(idx[:, :-1], idx[:, 1:])[1]
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for slow, *others in zip(*results, strict=True):
+        for fused in others:
+            torch.testing.assert_close(slow, fused, rtol=1e-9, atol=1e-11)
+
+
+def keeps_torchs_contract(use_triton: bool) -> None:
+    for case in (2, 17, 2, 16, 1, True), (1, 17, 2, 16, 0, False):
+        tensors, do = inputs(*case)
+        for n in (2, 3):  # transposed
+            if tensors[n] is not None:
+                tensors[n] = tensors[n].detach().mT.contiguous().mT.requires_grad_()
+        how = case[2], SCALE, use_triton
+        torch.library.opcheck(fast.attention_op, (*tensors, *how))
+        o, lse = fast.attention_op(*tensors, *how)
+        detached = [None if t is None else t.detach() for t in (do, *tensors, o, lse)]
+        torch.library.opcheck(fast.backward_op, (*detached, *how),
+                              test_utils=('test_schema', 'test_faketensor'))
+
+
+def test_operator_keeps_torchs_contract() -> None:
+    keeps_torchs_contract(use_triton=False)
+
+
+def losses(cfg: ModelConfig, ways: tuple[str, ...], idx: Tensor, compiled: bool = False,
+           ) -> list[list[Tensor]]:
+    """For each way of the same model its logits, loss and every parameter's gradient."""
+    results = []
+    for cfg.attn_impl in ways:
+        torch.manual_seed(0)
+        model = Transformer(cfg)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn_like(p) * 0.2)
+        call = torch.compile(model, fullgraph=True, backend='aot_eager') if compiled else model
+        loss = call(idx[:, :-1], idx[:, 1:])[1]
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        results.append([model(idx)[0], loss, *gradients])
+    return results
+
+
+WHOLE = pytest.mark.parametrize('options', [
+    dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
+    dict(kq_diag='none'), {}, dict(positions='rope'), dict(residual='normed'),
+    dict(residual='raw', score_scale='head', mlp='llama')], ids=str)
+
+
+def agree(options: dict, way: str) -> None:
+    """In float32. A tensor's elements sum terms alike: one that cancels is held to all of them."""
+    cfg = ModelConfig(**{**SMALL, **options})
+    idx = torch.randint(50, (2, 18), generator=torch.Generator().manual_seed(1))
+    for slow, other in zip(*losses(cfg, ('readable', way), idx), strict=True):
+        assert (other - slow).norm() <= 2e-4 * slow.norm()
+
+
+@WHOLE
+def test_whole_models_agree(options: dict) -> None:
+    agree(options, 'rows')
+
+
+def is_one_graph(way: str) -> None:
+    """fullgraph=True: torch.compile would refuse a break."""
+    cfg, idx = ModelConfig(**{**SMALL, 'n_layer': 1}), torch.randint(50, (2, 18))
+    (eager,), (compiled,) = losses(cfg, (way,), idx), losses(cfg, (way,), idx, compiled=True)
+    for a, b in zip(eager, compiled, strict=True):
+        assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+@pytest.mark.parametrize('way', ['readable', 'rows'])
+def test_a_training_step_is_one_graph(way: str) -> None:
+    is_one_graph(way)
+
+
+# Which way runs
+
+def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu, half = torch.device('cpu'), torch.device('cuda'), torch.bfloat16
+    def path(device: torch.device, dtype: torch.dtype, **options) -> str:
+        with torch.device('meta'):
+            model = Transformer(ModelConfig(**{**SMALL, **options}))
+        return fast.attention_path(model, device, dtype)
+    llama, rope = dict(attn='llama', attn_steps=1), dict(positions='rope', kq_diag='none')
+    alibi, long = {**llama, 'positions': 'alibi'}, dict(context_length=65)
+    by_softmax, by_torch = 'attention by readable softmax', "attention by torch's fused kernel"
+    rows, ours = 'attention a few rows at a time', 'attention by our Triton kernels'
+    assert path(cpu, torch.float32) == path(cpu, half, **long) == by_softmax
+    assert path(cpu, torch.float32, **alibi, **long) == by_softmax
+    assert path(cpu, torch.float32, **long) == path(cpu, torch.float64, attn_impl='rows') == rows
+    assert path(cpu, torch.float32, **long, **rope) == by_torch
+    assert 'attn_impl=rows needs' in path(cpu, half, attn_impl='rows')
+    if fast.HAS_TRITON:
+        assert path(cpu, torch.float32, attn_impl='triton') == ours  # interpreted
+    monkeypatch.setenv('TRITON_INTERPRET', '0')
+    monkeypatch.setattr(fast, 'HAS_TRITON', True)
+    assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
+    for options in (rope, llama, alibi, dict(attn_impl='sdpa'), dict(d_model=300)):
+        assert path(gpu, half, **options) == by_torch
+    for options in dict(attn_impl='readable'), dict(exact_update=True):
+        assert path(gpu, half, **options) == by_softmax
+    assert path(gpu, torch.float32) == by_torch
+    assert 'attn_impl=triton needs' in path(cpu, torch.float32, attn_impl='triton')
+    monkeypatch.setattr(fast, 'HAS_TRITON', False)
+    assert path(gpu, half) == by_torch
+
+
+# The loss
+
+def test_loss_in_pieces_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model, idx = Transformer(ModelConfig(**SMALL)).double(), torch.randint(50, (3, 18))
+    results = []
+    for at_once in (2 ** 26, 350, 50, 1):  # whole; 7 rows, the last piece shorter; a row; less
+        monkeypatch.setattr(fast, 'LOGITS_AT_ONCE', at_once)
+        logits, loss = model(idx[:, :-1], idx[:, 1:])
+        assert logits is None
+        results.append([loss, *torch.autograd.grad(3 * loss, list(model.parameters()))])
+        with torch.no_grad():
+            assert torch.equal(model(idx[:, :-1], idx[:, 1:])[1], loss)
+    for whole, *pieces in zip(*results, strict=True):
+        for piece in pieces:
+            torch.testing.assert_close(piece, whole, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize('autocast', [False, True])
+def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    plain = dict(kq_diag='none', preconditioner='none', attn_steps=1, mlp_steps=1)
+    cfg = ModelConfig(**{**SMALL, 'n_layer': 1}, **plain)
+    model, idx, results = Transformer(cfg), torch.randint(50, (3, 18)), []
+    model.activation_checkpointing = True
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    for at_once, call in ((2 ** 26, model), (350, model), (350, compiled)):
+        monkeypatch.setattr(fast, 'LOGITS_AT_ONCE', at_once)
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+            loss = call(idx[:, :-1], idx[:, 1:])[1]
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        assert all(g.dtype == torch.float32 for g in results[-1])
+    for whole, piece, by_compiler in zip(*results, strict=True):
+        for other in (piece, by_compiler):
+            assert (whole - other).norm() <= (2e-2 if autocast else 1e-5) * whole.norm()

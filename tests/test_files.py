@@ -1,0 +1,78 @@
+"""Files written whole or not at all, locks, and lines on the screen that cannot end a program."""
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import ROOT
+
+from nanocem.files import append_whole, lock, read_json, say, to_json, write_whole
+
+SAYS = "from nanocem.files import say\nfor n in range(3): say('caf\\u00e9 %d' % n)\n"
+
+
+def says(stdout: int | None, **env: str) -> subprocess.CompletedProcess:
+    """A process that says three lines and ends."""
+    return subprocess.run([sys.executable, '-c', SAYS], cwd=ROOT, stdout=stdout,
+                          stderr=subprocess.PIPE, env={**os.environ, **env}, check=False)
+
+
+def test_a_line_that_cannot_be_said_ends_nothing(capsys: pytest.CaptureFixture) -> None:
+    done = says(subprocess.PIPE)
+    assert done.stdout.decode() == 'café 0\ncafé 1\ncafé 2\n'
+    done = says(subprocess.PIPE, PYTHONIOENCODING='ascii')
+    assert done.stdout == b'caf\\xe9 0\ncaf\\xe9 1\ncaf\\xe9 2\n' and not done.stderr
+    with open('/dev/full', 'wb') as full:
+        done = says(full.fileno())
+    assert done.returncode == 0 and not done.stderr
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = says(writer)
+    os.close(writer)
+    assert done.returncode == 0 and not done.stderr
+    say('to a captured screen')
+    assert capsys.readouterr().out == 'to a captured screen\n'
+
+
+def test_a_file_is_written_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / 'a'
+    write_whole(str(path), b'first')
+    (tmp_path / 'a.tmp').mkdir()  # nothing can be written there
+    with pytest.raises(OSError):
+        write_whole(str(path), b'second')
+    assert path.read_bytes() == b'first'
+    append_whole(str(path), b' and more')
+    assert path.read_bytes() == b'first and more'
+    with pytest.raises(OSError):
+        append_whole('/dev/full', b'line')
+
+
+def test_json_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / 'a.json'
+    assert read_json(str(path)) is None
+    path.write_bytes(to_json({'a': math.nan, 'b': math.inf, 'c': 1.5}))
+    assert read_json(str(path)) == {'a': None, 'b': None, 'c': 1.5} == json.loads(path.read_text())
+    for content in (b'', b'[1]', b'{"a": ', b'\xff', b'[' * 100_000):
+        path.write_bytes(content)
+        with pytest.raises(SystemExit, match=r'a.json is damaged: make it again$'):
+            read_json(str(path), 'make it again')
+    with pytest.raises(SystemExit, match='cannot be read'):
+        read_json(str(tmp_path))
+
+
+def test_a_lock_has_one_holder_and_ends_with_it(tmp_path: Path) -> None:
+    path = str(tmp_path / 'lock')
+    holder = subprocess.Popen(
+        [sys.executable, '-c', 'import sys, time\nfrom nanocem.files import lock\n'
+         'lock(sys.argv[1])\nprint("held", flush=True)\ntime.sleep(60)', path],
+        cwd=ROOT, stdout=subprocess.PIPE)
+    assert holder.stdout.readline() == b'held\n'
+    assert lock(path) is None
+    holder.kill()
+    holder.wait()
+    handle = lock(path)
+    assert handle is not None and lock(path) is None
+    os.close(handle)
