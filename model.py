@@ -5,16 +5,16 @@ A Transformer layer as descent on two conditional energies: attention steps down
 energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is one class, in which
 'llama' (untied weights) or 'cem' (tied weights) is a flag. A CEM sublayer:
 
-    h = norm(x0)           the context of all steps: keys = values = W_K h, gamma = W h
-    x = h                  as Algorithm 1 is printed; the function `start` has two other residuals
+    h = norm(x0)                                 the context: keys = values = W_K h, gamma = W h
+    x = x_start = x0 / rms(x0)                   Algorithm 1 prints h; see the function `start`
     for t in range(T):
-        x = x + eta * P * update(norm(x) | h)      update: minus the energy's gradient in norm(x)
+        x = x + eta * P * update(norm(x) | h)    update: minus the energy's gradient in norm(x)
+    return x0 + (x - x_start)                    the layer's skip; residual='displacement'
 
 Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. Faster ways to the
 same numbers are in nanocem/fast.py, decoding with a cache in nanocem/decode.py.
 
-Shapes: B batch, I new positions, J positions attended to (I = J but in decoding), D = D_h, K heads,
-R = D_r = D / K.
+Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h, K heads, R = D / K.
 """
 import math
 from dataclasses import dataclass
@@ -29,9 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from nanocem import fast
 from nanocem.energy import Phi
 
-# The paper's Table 1 (vocabulary 32,000). 256m is ours: the paper gives no shape, only that its CEM
-# model has two layers more. nano, micro and mini are for laptops; 8 heads or more: ALiBi's slopes
-# begin at 2^(-8/K).
+# The paper's Table 1. 256m is ours: the paper says only that its CEM model has two layers more.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=8, d_mlp=86),
     'micro': dict(d_model=48, n_layer=2, n_head=8, d_mlp=128),
@@ -107,10 +105,9 @@ class ModelConfig:
             value = getattr(self, name)
             require(cem or value == if_llama or name in LLAMA_TOO,
                     f'{name}={value} acts on CEM sublayers only: set {where}=cem')
-        if self.attn_step_size is None:
-            self.attn_step_size = 1 / self.attn_steps
-        if self.mlp_step_size is None:
-            self.mlp_step_size = 1 / self.mlp_steps
+        for kind in ('attn', 'mlp'):
+            if getattr(self, f'{kind}_step_size') is None:  # T steps start as long as one
+                setattr(self, f'{kind}_step_size', 1 / max(1, getattr(self, f'{kind}_steps')))
         if self.extra_layers is None:
             self.extra_layers = 2 if self.size == '256m' and self.attn == self.mlp == 'cem' else 0
         if self.init_std is None:
@@ -123,8 +120,7 @@ class ModelConfig:
         for name in ('attn_step_size', 'mlp_step_size', 'init_std', 'rope_theta', 'norm_eps'):
             value = getattr(self, name)
             require(0 < value < math.inf, f'{name}={value}: expected a finite number above 0')
-        value = self.kq_diag_init
-        require(math.isfinite(value), f'kq_diag_init={value}: expected a finite number')
+        require(math.isfinite(self.kq_diag_init), f'kq_diag_init={self.kq_diag_init}: not finite')
         D, K = self.d_model, self.n_head
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,

@@ -1,16 +1,17 @@
 """
 What a CEM model needs to train at twelve layers: the runs, the table and the pictures of this page.
 
-    python results/depth/measure.py                   run what is missing, two runs side by side, then write the page's parts
-    python results/depth/measure.py --write_only      from the runs that are finished
+    python results/depth/measure.py                   do the runs that are missing, two at a time
+    python results/depth/measure.py --write_only      tables and pictures of those finished
 
-Runs live in out/depth/, resume by themselves, and are train.py's; each row of the table is its options.
+Runs live in out/depth/ and are train.py's; each row of the tables is its options.
 """
 import json
 import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -27,12 +28,38 @@ from nanocem.files import write_whole  # noqa: E402
 from nanocem.shards import Sequences  # noqa: E402
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-BASE = ('--size=mini --n_layer=12 --n_head=4 --context_length=64 --tokens=1.2M --learning_rate=4e-3 '
-        '--data=data/builtin --sample_tokens=0 --tensorboard=False --checkpoint_interval=100000 --eval_interval=1000000')
+BASE = ('--size=mini --n_layer=12 --n_head=4 --context_length=64 --tokens=1.5M '
+        '--learning_rate=4e-3 --data=data/builtin --sample_tokens=0 --tensorboard=False '
+        '--checkpoint_interval=100000 --eval_interval=1000000')
 LLAMA = '--attn=llama --mlp=llama'
 T1 = '--attn_steps=1 --mlp_steps=1'
 ROPE = '--positions=rope --kq_diag=none --score_scale=head'
 ALIBI = '--positions=alibi --kq_diag=shared --score_scale=model'
+SEEDS = (1337, 1, 2)
+DEPTHS = (2, 4, 8, 12)
+
+# Each model at the best rate of those looked at
+FINAL = {
+    'llama': LLAMA,
+    'cem-1-rope': f'{T1} {ROPE}',
+    'cem-2-rope': ROPE,
+}
+# One seed each: what closes the gap to Llama, and what does not
+CHOICES = {
+    'cem-1-alibi': f'{T1} {ALIBI}',
+    'cem-2-alibi': ALIBI,
+    'cem-2-alibi-eta1': f'{ALIBI} --attn_step_size=1 --mlp_step_size=1',
+    'cem-1-rope-diag': f'{T1} --positions=rope --kq_diag=shared --score_scale=head',
+    'cem-1-rope-normed': f'{T1} {ROPE} --residual=normed',
+    'cem-2-rope-normed': f'{ROPE} --residual=normed',
+    'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
+    'cem-1-rope-8e-3': f'{T1} {ROPE} --learning_rate=8e-3',
+}
+SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch_size=16 '
+         '--dtype=bfloat16 --tokens=409600 --warmup=0.25 --log_interval=1 --eval_interval=50 '
+         '--eval_tokens=20000 --test_tokens=100000 --tensorboard=False --checkpoint_interval=100 '
+         '--keep_checkpoints=1')
+SHAPES = {'shape-cem': 'config/cem_t2.py', 'shape-llama': 'config/llama.py'}
 
 
 def out_dir(name: str, seed: int) -> str:
@@ -51,28 +78,30 @@ def perplexity(name: str, seed: int) -> float | None:
 def train(name: str, options: str, seed: int) -> None:
     """Do or finish a run, on one thread."""
     folder = out_dir(name, seed)
-    given = {word.partition('=')[0]: word for word in f'{BASE} {options}'.split()}  # later ones win
+    base = SHAPE if name in SHAPES else BASE
+    given = {word.partition('=')[0]: word for word in f'{options} {base}'.split()}
+    given |= {word.partition('=')[0]: word for word in options.split()}  # a run's own win
     command = [sys.executable, 'train.py', *given.values(), f'--seed={seed}', f'--out_dir={folder}']
     if os.path.exists(os.path.join(folder, 'config.json')):
         command.append('--init_from=resume')
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
-    print(name, seed, perplexity(name, seed) or (done.stderr or done.stdout).strip().splitlines()[-1:], flush=True)
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'},
+                          capture_output=True, text=True, check=False)
+    last_line = (done.stderr or done.stdout).strip().rpartition('\n')[2]
+    print(name, seed, perplexity(name, seed) or last_line, flush=True)
 
 
 def rows() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every run: name -> options over BASE, and seeds."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    # the gap to Llama at twelve layers, each model at its best rate of those looked at
-    for name, options in FINAL.items():
-        found[name] = (f'--tokens=1.5M {options}', (1, 2, 3))
-    # what each residual does with depth, at the paper's step size
-    for residual in ('normed', 'raw', 'displacement'):
-        for layers in DEPTHS:
-            found[f'{residual}-{layers}'] = (
-                f'{ALIBI} --residual={residual} --n_layer={layers} --tokens=0.6M '
-                '--attn_step_size=1 --mlp_step_size=1', (1,))
+    """Every run but the paper's shape: name -> options over BASE, and seeds."""
+    found = {name: (options, SEEDS) for name, options in FINAL.items()}
+    found |= {name: (options, SEEDS[:1]) for name, options in CHOICES.items()}
+    # what each residual does with depth, at steps of one
     for layers in DEPTHS:
-        found[f'llama-{layers}'] = (f'{LLAMA} --n_layer={layers} --tokens=0.6M', (1,))
+        short = f'--n_layer={layers} --tokens=0.6M'
+        ones = '--attn_step_size=1 --mlp_step_size=1'
+        for residual in ('normed', 'raw', 'displacement'):
+            found[f'{residual}-{layers}'] = (
+                f'{ALIBI} --residual={residual} {ones} {short}', SEEDS[:1])
+        found[f'llama-{layers}'] = (f'{LLAMA} {short}', SEEDS[:1])
     return found
 
 
@@ -80,7 +109,7 @@ def write_whole_text(name: str, text: str) -> None:
     write_whole(os.path.join(HERE, name), text.encode())
 
 
-def cell(name: str, seeds: tuple[int, ...]) -> str:
+def cell(name: str, seeds: Sequence[int]) -> str:
     values = [p for seed in seeds if (p := perplexity(name, seed)) is not None]
     if not values:
         return ''
@@ -89,20 +118,22 @@ def cell(name: str, seeds: tuple[int, ...]) -> str:
 
 
 def write_tables() -> None:
-    lines = ['| 12 layers, 64 wide, heads of 16, 1.5 M bytes | test perplexity | over Llama |',
-             '|---|---|---|']
-    llama = [perplexity('llama', seed) for seed in (1, 2, 3)]
-    for name in FINAL:
-        own = [perplexity(name, seed) for seed in (1, 2, 3)]
-        if None in own or None in llama:
+    llama = [perplexity('llama', seed) for seed in SEEDS]
+    lines = ['| 12 layers, 64 wide, 1.5 M bytes | seeds | test perplexity | over Llama |',
+             '|---|---|---|---|']
+    for name, options in {**FINAL, **CHOICES}.items():
+        seeds = [seed for seed in rows()[name][1] if perplexity(name, seed) is not None]
+        pairs = [(perplexity(name, s), perplexity('llama', s)) for s in seeds]
+        if not pairs or None in llama:
             continue
-        gap = statistics.fmean(a / b - 1 for a, b in zip(own, llama, strict=True))
-        lines.append(f'| {name}: `{FINAL[name]}` | {cell(name, (1, 2, 3))} | {gap:+.1%} |')
+        gap = statistics.fmean(a / b - 1 for a, b in pairs)
+        lines.append(f'| `{options}` | {len(seeds)} | {cell(name, seeds)} | {gap:+.1%} |')
     write_whole_text('gap.md', '\n'.join(lines) + '\n')
     heads = ' | '.join(f'{n} layers' for n in DEPTHS)
-    lines = [f'| T = 2, step size 1, 0.6 M bytes | {heads} |', '|---' * (len(DEPTHS) + 1) + '|']
+    lines = [f'| T = 2, steps of one, 0.6 M bytes | {heads} |', '|---' * (len(DEPTHS) + 1) + '|']
     for kind in ('normed', 'raw', 'displacement', 'llama'):
-        lines.append(f'| {kind} | ' + ' | '.join(cell(f'{kind}-{n}', (1,)) for n in DEPTHS) + ' |')
+        cells = (cell(f'{kind}-{n}', SEEDS[:1]) for n in DEPTHS)
+        lines.append(f'| {kind} | {" | ".join(cells)} |')
     write_whole_text('depth.md', '\n'.join(lines) + '\n')
 
 
@@ -170,7 +201,7 @@ def read_log(folder: str) -> list[dict]:
 def draw_shape() -> None:
     """The paper's shape: config/cem_t2.py beside config/llama.py, loss by step."""
     figure, ax = plt.subplots(figsize=(6.4, 4))
-    for name, label in SHAPE_LABELS.items():
+    for name, label in (('shape-llama', 'Llama'), ('shape-cem', 'CEM, T = 2')):
         folder = out_dir(name, 1)
         if not os.path.exists(os.path.join(folder, 'log.jsonl')):
             continue
@@ -186,6 +217,8 @@ def main() -> None:
     if '--write_only' not in sys.argv:
         runs = [(name, options, seed) for name, (options, seeds) in rows().items()
                 for seed in seeds if perplexity(name, seed) is None]
+        runs += [(name, options, 1) for name, options in SHAPES.items()
+                 if perplexity(name, 1) is None]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda run: train(*run), runs))
     write_tables()
