@@ -18,7 +18,7 @@ out_dir=
 for option in "$@"; do
     case $option in --out_dir=*) out_dir=${option#--out_dir=} ;; esac
 done
-[ -n "$out_dir" ] || { echo 'slurm.sh: --out_dir=FOLDER is missing, one that all machines see'; exit 1; }
+[ -n "$out_dir" ] || { echo 'slurm.sh: give --out_dir=FOLDER, one that all machines see'; exit 1; }
 [ ! -e "$out_dir/config.json" ] || set -- "$@" --init_from=resume
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
