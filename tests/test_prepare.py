@@ -35,7 +35,7 @@ def llama() -> LlamaTokenizer:
 
 
 def write(path: Path, texts: list[str]) -> Path:
-    """`texts` in the format that the name of `path` says; a folder of .txt where it has no suffix."""
+    """`texts` in the format that the name of `path` says; a folder of .txt without a suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ''.join(json.dumps({'text': text, 'meta': {'n': 1}}) + '\n' for text in texts).encode()
     if path.suffix == '.parquet':
