@@ -30,7 +30,7 @@ from nanocem import lens
 from nanocem.files import write_whole
 from nanocem.hf import export
 from nanocem.runs import last_checkpoint, newest_run, read_checkpoint
-from nanocem.shards import Pieces as Sequences
+from nanocem.shards import Sequences
 from nanocem.tokenizers import load_tokenizer
 
 say = print
