@@ -528,7 +528,8 @@ def day_page(day: Row) -> str:
                     f"{size}: over Llama's": of['MFU / Llama'], f'{size}: GB': of['GB'],
                     f'{size}: hours': of['hours'], f'{size}: A100-hours': of['A100-hours']}
     lines = [f'# {day["machine"]}', "Hours: of a run of 20 tokens a parameter of Llama's, on one "
-             'such GPU; A100-hours: at the same MFU.', show([*rows.values()])]
+             'such GPU; A100-hours: at the same MFU.']
+    lines += [show([*rows.values()])] if rows else []
     for name, part in day['parts'].items():
         lines.append(f'## {name}\n\n`python {part["command"]}`, {part["seconds"]:.0f} s')
         if 'setting' in part:
@@ -536,7 +537,7 @@ def day_page(day: Row) -> str:
         lines += [show(part[kind]) for kind in TABLES if kind in part]
         if 'said' in part:
             lines.append(f'```\n{part["said"]}\n```')
-    return '\n\n'.join(line for line in lines if line) + '\n'
+    return '\n\n'.join(lines) + '\n'
 
 
 TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_table,

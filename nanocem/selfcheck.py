@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     context_length: int  # J
 
 
-VERDICTS: dict[tuple[torch.device, torch.dtype, Shape], str] = {}  # of this process; '': all well
+VERDICTS: dict[tuple[str, torch.dtype, Shape], str] = {}  # of this process; '': all is well
 
 
 def proven(device: torch.device, dtype: torch.dtype, n_head: int, width: int, diagonals: int,
@@ -52,11 +52,13 @@ def proven(device: torch.device, dtype: torch.dtype, n_head: int, width: int, di
     """Whether the kernels may be used there, for a shape of those numbers."""
     if not is_untried(device):
         return True
-    key = device, dtype, Shape(n_head, width, diagonals, alibi, context_length)
+    shape = Shape(n_head, width, diagonals, alibi, context_length)
+    key = name_of(device), dtype, shape
     if key not in VERDICTS:
         with (torch.inference_mode(False), torch.enable_grad(),
               torch.autocast(device.type, enabled=False)):
-            VERDICTS[key] = kept(subject(*key, batch_size), partial(verdict, *key, batch_size))
+            VERDICTS[key] = kept(subject(*key, batch_size),
+                                 partial(verdict, device, dtype, shape, batch_size))
         if device.type == 'cuda':
             torch.cuda.empty_cache()
     return not VERDICTS[key]
@@ -67,14 +69,17 @@ def is_untried(device: torch.device) -> bool:
     return device.type == 'cuda' and torch.cuda.is_available()
 
 
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else device.type
+
+
 # What is kept
 
-def subject(device: torch.device, dtype: torch.dtype, shape: Shape, batch_size: int,
-            ) -> dict[str, Any]:
+def subject(device: str, dtype: torch.dtype, shape: Shape, batch_size: int) -> dict[str, Any]:
     """All that an answer may depend on."""
     source = inspect.getsource(triton_attention)
     return {
-        'device': torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu',
+        'device': device,
         'torch': torch.__version__,
         'triton': triton_attention.triton.__version__,
         'kernels': hashlib.sha256(source.encode()).hexdigest(),

@@ -199,7 +199,7 @@ def test_models_take_the_way_that_is_proven(broken: bool, monkeypatch: pytest.Mo
     assert (losses[0] - losses[1]).abs() <= 1e-3 * losses[0]
     another_process(monkeypatch)
     fast.prove(own, CPU, HALF, batch_size=8)
-    assert list(selfcheck.VERDICTS) == [(CPU, HALF, selfcheck.Shape(2, 16, 1, True, 32))]
+    assert list(selfcheck.VERDICTS) == [('cpu', HALF, selfcheck.Shape(2, 16, 1, True, 32))]
     assert bool(*selfcheck.VERDICTS.values()) == broken
 
 
