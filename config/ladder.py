@@ -1,12 +1,17 @@
-"""reproduce.py's runs on a laptop: Chinchilla's 20 tokens a parameter of the built-in corpus, short
-context, small batches."""
-size = 'nano'  # or micro, mini
-context_length = 64
-data = 'data/builtin'
+"""reproduce.py's runs: ten tokens a parameter of installed source text, context 128, small batches.
+
+reproduce.py makes data/corpus and gives each size its shape and each model its rate.
+"""
+size = 'nano'  # the shape is always given: --d_model, --n_layer, --n_head, --d_mlp
+context_length = 128
+data = 'data/corpus'
 tokens = None
-batch_size = 32
-micro_batch_size = 32
-learning_rate = 16e-3
+tokens_per_param = 10.0
+batch_size = 16
+micro_batch_size = 16
+learning_rate = 8e-3
 eval_interval = 1_000_000  # at the end only
-eval_tokens = 250_000
+eval_tokens = 300_000
+test_tokens = 300_000
 checkpoint_interval = 500
+keep_checkpoints = 1

@@ -9,9 +9,9 @@ from nanocem.fast import heads, merge
 
 
 class Cache:
-    """What decoding keeps of the past, in buffers (B, max_length, D) filled up to `length`: keys for
-    CEM, or h where a diagonal reads it (W_K is then absorbed into query and output); both with
-    rope; keys and values for Llama. And output weights with P folded in, the same for all tokens."""
+    """What decoding keeps of the past, in buffers (B, max_length, D) filled up to `length`: keys
+    for CEM, or h where a diagonal reads it (W_K is then absorbed into query and output), or both
+    with rope; keys and values for Llama. And the output weights, P folded in."""
     def __init__(self, max_length: int):
         self.max_length = max_length
         self.length = 0

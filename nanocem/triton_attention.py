@@ -1,32 +1,34 @@
 """
-One step of CEM attention without its (B, K, J, J) scores: Triton kernels for GPUs, PyTorch a few rows at a time for CPUs.
+CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, forward and backward.
 
-    python kernels.py                 registers, shared memory and spills of every kernel on sm_80 and sm_90; needs no GPU
+    python -m nanocem.triton_attention      registers, shared memory and spills of every kernel on
+                                            sm_80 and sm_90; needs no GPU
 
 For head k, with values = keys and everything causal (j <= i),
 
-    s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j]        bias = (d * u / tau) h^T, m_k = 2^(-8 k / K)
-    o_ik = sum_j softmax_j(s_ijk) k_jk
+    s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j],    m_k = 2^(-8 k / K)
+    o_ik = sum_j softmax_j(s_ijk) k_jk                                   bias = (d * u / tau) h^T
 
-The bias is of one head or of all; it is a matrix product (B, n, J, J), n = 1 or K, made once a step and again in the backward
-pass, never kept: on a CPU a few rows at a time; on a GPU whole, and heads of the same rows run side by side, so that they find
-its tile in the cache.
+The bias is of one head or of all: a matrix product (B, n, J, J), n = 1 or K, made once a step and
+again in the backward pass, never kept. Heads of the same rows run side by side, so that they find
+its tile in the cache. b_k is the self bias less the cross bias: softmax sees no more of the two.
 
 Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
 
-    dq_i = sum_j ds_ij k_j / tau,   dk_j = sum_i p_ij do_i + ds_ij q_i / tau,   dbias_ij = sum_heads ds_ij,   db = sum_i ds_ii
+    dq_i = sum_j ds_ij k_j / tau        dk_j = sum_i p_ij do_i + ds_ij q_i / tau
+    dbias_ij = sum_heads ds_ij          db = sum_i ds_ii
 
-In Triton each sum has one kernel, and one program for each of its tiles: nothing is atomic, so that results are the same to
-the bit. Scores live in base 2: exp2 is what the hardware has.
+Each sum has one kernel, and one program for each of its tiles: nothing is atomic, so that results
+are the same to the bit. Scores live in base 2: exp2 is what the hardware has.
 
-Shapes: B batch, J positions, K heads, R = D / K, BR = R padded to a power of two. Matrices are (B, J, D), head k in columns
-k R to (k + 1) R; what is one number a row, such as the scores' log-sum-exp, is (B, K, J).
+Shapes: B batch, J positions, K heads, R = D / K, BR = R padded to a power of two. Matrices are
+(B, J, D), head k in columns k R to (k + 1) R; what is one number a row, such as the scores'
+log-sum-exp, is (B, K, J).
 """
 import contextlib
 import io
 import re
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,13 +38,12 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a CPU needs none; and transformers imports what is called kernels, for a package of that name
+except ImportError:  # this file can be read and imported without
     triton = tl = SimpleNamespace(jit=lambda f: f, constexpr=lambda x: x)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 GEMM_ROWS = 512  # rows of the bias made at once: columns beyond a block's last row are never needed
 PAD = 128  # the bias's width is a multiple of this, so that a tile of it is whole
-SCORES_AT_ONCE = 2 ** 20  # of a piece on a CPU: 4 MB, for its cache
 
 
 @triton.jit
@@ -58,7 +59,8 @@ def load_rows(x, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
 @triton.jit
 def store_rows(x, value, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
     r = tl.arange(0, BR)
-    tl.store(x + i[:, None] * D + r[None, :], value.to(x.dtype.element_ty), mask=(i < J)[:, None] & (r < R)[None, :])
+    mask = (i < J)[:, None] & (r < R)[None, :]
+    tl.store(x + i[:, None] * D + r[None, :], value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -74,8 +76,9 @@ def slope(head, K: tl.constexpr):
 
 @triton.jit
 def rest_of_score(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.constexpr):
-    """s_ij + m (i - origin) without q_i . k_j, in base 2: i (M, 1), j (1, N), or transposed. The distance is kept small
-    where precision counts, near the diagonal, and costs a number a column. DIAGONAL: of tiles that j <= i cuts."""
+    """s_ij + m (i - origin) without q_i . k_j, in base 2: i (M, 1), j (1, N), or transposed. The
+    distance is kept small where precision counts, near the diagonal, and costs a number a column.
+    DIAGONAL: of tiles that j <= i cuts."""
     s = bias.to(tl.float32) * LOG2E
     if ALIBI:
         s += m * (j - origin)
@@ -87,15 +90,18 @@ def rest_of_score(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.co
 
 
 @triton.jit
-def forward_kernel(Q, Keys, Bias, B_self, O, LSE, J, width, scale, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-                   BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
-    """o and the log-sum-exp of the scores, in base 2. Grid: heads, batch, blocks of rows, the longest first."""
-    head, batch, i0 = tl.program_id(0), tl.program_id(1).to(tl.int64), (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
+def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr, N: tl.constexpr,
+                   R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                   BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """o and the log-sum-exp of the scores, in base 2. Grid: heads, batch, blocks of rows, the
+    longest first."""
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
     D: tl.constexpr = K * R
     at, row = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
     m = slope(head, K) if ALIBI else 0.0
-    b = tl.load(B_self + head) if ALIBI else 0.0
+    b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
     q = load_rows(Q + at, i, J, D, R, BR)
     top = tl.full((BM,), -float('inf'), tl.float32)
@@ -119,15 +125,17 @@ def forward_kernel(Q, Keys, Bias, B_self, O, LSE, J, width, scale, K: tl.constex
 
 
 @triton.jit
-def dq_kernel(Q, Keys, Bias, B_self, O, DO, LSE, Delta, DQ, DB, J, width, scale, K: tl.constexpr, N: tl.constexpr,
-              R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+def dq_kernel(Q, Keys, Bias, B_k, O, DO, LSE, Delta, DQ, DB, J, width, scale, K: tl.constexpr,
+              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+              BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
     """dq, delta for the other two kernels, and ds_ii. Grid: as the forward kernel's."""
-    head, batch, i0 = tl.program_id(0), tl.program_id(1).to(tl.int64), (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
     D: tl.constexpr = K * R
     at, row = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
     m = slope(head, K) if ALIBI else 0.0
-    b = tl.load(B_self + head) if ALIBI else 0.0
+    b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
     q, do = load_rows(Q + at, i, J, D, R, BR), load_rows(DO + at, i, J, D, R, BR)
     delta = tl.sum(do.to(tl.float32) * load_rows(O + at, i, J, D, R, BR).to(tl.float32), 1)
@@ -152,15 +160,18 @@ def dq_kernel(Q, Keys, Bias, B_self, O, DO, LSE, Delta, DQ, DB, J, width, scale,
 
 
 @triton.jit
-def dk_kernel(Q, Keys, Bias, B_self, DO, LSE, Delta, DK, J, width, scale, K: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-              BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
-    """dk, as keys and as values. Scores are transposed, (j, i). Grid: heads, batch, blocks of keys, the longest first."""
-    head, batch, j0 = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) * BN
+def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.constexpr,
+              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+              BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+    """dk, as keys and as values. Scores are transposed, (j, i). Grid: heads, batch, blocks of keys,
+    the longest first."""
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    j0 = tl.program_id(2) * BN
     D: tl.constexpr = K * R
     at, row = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
     m = slope(head, K) if ALIBI else 0.0
-    b = tl.load(B_self + head) if ALIBI else 0.0
+    b = tl.load(B_k + head) if ALIBI else 0.0
     j = j0 + tl.arange(0, BN)
     k = load_rows(Keys + at, j, J, D, R, BR)
     acc = tl.zeros((BN, BR), tl.float32)
@@ -181,11 +192,13 @@ def dk_kernel(Q, Keys, Bias, B_self, DO, LSE, Delta, DK, J, width, scale, K: tl.
 
 
 @triton.jit
-def dbias_kernel(Q, Keys, Bias, B_self, DO, LSE, Delta, DBias, J, width, scale, K: tl.constexpr, N: tl.constexpr,
-                 R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ALIBI: tl.constexpr):
-    """The bias's gradient: ds summed over the heads that share it, zero above the diagonal. Grid: tiles (j, i), B N."""
-    j0, i0, first, batch = tl.program_id(0) * BN, tl.program_id(1) * BM, tl.program_id(2) % N, tl.program_id(2) // N
-    batch = batch.to(tl.int64)
+def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: tl.constexpr,
+                 N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
+                 BN: tl.constexpr, ALIBI: tl.constexpr):
+    """The bias's gradient: ds summed over the heads that share it, zero above the diagonal. Grid:
+    tiles (j, i), B N."""
+    j0, i0 = tl.program_id(0) * BN, tl.program_id(1) * BM
+    first, batch = tl.program_id(2) % N, (tl.program_id(2) // N).to(tl.int64)
     D: tl.constexpr = K * R
     tile = (batch * N + first) * width * width
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
@@ -196,39 +209,52 @@ def dbias_kernel(Q, Keys, Bias, B_self, DO, LSE, Delta, DBias, J, width, scale, 
             for head in range(first, first + K // N):
                 at, row = batch * J * D + head * R, (batch * K + head) * J
                 m = slope(head, K) if ALIBI else 0.0
-                b = tl.load(B_self + head) if ALIBI else 0.0
+                b = tl.load(B_k + head) if ALIBI else 0.0
                 s = rest_of_score(bias, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
                 lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
                 delta = tl.load(Delta + row + i, mask=i < J, other=0.0)
                 q, k = load_rows(Q + at, i, J, D, R, BR), load_rows(Keys + at, j, J, D, R, BR)
                 p = tl.exp2(s + tl.dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])
-                acc += p * (tl.dot(load_rows(DO + at, i, J, D, R, BR), tl.trans(k)) - delta[:, None])
+                do = load_rows(DO + at, i, J, D, R, BR)
+                acc += p * (tl.dot(do, tl.trans(k)) - delta[:, None])
     tl.store(DBias + tile + i[:, None] * width + j[None, :], acc.to(DBias.dtype.element_ty))
 
 
-# Rows BM and columns BN of a tile, warps, stages of the pipeline: by GPU, kernel and BR (up to 64, 128). Chosen so that shared
-# memory suffices (163 KB on an A100; the first table serves GPUs with 99 KB too) and sums stay in registers. Whichever side a
-# kernel's loop walks along divides the other, and both divide PAD.
+# Rows BM and columns BN of a tile, warps, stages of the pipeline: by GPU, kernel and BR (up to 64,
+# 128). Chosen so that shared memory suffices (163 KB on an A100; the first table serves GPUs with
+# 99 KB too) and sums stay in registers. Whichever side a kernel's loop walks along divides the
+# other, and both divide PAD.
 TILES: dict[int, dict[Any, dict[int, tuple[int, int, int, int]]]] = {
-    80: {forward_kernel: {64: (128, 32, 4, 3), 128: (128, 64, 8, 3)}, dq_kernel: {64: (128, 32, 4, 3), 128: (128, 32, 8, 2)},
-         dk_kernel: {64: (32, 128, 4, 3), 128: (64, 64, 8, 2)}, dbias_kernel: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)}},
-    90: {forward_kernel: {64: (128, 64, 8, 3), 128: (128, 64, 8, 3)}, dq_kernel: {64: (64, 64, 4, 2), 128: (128, 64, 8, 2)},
-         dk_kernel: {64: (64, 64, 4, 2), 128: (64, 128, 8, 2)}, dbias_kernel: {64: (128, 64, 8, 2), 128: (64, 64, 8, 2)}}}
+    80: {
+        forward_kernel: {64: (128, 32, 4, 3), 128: (128, 64, 8, 3)},
+        dq_kernel: {64: (128, 32, 4, 3), 128: (128, 32, 8, 2)},
+        dk_kernel: {64: (32, 128, 4, 3), 128: (64, 64, 8, 2)},
+        dbias_kernel: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+    },
+    90: {
+        forward_kernel: {64: (128, 64, 8, 3), 128: (128, 64, 8, 3)},
+        dq_kernel: {64: (64, 64, 4, 2), 128: (128, 64, 8, 2)},
+        dk_kernel: {64: (64, 64, 4, 2), 128: (64, 128, 8, 2)},
+        dbias_kernel: {64: (128, 64, 8, 2), 128: (64, 64, 8, 2)},
+    },
+}
 
 
 def settings(kernel: Any, arch: int, R: int) -> dict[str, Any]:
     """BR and the tile of a kernel at head width R on sm_<arch>."""
     BR = max(16, triton.next_power_of_2(R))
-    tile = TILES[90 if arch in (90, 100) else 80][kernel][max(64, BR)]
-    return dict(zip(('BM', 'BN', 'num_warps', 'num_stages'), tile, strict=True), BR=BR, enable_fp_fusion=True)
+    BM, BN, warps, stages = TILES[90 if arch in (90, 100) else 80][kernel][max(64, BR)]
+    return dict(BR=BR, BM=BM, BN=BN, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
 
 
-def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, b: Tensor | None, *args: Tensor | None, scale: float,
-           n_head: int) -> None:
+def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, b: Tensor | None,
+           *args: Tensor | None, scale: float, n_head: int) -> None:
     """Run a kernel over the tiles of q (B, J, D)."""
-    (B, J, D), N = q.shape, 1 if bias is None else bias.shape[1]
+    B, J, D = q.shape
+    N, width = (1, 0) if bias is None else (bias.shape[1], bias.shape[-1])
+    R = D // n_head
     major, minor = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-    options = dict(K=n_head, N=N, R=D // n_head, ALIBI=b is not None, **settings(kernel, 10 * major + minor, D // n_head))
+    options = dict(settings(kernel, 10 * major + minor, R), K=n_head, N=N, R=R, ALIBI=b is not None)
     rows, columns = triton.cdiv(J, options['BM']), triton.cdiv(J, options['BN'])
     if kernel is dbias_kernel:
         grid = columns, rows, B * N
@@ -236,14 +262,15 @@ def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, b: Tensor | N
         grid = n_head, B, columns if kernel is dk_kernel else rows
         options['BIAS'] = bias is not None
     with torch.cuda.device_of(q):
-        kernel[grid](q, k, bias, b, *args, J, 0 if bias is None else bias.shape[-1], scale, **options)
+        kernel[grid](q, k, bias, b, *args, J, width, scale, **options)
 
 
 def diagonal_bias(du: Tensor, h: Tensor) -> Tensor:
-    """du (B, n, J, D), h (B, J, D) -> du h^T (B, n, J, J) where j <= i; nothing in particular where no tile looks."""
+    """du (B, n, J, D), h (B, J, D) -> du h^T (B, n, J, J) where j <= i; nothing in particular where
+    no tile looks."""
     B, n, J, _ = du.shape
     width = triton.cdiv(J, PAD) * PAD
-    bias = (torch.empty if width == J else torch.zeros)(B, n, width, width, dtype=du.dtype, device=du.device)
+    bias = (du.new_empty if width == J else du.new_zeros)(B, n, width, width)
     for start in range(0, J, GEMM_ROWS):
         end = min(start + GEMM_ROWS, J)
         for head in range(n):
@@ -258,12 +285,13 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
         end = min(start + GEMM_ROWS, h.shape[1])
         for head in range(du.shape[1]):
             torch.bmm(dbias[:, head, start:end, :end], h[:, :end], out=ddu[:, head, start:end])
-        dh[:, start:end] = torch.einsum('bnij,bnid->bjd', dbias[:, :, start:h.shape[1], start:end], du[:, :, start:])
+        below = dbias[:, :, start:h.shape[1], start:end]
+        dh[:, start:end] = torch.einsum('bnij,bnid->bjd', below, du[:, :, start:])
     return ddu, dh
 
 
-def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
-            scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
+            n_head: int, scale: float) -> tuple[Tensor, Tensor]:
     """o (B, J, D) and the scores' log-sum-exp (B, K, J), as fast.attention's; q, k contiguous."""
     B, J, _ = q.shape
     o, lse = torch.empty_like(q), q.new_empty(B, n_head, J, dtype=torch.float32)
@@ -272,8 +300,9 @@ def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor
     return o, lse
 
 
-def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
-             o: Tensor, lse: Tensor, n_head: int, scale: float) -> tuple[Tensor, ...]:
+def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None,
+             b: Tensor | None, o: Tensor, lse: Tensor, n_head: int, scale: float,
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, du, h, b; empty tensors for those that are None; do, q, k contiguous."""
     dq, dk, delta, db = (torch.empty_like(t) for t in (q, k, lse, lse))
     ddu, dh = q.new_empty(0), q.new_empty(0)
@@ -289,23 +318,27 @@ def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | No
 
 
 def compile_ahead(kernel: Any, arch: int, R: int, n_head: int = 12) -> dict[str, int]:
-    """What a kernel needs on sm_<arch> in bfloat16, with every option: registers a thread, bytes of shared memory, bytes
-    spilled a thread."""
+    """What a kernel needs on sm_<arch> in bfloat16, with every option: registers a thread, bytes of
+    shared memory, bytes spilled a thread."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
     options = settings(kernel, arch, R)
-    launched = {name: options.pop(name) for name in ('num_warps', 'num_stages', 'enable_fp_fusion')}
+    launched = {n: options.pop(n) for n in ('num_warps', 'num_stages', 'enable_fp_fusion')}
     constants = dict(K=n_head, N=1, R=R, BIAS=True, ALIBI=True, **options)
-    floats = {'B_self', 'LSE', 'Delta', 'DB'}
-    types = {name: 'constexpr' if name in constants else 'i32' if name in ('J', 'width') else 'fp32' if name == 'scale' else
-             '*fp32' if name in floats else '*bf16' for name in kernel.arg_names}
-    aligned = {(n,): [['tt.divisibility', 16]] for n, name in enumerate(types) if types[name][0] == '*' or types[name] == 'i32'}
-    source = ASTSource(kernel, types, {name: constants[name] for name in types if name in constants}, aligned)
+    known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32', **dict.fromkeys(constants, 'constexpr'),
+             **dict.fromkeys(('B_k', 'LSE', 'Delta', 'DB'), '*fp32')}
+    types = {name: known.get(name, '*bf16') for name in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in types}
+    aligned = {(n,): [['tt.divisibility', 16]] for n, kind in enumerate(types.values())
+               if kind[0] == '*' or kind == 'i32'}
+    source = ASTSource(kernel, types, constants, aligned)
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        compiled = triton.compile(source, target=GPUTarget('cuda', arch, 32), options=launched)
-    return dict(registers=int(re.search(r'Used (\d+) registers', said.getvalue())[1]), shared=compiled.metadata.shared,
-                spilled=sum(int(n) for n in re.findall(r'(\d+) bytes spill', said.getvalue())))
+        target = GPUTarget('cuda', arch, 32)
+        compiled = triton.compile(source, target=target, options=launched)
+    spilled = re.findall(r'(\d+) bytes spill', said.getvalue())
+    return dict(registers=int(re.search(r'Used (\d+) registers', said.getvalue())[1]),
+                shared=compiled.metadata.shared, spilled=sum(int(n) for n in spilled))
 
 
 def report(archs: tuple[int, ...], widths: tuple[int, ...]) -> None:
@@ -316,13 +349,17 @@ def report(archs: tuple[int, ...], widths: tuple[int, ...]) -> None:
         for arch in archs:
             for R in widths:
                 s, got = settings(kernel, arch, R), compile_ahead(kernel, arch, R)
-                print(f'{kernel.__name__:<14} sm_{arch}{R:>5}{s["BR"]:>5}{s["BM"]:>5}{s["BN"]:>5}{s["num_warps"]:>6}'
-                      f'{s["num_stages"]:>7}{got["registers"]:>11}{got["shared"]:>8}{got["spilled"]:>9}', flush=True)
+                print(f'{kernel.__name__:<14} sm_{arch}{R:>5}{s["BR"]:>5}{s["BM"]:>5}{s["BN"]:>5}'
+                      f'{s["num_warps"]:>6}{s["num_stages"]:>7}{got["registers"]:>11}'
+                      f'{got["shared"]:>8}{got["spilled"]:>9}', flush=True)
 
 
 if __name__ == '__main__':
     if not hasattr(triton, 'compile') or triton.knobs.runtime.interpret:
-        sys.exit('python kernels.py needs Triton (pip install triton), and TRITON_INTERPRET not set')
+        sys.exit('python -m nanocem.triton_attention needs Triton (pip install triton), and '
+                 'TRITON_INTERPRET not set')
     if not all(word.isdigit() and 1 <= int(word) <= 128 for word in sys.argv[1:]):
-        sys.exit('kernels.py: expected an architecture and head widths, 1 to 128: python kernels.py 90 64 72')
-    report(tuple(map(int, sys.argv[1:2])) or (80, 90), tuple(map(int, sys.argv[2:])) or (64, 72, 84))
+        sys.exit('expected an architecture and head widths, 1 to 128: '
+                 'python -m nanocem.triton_attention 90 64 72')
+    archs = tuple(map(int, sys.argv[1:2])) or (80, 90)
+    report(archs, tuple(map(int, sys.argv[2:])) or (64, 72, 84))

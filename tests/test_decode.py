@@ -14,8 +14,8 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     for part in idx.split([6, 1, 1, 3, 1, 4], dim=1):  # a prompt, single tokens, several at once
         parts.append(model(part, cache=cache)[0])
     torch.testing.assert_close(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-9)
-    # D_h numbers a token and layer for CEM attention, unless a diagonal meets rope; 2 D_h for Llama,
-    # for each reuse
+    # D_h numbers a token and layer for CEM attention, unless a diagonal meets rope; 2 D_h for
+    # Llama, for each reuse
     widths = 2 if cfg.positions == 'rope' and cfg.kq_diag != 'none' else 1
     if cfg.attn == 'llama':
         widths = 2 * cfg.attn_steps
@@ -31,7 +31,8 @@ def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     fast, slow = (generate(model, prompt, 40, temperature=0, use_cache=c) for c in (True, False))
     assert torch.equal(fast, slow) and fast.shape == (2, 45)  # past the context of 16
     assert torch.equal(fast[:, :5], prompt)
-    drawn = [generate(model, prompt, 10, 0.9, 5, torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    seeds = [torch.Generator().manual_seed(s) for s in (1, 1, 2)]
+    drawn = [generate(model, prompt, 10, 0.9, 5, seed) for seed in seeds]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     long = torch.randint(50, (1, 30))  # a prompt longer than the context
     fast, slow = (generate(model, long, 3, temperature=0, use_cache=c) for c in (True, False))
@@ -39,7 +40,7 @@ def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
 
 
 def test_absorbed_decoding_makes_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a cache of h, W_K is absorbed into query and output: one projection a step, the query."""
+    """Behind a cache of h W_K is absorbed: a step projects its query alone."""
     model = randomize(Transformer(ModelConfig(**TINY)), seed=15).eval()
     cache, idx = Cache(16), torch.randint(50, (2, 8))
     model(idx[:, :7], cache=cache)

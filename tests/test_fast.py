@@ -1,4 +1,4 @@
-"""nanocem/fast.py: every faster way against the readable one, which way runs where, and the loss."""
+"""nanocem/fast.py: each faster way against the readable one, which way runs where, and the loss."""
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +11,7 @@ from model import ModelConfig, Transformer
 from nanocem import fast
 from test_model import SETS, TINY, describe, randomize
 
-CASES = [  # batch, positions, heads, head width, heads with a diagonal of their own (0: none), ALiBi
+CASES = [  # batch, positions, heads, head width, heads with their own diagonal (0: none), ALiBi
     (1, 1, 2, 16, 1, True), (2, 17, 3, 16, 1, True), (1, 130, 3, 56, 1, True),
     (2, 67, 2, 72, 2, True), (1, 67, 2, 84, 0, True), (1, 67, 2, 84, 1, True),
     (1, 130, 2, 16, 2, False), (1, 140, 2, 64, 1, False), (1, 17, 1, 88, 0, False)]
@@ -69,7 +69,8 @@ def sizes_of_summed_terms(tensors: list[Tensor | None], n_head: int, do: Tensor)
     return [x.detach() for x in sizes]
 
 
-def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool) -> tuple[list[Tensor | None], Tensor]:
+def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool,
+           ) -> tuple[list[Tensor | None], Tensor]:
     """Random q, k, du, h, b as leaves, and a gradient of the output."""
     torch.manual_seed(J + R)
     q, k, h, do = torch.randn(4, B, J, K * R).unbind()
@@ -108,6 +109,40 @@ def test_rows_equal_the_readable_formula(case: tuple, at_once: int,
     sizes = sizes_of_summed_terms(tensors, case[2], do)
     for name, one, slow, size in zip(names(tensors), by_way, exact, sizes, strict=True):
         assert ((one - slow).abs() <= 1e-12 * size).all(), name
+
+
+@pytest.mark.parametrize('case', [(2, 70, 3, 16, 1, True), (1, 130, 2, 24, 2, False)], ids=str)
+def test_rows_in_bfloat16_round_terms_no_more_than_bfloat16_does(
+        case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, 'SCORES_AT_ONCE', 140 * 32)
+    tensors, do = inputs(*case)
+    half = [None if t is None else t.detach().bfloat16().requires_grad_() for t in tensors]
+    if half[4] is not None:
+        half[4] = tensors[4]  # b is a float32 parameter, which autocast leaves alone
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in half]
+    do = do.bfloat16()
+    by_way = run(half, case[2], do, by_rows)
+    slow = run(exact, case[2], do.double(), readable)
+    sizes = sizes_of_summed_terms(exact, case[2], do.double())
+    for name, x, one, two, size in zip(names(half), [half[0], *(t for t in half if t is not None)],
+                                       by_way, slow, sizes, strict=True):
+        assert one.dtype == x.dtype, name
+        # each rounds a term by 2^-9 at most: q over tau, a score, alpha or ds, a piece, the result
+        assert (one - two).norm() <= 2 * 2 ** -9 * size.norm(), name
+
+
+def test_rows_under_autocast_are_as_near_as_the_readable_path() -> None:
+    """Of one model in float32: both round, neither the same way."""
+    cfg = ModelConfig(**{**SMALL, 'context_length': 70, 'attn_impl': 'readable'})
+    model, results = randomize(Transformer(cfg), seed=8).float(), []
+    idx = torch.randint(50, (2, 71), generator=torch.Generator().manual_seed(1))
+    for cfg.attn_impl, enabled in ('readable', False), ('readable', True), ('rows', True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for exact, by_softmax, by_way in zip(*results, strict=True):
+        error = (by_way - exact).norm() / exact.norm()
+        assert error <= 1.5 * (by_softmax - exact).norm() / exact.norm() + 2 ** -8
 
 
 @pytest.mark.parametrize('cfg', [
@@ -205,15 +240,17 @@ def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatc
     alibi, long = {**llama, 'positions': 'alibi'}, dict(context_length=65)
     by_softmax, by_torch = 'attention by readable softmax', "attention by torch's fused kernel"
     rows, ours = 'attention a few rows at a time', 'attention by our Triton kernels'
-    assert path(cpu, torch.float32) == path(cpu, half, **long) == by_softmax
+    assert path(cpu, torch.float32) == path(cpu, half) == by_softmax
     assert path(cpu, torch.float32, **alibi, **long) == by_softmax
     assert path(cpu, torch.float32, **long) == path(cpu, torch.float64, attn_impl='rows') == rows
+    assert path(cpu, half, **long) == rows
     assert path(cpu, torch.float32, **long, **rope) == by_torch
-    assert 'attn_impl=rows needs' in path(cpu, half, attn_impl='rows')
+    assert 'attn_impl=rows needs' in path(cpu, torch.float16, attn_impl='rows')
     if fast.HAS_TRITON:
         assert path(cpu, torch.float32, attn_impl='triton') == ours  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
     monkeypatch.setattr(fast, 'HAS_TRITON', True)
+    monkeypatch.setattr(fast, 'proven', lambda *case: True)
     assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
     for options in (rope, llama, alibi, dict(attn_impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == by_torch
@@ -221,6 +258,8 @@ def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatc
         assert path(gpu, half, **options) == by_softmax
     assert path(gpu, torch.float32) == by_torch
     assert 'attn_impl=triton needs' in path(cpu, torch.float32, attn_impl='triton')
+    monkeypatch.setattr(fast, 'proven', lambda *case: False)
+    assert path(gpu, half) == by_torch
     monkeypatch.setattr(fast, 'HAS_TRITON', False)
     assert path(gpu, half) == by_torch
 
@@ -244,7 +283,8 @@ def test_loss_in_pieces_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize('autocast', [False, True])
-def test_loss_in_pieces_is_compiled_and_cast(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
     plain = dict(kq_diag='none', preconditioner='none', attn_steps=1, mlp_steps=1)
     cfg = ModelConfig(**{**SMALL, 'n_layer': 1}, **plain)

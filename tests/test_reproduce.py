@@ -1,212 +1,414 @@
-"""reproduce.py: its tables of runs, its statistics, and one figure from nothing. Seeds: 1."""
+"""reproduce.py: its tables of runs, its plan, and a tiny ladder from nothing. Seeds: 1."""
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
-import torch
-from scipy.stats import t as student
 
 import reproduce
-from model import ModelConfig, Transformer
-from nanocem.runs import last_checkpoint
-from nanocem.shards import Pieces
-from reproduce import CLAIMS, FIGURES, SCALES, akima_optimum, canonical, cost, difference, folder, runs_of, verdict
+from nanocem import corpus
+from nanocem.figures import FIGURES, look_inside
+from nanocem.ladder import FAMILIES, MODELS, SCALES, Task, canonical
+from reproduce import cells_of, choose_rates, cost, finished, stages, sweep, wanted
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TINY = ('config/ladder.py --n_layer={n} --d_model=16 --n_head=1 --d_mlp=24 --context_length=16 '
+        '--tokens=1K --batch_size=8 --micro_batch_size=8 --eval_tokens=500 --test_tokens=500')
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """An empty folder with the project's files in it."""
     for name in os.listdir(ROOT):
-        if name.endswith('.py') or name == 'config':
+        if name.endswith('.py') or name in ('config', 'nanocem', 'requirements.txt'):
             os.symlink(os.path.join(ROOT, name), tmp_path / name)
+    (tmp_path / 'README.md').write_text('<!-- claims -->\n<!-- /claims -->\n')
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reproduce, 'FAILED', set())
     return tmp_path
 
 
-@pytest.mark.parametrize(('name', 'scale'), [(name, scale) for name in FIGURES for scale in FIGURES[name].scales])
-def test_runs_are_valid(name, scale, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    runs = runs_of(name, SCALES[scale])
-    sizes = {**SCALES[scale].sizes, **(SCALES[scale].sweep_sizes if name == 'fig_lr' else {})}
-    assert {run.size for run in runs} == set(sizes)
-    assert len({run[:3] for run in runs}) == len(runs)  # no two bars of one name
-    for run in runs:
-        of = cost(run.options)  # builds both configs: bad or contradictory options would end here
-        assert of.disk > 0 and of.tokens >= 20 * 40_000 and of.flops > 6 * of.tokens
-        assert len(folder(run.options, 1).split('/')[-1]) < 256
-    for size in sizes:  # models of a size see the same tokens
-        same = [run.options for run in runs if run.size == size and 'tokens_per_param' not in run.options]
-        assert len({cost(options).tokens for options in same}) == 1
+@pytest.fixture
+def text(here):
+    """A tiny data/corpus."""
+    os.makedirs('data')
+    lines = [json.dumps({'text': f'{n} ' * 40}) for n in range(600)]
+    (here / 'data/corpus.jsonl').write_text('\n'.join(lines))
+    corpus.make_corpus()
+    return here
 
 
-@pytest.mark.parametrize('scale', SCALES)
-def test_claims_are_drawn(scale):
-    """Every comparison's two sides are runs of some figure, at every size."""
-    known = {run.options for name in FIGURES if scale in FIGURES[name].scales for run in runs_of(name, SCALES[scale])}
-    for _, tests in CLAIMS.values():
-        for test in tests:
-            for base in SCALES[scale].sizes.values():
-                assert {canonical(f'{base} {test.A}'), canonical(f'{base} {test.B or test.A}')} <= known
+def use(monkeypatch, sizes=2, **more):
+    """The ladder with so many tiny sizes."""
+    tiny = {f's{n}': TINY.format(n=n) for n in range(1, sizes + 1)}
+    swept = {size: tiny[size] for size in list(tiny)[:2]}
+    scale = replace(SCALES['ladder'], **{'sizes': tiny, 'sweep_sizes': swept, 'seeds': (1, 2), **more})
+    monkeypatch.setitem(SCALES, 'ladder', scale)
+    return scale
+
+
+def pretend(task, perplexity, **more):
+    """Files as a finished run leaves them."""
+    os.makedirs(task.folder, exist_ok=True)
+    train, model = map(asdict, reproduce.configs(task.options))
+    tokens = int(cost(task.options).tokens)
+    result = {'test_perplexity': perplexity, 'val_perplexity': perplexity, 'parameters': 10,
+              'tokens': tokens, 'flops_per_token': 1e4, 'seconds': 2.0, **more}
+    for name, content in (('result', result), ('config', {'train': train, 'model': model})):
+        with open(f'{task.folder}/{name}.json', 'w', encoding='utf-8') as file:
+            json.dump(content, file)
+    with open(f'{task.folder}/log.jsonl', 'w', encoding='utf-8') as file:
+        file.write('{"step": 10, "tokens": 10, "loss": 2.0, "lr": 0.1}\n' * 12)
+
+
+def likely(task):
+    """A perplexity for a made-up run: the best rate is 0.01 and a little more for CEM."""
+    best = 0.01 if task.model == 'llama' else 0.012
+    gap = 0.02 * (MODELS[task.model].family != 'llama') + 0.001 * task.seed
+    return 5 * math.exp(gap + 0.1 * math.log(task.rate / best) ** 2)
+
+
+def pretend_all(monkeypatch):
+    """Runs are made up instead of trained; returns those that were asked for."""
+    asked = []
+
+    def do_run(task):
+        asked.append(task)
+        pretend(task, likely(task))
+
+    monkeypatch.setattr(reproduce, 'do_run', do_run)
+    monkeypatch.setattr(reproduce, 'make_corpus', lambda: None)
+    monkeypatch.setattr('nanocem.figures.look_inside', lambda out_dir: {
+        'trained_steps': 2, **{k: [2.0] * 8 for k in ('perplexity', 'energy')},
+        'attn': [[1.0] * 9], 'mlp': [[1.0] * 9]})
+    return asked
+
+
+@pytest.mark.parametrize('scale', ['ladder', 'paper'])
+def test_runs_are_valid(scale, here):
+    """Every run of every figure builds both configs; no two cells of a figure have one name."""
+    for name in [name for name in FIGURES if scale in FIGURES[name].scales]:
+        cells = cells_of(name, SCALES[scale])
+        assert len({key[:3] for key in cells}) == len(cells)
+        sizes = SCALES[scale].sweep_sizes if name == 'fig_lr' else SCALES[scale].sizes
+        assert {size for size, *_ in cells} == set(sizes)
+        for tasks in cells.values():
+            of = cost(tasks[0].options)
+            assert of.disk > 0 and of.tokens >= 10 * 100_000 and of.flops > 6 * of.tokens
+            assert sum(of.weights.values()) > 50_000
+
+
+def test_the_ladders_sizes(here):
+    """The names are the weights of Llama's blocks, and heads are 16 wide."""
+    scale = SCALES['ladder']
+    for size in scale.sizes:
+        name = float(size.replace('k', 'e3').replace('m', 'e6'))
+        assert reproduce.weights_at(scale, size) == pytest.approx(name, rel=0.01)
+        cfg = reproduce.configs(scale.sizes[size])[1]
+        assert cfg.d_model == 16 * cfg.n_head == 16 * cfg.n_layer and cfg.context_length == 128
+
+
+def test_every_model_is_drawn_or_asked():
+    """Nothing is trained for nothing."""
+    from nanocem.claims import CLAIMS
+    drawn = {m for figure in FIGURES.values() for of in figure.groups.values() for m in of.values()}
+    asked = {m for _, tests in CLAIMS.values() for test in tests for m in (test.A, test.B)}
+    assert set(MODELS) == (drawn | asked) - {''}
 
 
 def test_canonical():
     assert canonical('config/a.py --x=1 --y=2 --x=3') == 'config/a.py --x=3 --y=2'
 
 
-def test_the_256m_sweep_is_at_the_papers_scale_only():
-    assert '256m' in {run.size for run in runs_of('fig_lr', SCALES['paper'])}
-    assert '256m' not in {run.size for run in runs_of('fig_attn', SCALES['paper'])}
+def test_the_256m_sweep_is_at_the_papers_scale_only(here):
+    assert '256m' in {key[0] for key in cells_of('fig_lr', SCALES['paper'])}
+    assert '256m' not in {key[0] for key in cells_of('fig_attn', SCALES['paper'])}
 
 
-class TestAkima:
-    rates = tuple(0.0005 * 2 ** i for i in range(5))
+def test_a_sweep_goes_on_past_its_edges(here, monkeypatch):
+    """Best at the lowest rate: one lower is tried, and so on; a run that failed counts as worst."""
+    scale = use(monkeypatch)
 
-    def test_interior(self):
-        """A parabola in log rate, its minimum between two rates."""
-        values = [3 + (math.log(r) - math.log(0.0017)) ** 2 for r in self.rates]
-        rate, value = akima_optimum(self.rates, values)
-        assert rate == pytest.approx(0.0017, rel=0.03) and value == pytest.approx(3, abs=0.01)
+    def rates():
+        return [task.rate for task in sweep(scale, 's1', 'llama', 1)]
 
-    def test_edges(self):
-        assert akima_optimum(self.rates, [5, 4, 3, 2, 1]) == (pytest.approx(0.008), pytest.approx(1))
-        assert akima_optimum(self.rates, [1, 2, 3, 4, 5]) == (pytest.approx(0.0005), pytest.approx(1))
+    def do(rate, perplexity):
+        pretend(Task('ladder', 's1', 'llama', rate, 1), perplexity)
 
-    def test_ties(self):
-        assert akima_optimum(self.rates, [2, 2, 2, 2, 2]) == (pytest.approx(0.0005), pytest.approx(2))
-        rate, _ = akima_optimum(self.rates, [2, 1, 3, 1, 2])
-        assert rate < self.rates[2]  # of two equal valleys the lower rate's
-
-    def test_never_above_the_points(self):
-        rng = np.random.default_rng(1)
-        for _ in range(50):
-            values = rng.normal(size=5)
-            assert akima_optimum(self.rates, values)[1] <= values.min() + 1e-9
-
-    def test_too_few(self):
-        with pytest.raises(ValueError, match='at least two'):
-            akima_optimum([0.001], [1.0])
+    assert rates() == [0.004, 0.008, 0.016]
+    for rate, perplexity in ((0.004, 3.0), (0.008, 4.0)):
+        do(rate, perplexity)
+    assert rates() == [0.004, 0.008, 0.016]  # one is still to come
+    reproduce.FAILED.add(Task('ladder', 's1', 'llama', 0.016, 1))
+    assert rates() == [0.002, 0.004, 0.008, 0.016]
+    do(0.002, 2.5)
+    assert rates()[0] == 0.001
+    do(0.001, 2.7)
+    assert rates() == [0.001, 0.002, 0.004, 0.008, 0.016]  # bracketed
 
 
-def test_difference_is_welchs():
-    rng = np.random.default_rng(1)
-    a, b = rng.normal(5.1, 0.1, 3), rng.normal(5, 0.4, 4)
-    d, h = difference(list(a), list(b))
-    u, v = a.var(ddof=1) / 3, b.var(ddof=1) / 4
-    freedom = (u + v) ** 2 / (u ** 2 / 2 + v ** 2 / 3)
-    assert d == pytest.approx(a.mean() - b.mean()) and h == pytest.approx(student.ppf(0.975, freedom) * (u + v) ** 0.5)
-    assert difference([5.0], [4.0]) == (1, math.inf) and difference([5.0, 5.2], [4.0])[1] == math.inf
+def test_rates_are_chosen_and_carried(here, monkeypatch):
+    """From made-up sweeps with the optimum at 0.01 at one size and 0.008 at the next."""
+    scale = use(monkeypatch, sizes=3)
+    for size, best in (('s1', 0.01), ('s2', 0.008)):
+        for family in FAMILIES:
+            for rate in (0.004, 0.008, 0.016):
+                perplexity = 5 * math.exp(0.1 * math.log(rate / best) ** 2)
+                pretend(Task('ladder', size, family, rate, 1), perplexity)
+    chosen = choose_rates(scale)
+    for family in FAMILIES:
+        assert chosen['best'][family] == pytest.approx([0.01, 0.008], rel=0.03)
+        rates = chosen['rates'][family]
+        N = [reproduce.weights_at(scale, size) for size in scale.sizes]
+        right = 0.008 * (N[2] / N[1]) ** -chosen['exponent']
+        assert rates['s3'] == pytest.approx(right, rel=0.05) and rates['s3'] < rates['s2']
 
 
-@pytest.mark.parametrize(('kind', 'd', 'h', 'said'), [
-    ('better', -0.03, 0.01, 'holds'), ('better', 0.03, 0.01, 'does not hold at this scale'),
-    ('better', -0.03, 0.04, 'within noise'), ('worse', 0.03, 0.01, 'holds'),
-    ('worse', -0.03, 0.01, 'does not hold at this scale'),
-    ('no better', 0.03, 0.01, 'holds'), ('no better', -0.03, 0.01, 'does not hold at this scale'),
-    ('no better', 0.0, 0.02, 'within noise'), ('no better', 0.0, 0.005, 'holds'),
-    ('close', 0.01, 0.005, 'holds'), ('close', -0.2, 0.1, 'holds'),
-    ('close', 0.05, 0.01, 'does not hold at this scale'), ('alike', 0.0, 0.01, 'holds'),
-    ('alike', -0.05, 0.01, 'does not hold at this scale'), ('alike', 0.01, 0.02, 'within noise'),
-    ('better', -0.03, math.inf, 'within noise')])
-def test_verdicts(kind, d, h, said):
-    assert verdict(kind, d, h) == said
+def test_the_plan_begins_with_what_tells_most(here):
+    """The sweep, then every size, then seeds, then variants at two sizes; a run stands once."""
+    plan = stages(SCALES['ladder'])
+    assert {task.size for task in plan[0].tasks} == {'83k', '195k'}
+    assert {task.seed for task in plan[1].tasks} == {1}
+    assert {(t.size, t.model) for t in plan[1].tasks} == {
+        (size, model) for size in SCALES['ladder'].sizes for model in FAMILIES}
+    main = [task for stage in plan[1:] for task in stage.tasks if task.model in FAMILIES]
+    for size in SCALES['ladder'].sizes:  # three seeds of everything in the end
+        assert {(t.model, t.seed) for t in main if t.size == size} >= {
+            (model, seed) for model in FAMILIES for seed in (1, 2, 3)}
+    figure = wanted(['fig_kq_diag'], SCALES['ladder'])
+    assert {t.model for stage in figure for t in stage.tasks} == {
+        'llama', 'attn-1', 'attn-1-nodiag', 'attn-1-perhead'}
 
 
-@pytest.mark.parametrize(('curves', 'said'), [
-    ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 1)}, 'on 2, 2, 2 of 2 kernels | | holds in part |'),
-    ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 5)}, 'on 2, 2, 1 of 2 kernels | | holds |'),
-    ({'a': (4, 5, 2, 1)}, 'on 0, 1, 1 of 1 kernels | | does not hold |')])
-def test_recursion_on_gp(curves, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert reproduce.recursion_on_gp(2).endswith('| | | not run: python synthetic_gp.py |')
-    os.makedirs('results/gp')
-    rows = [f'CEM-T{2 ** n},{kernel},{rmse}' for kernel, curve in curves.items() for n, rmse in enumerate(curve)]
-    (tmp_path / 'results/gp/table.csv').write_text('\n'.join(['model,kernel,train_rmse', *rows]))
-    assert reproduce.recursion_on_gp(2).endswith(said)
+def test_the_plan_counts_hours(here, capsys):
+    reproduce.main(['ladder', '--plan', '--jobs=2'])
+    printed = capsys.readouterr().out
+    rows = [line.split('|') for line in printed.splitlines() if line.startswith('| ')][1:]
+    assert len(rows) == len(stages(SCALES['ladder']))
+    hours = sum(float(row[6]) for row in rows)
+    assert float(rows[-1][7]) == pytest.approx(hours / 2, abs=0.5)
+
+
+def test_everything_in_the_plans_order(here, monkeypatch, capsys):
+    """The whole ladder with made-up runs: sweeps first, rates chosen, each run once; the tables
+    stand in out/results and nothing in results/; the second time nothing is done."""
+    scale = use(monkeypatch, sizes=3)
+    asked = pretend_all(monkeypatch)
+    reproduce.main(['ladder', '--jobs=1'])
+    assert len(asked) == len(set(asked))
+    assert {task for stage in stages(scale) for task in stage.tasks} == set(asked)
+    swept = {task for task in reproduce.all_sweeps(scale, 1, FAMILIES)}
+    assert set(asked[:len(swept)]) == swept
+    made = set(os.listdir('out/results/ladder'))
+    assert {'claims.md', 'claims.csv', 'ladder.md', 'rates.json'} <= made
+    assert {f'{name}.{end}' for name in FIGURES for end in ('png', 'csv', 'md')} <= made
+    assert not os.path.exists('results')
+    table = (here / 'out/results/ladder/ladder.md').read_text()
+    assert f'{len(set(asked))} runs, {2 * len(set(asked)) / 3600:.1f} hours' in table
+    claims = (here / 'out/results/ladder/claims.md').read_text()
+    assert claims.count('not run') == 1  # the Gaussian-process table
+    assert '+2.0%' in claims  # the made-up gap to Llama
+
+    asked.clear()
+    capsys.readouterr()
+    reproduce.main(['ladder', '--publish'])
+    assert not asked
+    assert set(os.listdir('results/ladder')) == made
+    text = (here / 'README.md').read_text()
+    assert '| a | CEM attention, T = 1' in text
+
+
+def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
+    """Half of the further seeds are there: what is published is the first seed's."""
+    scale = use(monkeypatch)
+    pretend_all(monkeypatch)
+    reproduce.settle_rates(scale, 1)
+    plan = stages(scale)
+    for task in [*plan[1].tasks, *plan[2].tasks[::2]]:
+        pretend(task, likely(task))
+    reproduce.main(['claims', '--publish'])
+    assert 'published are the stages before "three smallest sizes' in capsys.readouterr().out
+    published = (here / 'results/ladder/ladder.md').read_text()
+    inside = (here / 'out/results/ladder/ladder.md').read_text()
+    assert '; 1 |' in published and '; 2 |' not in published and '; 2 |' in inside
+    for option in ('--seeds=1', '--sizes=s1'):
+        with pytest.raises(SystemExit, match='publish writes whole tables'):
+            reproduce.main(['claims', '--publish', option])
+
+
+def test_nothing_is_published_from_nothing(here, capsys):
+    reproduce.main(['claims', '--publish'])
+    assert not os.path.exists('results') and 'the stages before' in capsys.readouterr().out
 
 
 def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, capsys):
-    nano = {'nano': SCALES['mini'].sizes['nano']}
-    scale, done = replace(SCALES['mini'], sizes=nano, seeds=(1, 2)), []
+    scale = use(monkeypatch)
+    asked = pretend_all(monkeypatch)
+    reproduce.settle_rates(scale, 1)
+    asked.clear()
+    made_up = reproduce.do_run
 
-    def do_run(options, seed, scale):
-        done.append((options, seed))
-        if 'attn=cem' in options:
+    def do_run(task):
+        if 'none' in task.model:
+            asked.append(task)
             return 'the disk is on fire'
-        os.makedirs(folder(options, seed))
-        result = {'test_perplexity': 5.0 + seed, 'val_perplexity': 5.0, 'parameters': 10, 'tokens': 100}
-        train, model = map(asdict, reproduce.configs(options))
-        for name, content in (('result', result), ('config', {'train': train, 'model': model})):
-            with open(os.path.join(folder(options, seed), name + '.json'), 'w', encoding='utf-8') as file:
-                json.dump(content, file)
-        return None
+        return made_up(task)
+
     monkeypatch.setattr(reproduce, 'do_run', do_run)
-    monkeypatch.setattr(reproduce, 'prepare_builtin', lambda folder: None)
-    assert reproduce.run_missing(['fig_attn'], scale, jobs=1) == 2
-    assert len(done) == 6  # the rest went on
+    with pytest.raises(SystemExit, match='4 runs failed'):
+        reproduce.main(['fig_attn', '--jobs=1'])
     printed = capsys.readouterr().out
-    assert printed.count('FAILED: the disk is on fire') == 2 and 'test perplexity 6.000' in printed
-    done.clear()
-    reproduce.run_missing(['fig_attn'], scale, jobs=1)
-    assert len(done) == 2 and all('attn=cem' in options for options, _ in done)  # Llama's were finished
-    reproduce.write('fig_attn', scale)
-    assert '| Llama | 10 | 100 | 6.500 ± 0.707 | +0.0% | 2 |' in (here / 'results/mini/fig_attn.md').read_text()
-    reproduce.claims(scale)  # nearly nothing is finished
-    assert 'not run' in (here / 'results/mini/claims.md').read_text()
+    assert printed.count('FAILED: the disk is on fire') == 4 and 'test perplexity 5.0' in printed
+    table = (here / 'out/results/ladder/fig_attn.md').read_text()
+    assert '| Llama |' in table and 'CEM attention' not in table  # the rest went on
+    asked.clear()
+    reproduce.FAILED.clear()
+    with pytest.raises(SystemExit, match='4 runs failed'):
+        reproduce.main(['fig_attn', '--jobs=1'])
+    assert len(asked) == 4 and all('none' in task.model for task in asked)
 
-    (config,) = here.glob('out/reproduce/*attn=llama_mlp=llama_attn_steps=1_mlp_steps=1_seed=1/config.json')
-    config.write_text(config.read_text().replace('"learning_rate": 0.016', '"learning_rate": 0.001'))
-    with pytest.raises(SystemExit, match='another learning_rate: remove it'):
-        reproduce.run_missing(['fig_attn'], scale, jobs=1)
-    (config.parent / 'result.json').unlink()  # a cut-off run is not taken on with other settings either
-    with pytest.raises(SystemExit, match='another learning_rate: remove it'):
-        reproduce.run_missing(['fig_attn'], scale, jobs=1)
+    (task,) = [t for t in reproduce.own_runs(scale, ['llama'], ['s1'], [1])]
+    config = here / task.folder / 'config.json'
+    config.write_text(config.read_text().replace('"batch_size": 8', '"batch_size": 4'))
+    with pytest.raises(SystemExit, match='another batch_size: remove it'):
+        reproduce.main(['fig_attn'])
+    os.remove(here / task.folder / 'result.json')
+    with pytest.raises(SystemExit, match='another batch_size: remove it'):  # nor is it taken on
+        reproduce.main(['fig_attn'])
 
 
-@pytest.mark.parametrize('bad', ['fig_none', '--seeds=', '--jobs=0', '--sizes=86m', '--scale=huge', 'fig_heads --scale=paper'])
+@pytest.mark.parametrize('damage', ['result.json', 'config.json', 'rates.json'])
+def test_damaged_files_are_named(damage, here, monkeypatch):
+    scale = use(monkeypatch)
+    pretend_all(monkeypatch)
+    reproduce.settle_rates(scale, 1)
+    (task,) = reproduce.own_runs(scale, ['llama'], ['s1'], [1])
+    pretend(task, 5.0)
+    path = f'out/results/ladder/{damage}' if damage == 'rates.json' else f'{task.folder}/{damage}'
+    with open(path, 'w', encoding='utf-8') as file:
+        file.write('{"half')
+    with pytest.raises(SystemExit, match=damage) as error:
+        reproduce.main(['claims'])
+    assert '\n' not in str(error.value)
+
+
+def test_a_result_without_a_number_is_none(here, monkeypatch):
+    """A run whose every step was skipped leaves null where its perplexity would be."""
+    use(monkeypatch)
+    task = Task('ladder', 's1', 'llama', 0.004, 1)
+    for value in (None, math.nan, math.inf):
+        pretend(task, value)
+        assert finished(task) is None
+    pretend(task, 5.0)
+    assert finished(task)['test_perplexity'] == 5.0
+
+
+@pytest.mark.parametrize('bad', [
+    'fig_none', '--seeds=', '--seeds=1,1', '--sizes=83k,83k', '--jobs=0', '--sizes=86m',
+    '--scale=huge', 'fig_tokens --scale=paper', '--publish --seeds=1'])
 def test_bad_options(bad, here):
     with pytest.raises(SystemExit) as error:
         reproduce.main(['fig_attn', *bad.split()])
     assert error.value.code not in (0, None) and '\n' not in str(error.value)
 
 
-def test_plan(here, capsys):
+def test_the_papers_plan(here, capsys):
     reproduce.main(['fig_attn', 'fig_energy', '--scale=paper', '--sizes=86m'])
     printed = capsys.readouterr().out.splitlines()
-    commands = [line for line in printed if line.startswith('torchrun --nproc_per_node=8 train.py --size=86m')]
-    assert len(commands) == 4
-    expected = sum(cost(run.options).flops for name in ('fig_attn', 'fig_energy')
-                   for run in runs_of(name, replace(SCALES['paper'], sizes={'86m': SCALES['paper'].sizes['86m']})))
+    start = 'torchrun --nproc_per_node=8 train.py --size=86m'
+    assert len([line for line in printed if line.startswith(start)]) == 4
+    scale = replace(SCALES['paper'], only=('86m',))
+    tasks = {t for name in ('fig_attn', 'fig_energy') for of in cells_of(name, scale).values()
+             for t in of}
+    flops = sum(cost(task.options).flops for task in tasks)
     (total,) = [line for line in printed if line.startswith('| all |')]
-    assert f'| {expected:.2e} | {expected / 0.4 / 312e12 / 3600:,.0f} |' in total
+    assert f'| {flops:.2e} | {flops / 0.4 / 312e12 / 3600:,.0f} |' in total
 
 
-def test_a_figure_from_nothing(here, monkeypatch):
-    """Three tiny runs, their energies, picture and tables; the second time nothing is trained and the files are the same."""
-    tiny = 'config/ladder.py --size=nano --tokens=8K --batch_size=8 --micro_batch_size=8 --eval_tokens=1K --test_tokens=1K'
-    monkeypatch.setitem(SCALES, 'mini', replace(SCALES['mini'], sizes={'nano': tiny}))
-    argv = ['fig_test_T', 'fig_energy', 'fig_curves', '--seeds=1', '--jobs=2']
+def test_a_closed_pipe_ends_in_silence(here):
+    """python reproduce.py --list | head -1"""
+    command = f'{sys.executable} reproduce.py --list | head -1'
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith('fig_ladder: ') and done.stderr == ''
+
+
+def test_a_figure_from_nothing(text, monkeypatch):
+    """Tiny runs, their energies, picture and tables; the second time nothing is trained and the
+    files are the same; trained anew, the numbers are the same to the last digit."""
+    scale = use(monkeypatch, sizes=1, seeds=(1,), rate=0.004)
+    monkeypatch.setitem(SCALES, 'ladder', replace(scale, launcher=(sys.executable,)))
+    argv = ['fig_energy', 'fig_attn', '--jobs=2']
     reproduce.main(argv)
-    files = {path.name: path.read_bytes() for path in (here / 'results/mini').iterdir()}
-    assert set(files) == {f'{name}.{ending}' for name in argv[:3] for ending in ('png', 'csv', 'md')}
-    monkeypatch.setattr(reproduce, 'do_run', lambda *run: pytest.fail('trained again'))
-    reproduce.main(argv)
-    assert {path.name: path.read_bytes() for path in (here / 'results/mini').iterdir()} == files
 
-    out_dir = folder(canonical(f'{tiny} {reproduce.cem(2)}'), 1)
-    inside = reproduce.look_inside(out_dir)
-    state = last_checkpoint(out_dir)
-    model = Transformer(ModelConfig(**state['model_config']))
-    model.load_state_dict(state['model'])
-    data = Pieces(state['data_dir'], 'test', model.cfg.context_length)
-    x, y = data.batch(np.linspace(0, len(data), 64, endpoint=False).astype(int))
-    for T in (1, 2, 5):
-        model.set_steps(T, T)
-        with torch.no_grad():
-            assert math.log(inside['perplexity'][T - 1]) == pytest.approx(float(model(x, y)[1]), rel=1e-5)
-    assert np.array(inside['attn']).shape == np.array(inside['mlp']).shape == (2, 9)
-    assert all(energies[1] < energies[0] for energies in inside['mlp'])  # the first step goes down
+    def files():
+        return {path.name: path.read_bytes() for path in (text / 'out/results/ladder').iterdir()}
+
+    first = files()
+    assert set(first) == {f'{n}.{end}' for n in argv[:2] for end in ('png', 'csv', 'md')}
+    run = reproduce.do_run
+    monkeypatch.setattr(reproduce, 'do_run', lambda task: pytest.fail('trained again'))
+    reproduce.main(argv)
+    assert files() == first
+    (task,) = reproduce.own_runs(scale, ['cem-2'], ['s1'], [1])
+    inside = look_inside(task.folder)
+    assert len(inside['attn']) == len(inside['mlp']) == 1 and len(inside['mlp'][0]) == 9
+    assert inside['mlp'][0][1] < inside['mlp'][0][0]  # the first step goes down
+
+    os.rename('out/reproduce', 'out/before')
+    monkeypatch.setattr(reproduce, 'do_run', run)
+    reproduce.main(argv)
+    assert files() == first
+
+
+def test_asked_to_stop_its_runs_write_checkpoints(text, monkeypatch):
+    """SIGTERM to reproduce.py: its runs stop with a checkpoint, it says so, and goes on later."""
+    code = ('import sys, reproduce; from dataclasses import replace; '
+            'from nanocem.ladder import SCALES; '
+            f'tiny = {{"s1": {TINY.format(n=1)!r} + " --tokens=4M"}}; '
+            'SCALES["ladder"] = replace(SCALES["ladder"], sizes=tiny, sweep_sizes=tiny, '
+            'seeds=(1,), rate=0.004); sys.argv[0] = "reproduce.py"; '
+            'reproduce.main(["fig_energy", "--jobs=1"])')
+    program = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    folder = text / 'out/reproduce/ladder/s1/cem-2_rate=0.004_seed=1'
+    log = folder / 'log.jsonl'
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    program.send_signal(signal.SIGTERM)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 1
+    assert err.strip() == 'reproduce.py: stopped; the same command goes on'
+    assert list(folder.glob('step_*.pt'))
+
+
+def test_the_corpus_is_gathered_in_order(here, monkeypatch, tmp_path):
+    """Each content once, no byte code, in an order that a second look repeats."""
+    paths = []
+    for name, content in (('b.py', 'same'), ('a.py', 'same'), ('c.md', 'english'), ('d.txt', ' '),
+                          ('e.py', b'\xff\xfe')):
+        path = tmp_path / f'x_{name}'
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        paths.append((name, str(path)))
+    monkeypatch.setattr(corpus, 'library_files', lambda: iter(paths[:3]))
+    monkeypatch.setattr(corpus, 'package_files', lambda requirements: iter(paths[3:]))
+    assert corpus.write_documents('one') == len('sameenglish')
+    with open('one', encoding='utf-8') as file:
+        assert [json.loads(line)['name'] for line in file] == ['b.py', 'c.md']
+
+
+def test_the_corpus_is_of_the_pinned_packages(here):
+    """Names are sorted, files are there, and a package that is not installed is named."""
+    (here / 'pins').write_text('tqdm==1\n# a comment\n')
+    found = list(corpus.package_files('pins'))
+    names = [name for name, _ in found]
+    assert names == sorted(names) and any(name.endswith('/std.py') for name in names)
+    assert all(os.path.isfile(path) for _, path in found)
+    (here / 'pins').write_text('no-such-package-here==1\n')
+    with pytest.raises(SystemExit, match='no-such-package-here is not installed'):
+        list(corpus.package_files('pins'))

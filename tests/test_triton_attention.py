@@ -1,5 +1,5 @@
-"""The GPU kernels: under Triton's interpreter, which conftest.py sets; compiled for GPUs that need not
-be there; and on a GPU where there is one, in a process of its own, where they are not interpreted."""
+"""The GPU kernels: under Triton's interpreter, which conftest.py sets; compiled for GPUs that need
+not be there; and on a GPU, if any, in a process of its own, where they are not interpreted."""
 import math
 import os
 import subprocess
@@ -79,7 +79,7 @@ def test_kernels_compile_ahead_within_a_gpus_means(arch: int, widths: tuple[str,
     for name, sm, *_, registers, shared, spilled in rows:
         assert sm == f'sm_{arch}' and int(registers) <= 255
         assert int(shared) <= 163 * 1024, name  # bytes, an A100's
-        assert int(spilled) <= 256, name  # bytes a thread, written and read; a few where a width is odd
+        assert int(spilled) <= 256, name  # bytes a thread, written and read; a few at odd widths
 
 
 def check_16_bits(device: str, dtype: torch.dtype, cases: list[tuple], most: float) -> None:
@@ -100,7 +100,8 @@ def check_16_bits(device: str, dtype: torch.dtype, cases: list[tuple], most: flo
         do = do.to(device, dtype)
         exact = run([t.double() for t in tensors], case[2], do.double(), readable)
         ours, again, theirs = (run(tensors, case[2], do, f) for f in (by_triton, by_triton, sdpa))
-        for name, one, two, other, x in zip(names(tensors), ours, again, theirs, exact, strict=True):
+        named = zip(names(tensors), ours, again, theirs, exact, strict=True)
+        for name, one, two, other, x in named:
             assert torch.equal(one, two), name
             one, other = (((y.double() - x).norm() / x.norm()).item() for y in (one, other))
             print(f'{case} {name}: {one:.2e}, SDPA {other:.2e}')
@@ -109,10 +110,11 @@ def check_16_bits(device: str, dtype: torch.dtype, cases: list[tuple], most: flo
 
 @needs_triton
 def test_float16_error_is_near_sdpas() -> None:
-    """The interpreter has no bfloat16; SDPA on a CPU rounds less along the way than fused kernels."""
+    """The interpreter has no bfloat16; a CPU's SDPA rounds less on the way than fused kernels."""
     check_16_bits('cpu', torch.float16, [(1, 130, 4, 64, 1, True), (2, 67, 2, 84, 2, True)], 1.7)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_bfloat16_error_is_no_worse_than_sdpas() -> None:
     cases = [(2, 1024, 12, 64, 1, True), (2, 515, 12, 72, 1, True), (1, 777, 8, 84, 8, True)]

@@ -1,0 +1,422 @@
+"""What reproduce.py draws of its runs: each figure is a table of models and a way to draw them."""
+import csv
+import io
+import json
+import math
+import os
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import matplotlib
+import numpy as np
+import torch
+from scipy.interpolate import Akima1DInterpolator
+
+from configurator import fail
+from model import MLP, Attention, ModelConfig, Transformer
+from nanocem.energy import energies_along
+from nanocem.files import read_json, write_whole
+from nanocem.runs import last_checkpoint
+from nanocem.scaling import akima_optimum
+from nanocem.shards import Pieces
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+
+
+class Cell(NamedTuple):
+    """One bar, marker or line: a model at a size, with the results of its finished seeds."""
+    size: str
+    group: str
+    label: str
+    model: str
+    results: Sequence[dict[str, Any]]
+
+    @property
+    def values(self) -> list[float]:
+        return [r['test_perplexity'] for r in self.results]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+
+
+class Figure(NamedTuple):
+    """group -> label -> model, by the names of reproduce.py's table; `scales` where it is drawn."""
+    title: str
+    draw: Callable[[list[Cell]], plt.Figure]
+    groups: dict[str, dict[str, str]]
+    scales: tuple[str, ...] = ('ladder', 'paper')
+
+
+COLOURS = {
+    'Llama': 'hotpink', 'Llama, ALiBi': 'plum', 'T = 1': 'tab:orange', 'T = 2': 'tab:blue',
+    'T = 3': 'tab:green', 'CEM attention': 'tab:blue', 'CEM MLP': 'tab:blue', 'CEM': 'tab:blue',
+    'CEM MLP, parameter-matched': 'tab:orange', 'no preconditioner': 'tab:gray',
+    'diagonal': 'tab:cyan', 'diagonal + low rank': 'tab:blue'}
+MARKERS = {'Llama': 'D', 'Llama, ALiBi': 'D', 'CEM MLP, parameter-matched': '^'}
+AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue',
+         'parameter-matched': 'mistyrose'}
+
+
+def grouped(cells: Iterable[Cell], by: Literal['size', 'group', 'label']) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(getattr(cell, by), []).append(cell)
+    return found
+
+
+def panels(cells: list[Cell], columns: int = 0,
+           ) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Cell]]]]:
+    """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes,
+    size, its cells)."""
+    sizes = grouped(cells, 'size')
+    shape = (len(sizes), columns) if columns else (1, len(sizes))
+    area = (9, 3.4 * len(sizes)) if columns else (4.6 * len(sizes), 4)
+    figure, grid = plt.subplots(*shape, figsize=area, squeeze=False)
+    rows = grid if columns else grid[0]
+    return figure, ((axes, *item) for axes, item in zip(rows, sizes.items(), strict=True))
+
+
+def legend(axes: plt.Axes, **options: Any) -> None:
+    """Each label once."""
+    handles, labels = axes.get_legend_handles_labels()
+    handle = dict(zip(labels, handles, strict=True))
+    axes.legend(handle.values(), handle.keys(), fontsize=7, **options)
+
+
+def draw_scatter(cells: list[Cell]) -> plt.Figure:
+    """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the
+    paper's 2a and 2b)."""
+    figure, axes = plt.subplots(figsize=(6, 4.2))
+    for same in grouped(cells, 'size').values():
+        llama = next((cell for cell in same if cell.label == 'Llama'), None)
+        for cell in same:
+            x, y = cell.results[0]['parameters'] / 1e6, cell.mean
+            if llama:
+                start = llama.results[0]['parameters'] / 1e6
+                axes.plot([start, x], [llama.mean, y], color='lightgray', zorder=0)
+            axes.errorbar(x, y, cell.std, color=COLOURS[cell.label], ls='', ms=8, capsize=3,
+                          marker=MARKERS.get(cell.label, 'o'), label=cell.label)
+            axes.annotate(f'{cell.results[0]["tokens"] / 1e6:,.1f}M tokens', (x, y), (0, 9),
+                          textcoords='offset points', ha='center', fontsize=7)
+    axes.set(xlabel='parameters (millions)', ylabel='test perplexity')
+    axes.margins(0.15)
+    legend(axes)
+    return figure
+
+
+def draw_bars(cells: list[Cell]) -> plt.Figure:
+    """A panel a size, a block of bars a group, a colour a label; Llama is the dashed line, as in
+    the paper's 2c and 2d."""
+    figure, parts = panels(cells)
+    for axes, size, same in parts:
+        bars = [cell for cell in same if cell.label != 'Llama']
+        labels = list(dict.fromkeys(cell.label for cell in bars))
+        groups = grouped(bars, 'group')
+        width = 0.8 / max(map(len, groups.values()), default=1)
+        for g, (group, block) in enumerate(groups.items()):
+            if group in AREAS:
+                axes.axvspan(g - 0.48, g + 0.48, color=AREAS[group], alpha=0.5, zorder=0)
+            for n, cell in enumerate(block):
+                colour = COLOURS.get(cell.label, f'C{labels.index(cell.label)}')
+                x = g + (n - (len(block) - 1) / 2) * width
+                axes.bar(x, cell.mean, width * 0.9, yerr=cell.std or None, color=colour, capsize=3,
+                         label=cell.label)
+                axes.annotate(f'{cell.mean:.2f}', (x, cell.mean + cell.std), (0, 3), ha='center',
+                              textcoords='offset points', fontsize=7)
+        for cell in same:
+            if cell.label == 'Llama':
+                low, high = cell.mean - cell.std, cell.mean + cell.std
+                axes.axhline(cell.mean, color=COLOURS['Llama'], ls='--', label='Llama')
+                axes.axhspan(low, high, color=COLOURS['Llama'], alpha=0.15, zorder=0)
+        values = [v for cell in same for v in cell.values]
+        spread = max(values) - min(values)
+        axes.set_ylim(min(values) - 0.25 * spread - 1e-3, max(values) + 0.3 * spread + 1e-3)
+        axes.set(title=size, ylabel='test perplexity')
+        names = [textwrap.fill(group, 16) for group in groups]
+        axes.set_xticks(range(len(groups)), names, fontsize=8)
+        legend(axes, ncols=2)
+    return figure
+
+
+def draw_sweep(cells: list[Cell]) -> plt.Figure:
+    """Test perplexity against learning rate (a cell's group), Akima's curve through the means,
+    stars at its optima (the paper's 3a)."""
+    figure, axes = plt.subplots(figsize=(6, 4.5))
+    lowest = []
+    for n, (size, same) in enumerate(grouped(cells, 'size').items()):
+        for label, colour in (('Llama', 'tab:orange'), ('CEM', 'tab:blue')):
+            points = sorted((float(c.group), c.mean, c.std) for c in same if c.label == label)
+            if len(points) < 2:
+                continue
+            rates, means, stds = zip(*points, strict=True)
+            axes.errorbar(rates, means, stds, color=colour, marker='osDv^'[n % 5], ls='',
+                          label=f'{label}, {size}')
+            fine = np.geomspace(rates[0], rates[-1], 200)
+            curve = Akima1DInterpolator(np.log(rates), means)
+            axes.plot(fine, curve(np.log(fine)), color=colour, lw=1)
+            best, value = akima_optimum(rates, means)
+            axes.plot(best, value, '*', color=colour, ms=14, mec='black')
+            lowest.append(value)
+    axes.set(xscale='log', xlabel='learning rate', ylabel='test perplexity')
+    # rates that diverge leave the picture
+    axes.set_ylim(0.95 * min(lowest, default=1), 1.5 * max(lowest, default=2))
+    ticks = sorted({float(cell.group) for cell in cells})
+    axes.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
+    axes.minorticks_off()
+    legend(axes)
+    return figure
+
+
+def draw_ladder(cells: list[Cell]) -> plt.Figure:
+    """Test loss against parameters and against training FLOPs: a row a kind of layer (the cell's
+    group), a line a number of steps, Llama's in each."""
+    groups = grouped([cell for cell in cells if cell.label != 'Llama'], 'group')
+    llama = [cell for cell in cells if cell.label == 'Llama']
+    shape = (max(1, len(groups)), 2)
+    figure, grid = plt.subplots(*shape, figsize=(9, 3.2 * shape[0]), squeeze=False)
+    for row, (group, same) in zip(grid, groups.items(), strict=False):
+        for label, line in grouped(llama + same, 'label').items():
+            loss = [statistics.fmean(math.log(v) for v in cell.values) for cell in line]
+            first = [cell.results[0] for cell in line]
+            flops = [r['tokens'] * r['flops_per_token'] for r in first]
+            for axes, x in zip(row, ([r['parameters'] for r in first], flops), strict=True):
+                axes.plot(x, loss, color=COLOURS[label], marker='o', ms=4, label=label)
+        for axes, name in zip(row, ('parameters', 'training FLOPs'), strict=True):
+            axes.set(xscale='log', xlabel=name, ylabel='test loss, nats a byte', title=group)
+            axes.grid(alpha=0.3)
+            legend(axes)
+    return figure
+
+
+def draw_gap(cells: list[Cell]) -> plt.Figure:
+    """Test perplexity over Llama's, same seeds, against Llama's parameters; the bars are standard
+    deviations over the pairs."""
+    figure, axes = plt.subplots(figsize=(6.5, 4.5))
+    llama = {cell.size: cell for cell in cells if cell.label == 'Llama'}
+    others = [cell for cell in cells if cell.label != 'Llama' and cell.size in llama]
+    for n, (group, same) in enumerate(grouped(others, 'group').items()):
+        for label, line in grouped(same, 'label').items():
+            points = []
+            for cell in line:
+                base = {r['seed']: r['test_perplexity'] for r in llama[cell.size].results}
+                gaps = [100 * (r['test_perplexity'] / base[r['seed']] - 1)
+                        for r in cell.results if r['seed'] in base]
+                if gaps:
+                    spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
+                    x = llama[cell.size].results[0]['parameters']
+                    points.append((x, statistics.fmean(gaps), spread))
+            if points:
+                style = '--' if label == 'T = 1' else '-'
+                axes.errorbar(*zip(*points, strict=True), color=f'C{n}', ls=style, marker='o', ms=4,
+                              capsize=2, label=f'{group}, {label}')
+    axes.axhline(0, color=COLOURS['Llama'], lw=1)
+    axes.set(xscale='log', xlabel="Llama's parameters", ylabel='test perplexity over Llama, %')
+    axes.grid(alpha=0.3)
+    legend(axes)
+    return figure
+
+
+def draw_steps(cells: list[Cell]) -> plt.Figure:
+    """Test perplexity and mean energy against the number of steps at test time; a ring at the
+    number trained with."""
+    figure, parts = panels(cells, columns=2)
+    for row, size, same in parts:
+        for n, cell in enumerate(same):
+            inside = [look_inside(r['out_dir']) for r in cell.results]
+            trained = inside[0]['trained_steps']
+            for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
+                values = np.array([i[key] for i in inside])
+                mean = values.mean(axis=0)
+                std = values.std(axis=0, ddof=1) if len(values) > 1 else None
+                axes.errorbar(np.arange(1, len(mean) + 1), mean, std, color=f'C{n}', marker='o',
+                              ms=4, capsize=2, label=f'trained with {cell.label}')
+                axes.plot(trained, mean[trained - 1], 'o', ms=12, mfc='none', mec=f'C{n}')
+                axes.set(xlabel='T at test time', title=size)
+        row[0].set(ylabel='test perplexity', yscale='log')
+        row[1].set(ylabel='energy, summed over sublayers')
+        legend(row[0])
+    return figure
+
+
+def draw_energy(cells: list[Cell]) -> plt.Figure:
+    """The energy of every sublayer along its steps, less its value at the start; the trained T is
+    the dashed line."""
+    figure, parts = panels(cells, columns=2)
+    for row, size, same in parts:
+        inside = [look_inside(r['out_dir']) for r in same[0].results]
+        for axes, kind in zip(row, ('attn', 'mlp'), strict=True):
+            energies = np.mean([i[kind] for i in inside], axis=0)  # (layers, steps + 1)
+            for layer, energy in enumerate(energies):
+                axes.plot(energy - energy[0], marker='o', ms=4, label=f'layer {layer + 1}')
+            axes.axvline(inside[0]['trained_steps'], color='gray', ls='--', lw=1)
+            axes.set(xlabel='step t', ylabel='energy at step t less at 0', title=f'{size}, {kind}')
+            legend(axes)
+    return figure
+
+
+def draw_curves(cells: list[Cell]) -> plt.Figure:
+    """Training loss against tokens, mean over seeds, smoothed."""
+    figure, parts = panels(cells)
+    for axes, size, same in parts:
+        for cell in same:
+            logs = [[(line['tokens'], line['loss']) for line in read_log(r) if 'lr' in line]
+                    for r in cell.results]
+            shortest = min(map(len, logs))
+            # a skipped step's loss is None: nan, a gap in the line
+            lines = np.array([log[:shortest] for log in logs], dtype=float)
+            tokens, loss = lines.mean(axis=0).T
+            window = max(1, len(loss) // 10)
+            smooth = np.convolve(loss, np.ones(window) / window, 'valid')
+            axes.plot(tokens[window - 1:] / 1e6, smooth, label=cell.label)
+        axes.set(xlabel='million tokens', ylabel='training loss, nats a token', title=size)
+        axes.grid(alpha=0.3)
+        legend(axes)
+    return figure
+
+
+def read_log(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines that a finished run logged; a half-written one is passed over."""
+    lines = []
+    path = os.path.join(result['out_dir'], 'log.jsonl')
+    with open(path, encoding='utf-8', errors='replace') as file:
+        for text in file:
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue
+    return lines
+
+
+@torch.no_grad()
+def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[str, Any]:
+    """A trained all-CEM model at test time, on some test tokens, kept in its folder: perplexity and
+    energy (mean over tokens, summed over sublayers) after T = 1, ..., max_steps steps in every
+    sublayer, and each sublayer's energy before every step, all others doing the steps they were
+    trained with: attn and mlp, (layers, max_steps + 1)."""
+    path = os.path.join(out_dir, 'energies.json')
+    if found := read_json(path):
+        return found
+    state = last_checkpoint(out_dir)
+    if state is None:
+        fail(f'{out_dir}: its checkpoint is gone; remove the folder to train it again')
+    cfg = ModelConfig(**state['model_config'])
+    model = Transformer(cfg)
+    model.load_state_dict(state['model'])
+    data = Pieces(state['data_dir'], 'test', cfg.context_length)
+    count = min(math.ceil(tokens / cfg.context_length), len(data))
+    x, y = data.batch(np.linspace(0, len(data), count, endpoint=False).astype(int))
+    seen: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
+    for block in model.blocks:
+        for layer in (block.attn, block.mlp):
+            layer.register_forward_hook(lambda of, given, _: seen.update({of: given}))
+
+    def energies(layer: Attention | MLP, steps: int) -> list[float]:
+        return energies_along(layer, *seen[layer], steps=steps).mean(dim=(1, 2)).tolist()
+
+    found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
+    for T in range(1, max_steps + 1):
+        model.set_steps(T, T)
+        found['perplexity'].append(math.exp(float(model(x, y)[1])))
+        found['energy'].append(sum(energies(layer, T)[-1] for layer in seen))
+    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    model(x)
+    for layer in seen:
+        kind = 'attn' if isinstance(layer, Attention) else 'mlp'
+        found[kind].append(energies(layer, max_steps))
+    write_whole(path, json.dumps(found).encode())
+    return found
+
+
+P_NAMES = {'-none': 'no preconditioner', '-diag': 'diagonal', '': 'diagonal + low rank'}
+KINDS = {'CEM attention': 'attn', 'CEM MLP': 'mlp', 'all-CEM': 'cem', 'all-CEM, exact RoPE': 'rope'}
+STEPS = {kind: {f'T = {T}': f'{name}-{T}' for T in (1, 2)} for kind, name in KINDS.items()}
+
+FIGURES: dict[str, Figure] = {
+    'fig_ladder': Figure('What a second step costs and buys', draw_ladder, {
+        '': {'Llama': 'llama'}, **STEPS}),
+    'fig_gap': Figure('The gap to Llama against size', draw_gap, {
+        '': {'Llama': 'llama'}, **STEPS}),
+    'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {
+        '': {'Llama': 'llama', 'Llama, ALiBi': 'llama-alibi', 'CEM attention': 'attn-1-none'}}),
+    'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {
+        '': {'Llama': 'llama', 'CEM MLP': 'mlp-1-none',
+             'CEM MLP, parameter-matched': 'mlp-1-none-params'}}),
+    'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {
+        '': {'Llama': 'llama'},
+        **{f'T = {T}': {name: f'attn-{T}{P}' for P, name in P_NAMES.items()} for T in (1, 2)},
+        'T = 3': {P_NAMES['']: 'attn-3'}}),
+    'fig_mlp_T': Figure('CEM MLP: steps and preconditioners', draw_bars, {
+        '': {'Llama': 'llama'},
+        **{f'T = {T}': {name: f'mlp-{T}{P}' for P, name in P_NAMES.items()} for T in (1, 2)},
+        'T = 3': {P_NAMES['']: 'mlp-3'}}),
+    'fig_lr': Figure('Learning rate: Llama, and all-CEM with T = 2', draw_sweep, {
+        '': {'Llama': 'llama', 'CEM': 'cem-2'}}),
+    'fig_kq_diag': Figure('The diagonal of A_k: CEM attention, T = 1', draw_bars, {
+        '': {'Llama': 'llama'}, 'none': {'CEM attention': 'attn-1-nodiag'},
+        'shared': {'CEM attention': 'attn-1'}, 'per head': {'CEM attention': 'attn-1-perhead'}}),
+    'fig_reuse_mlp': Figure('MLP: recursion within a layer against plain reuse of it', draw_bars, {
+        'plain reuse': {'T = 1': 'llama', 'T = 2': 'llama-mlp-twice'},
+        'dimension-matched': {'T = 1': 'mlp-1', 'T = 2': 'mlp-2'},
+        'parameter-matched': {'T = 1': 'mlp-1-params', 'T = 2': 'mlp-2-params'}}),
+    'fig_reuse_attn': Figure('Attention: recursion within a layer against plain reuse', draw_bars, {
+        'plain reuse': {'T = 1': 'llama', 'T = 2': 'llama-attn-twice'},
+        'dimension-matched': {'T = 1': 'attn-1', 'T = 2': 'attn-2'}}),
+    'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
+        '': {f'T = {T}': f'cem-{T}' for T in (1, 2, 3)}}),
+    'fig_energy': Figure('Energy along the steps of each layer, all-CEM, T = 2', draw_energy, {
+        '': {'CEM': 'cem-2'}}),
+    'fig_rope': Figure('CEM attention: exact RoPE against ALiBi and a diagonal', draw_bars, {
+        '': {'Llama': 'llama'},
+        **{f'T = {T}': {'ALiBi, shared diagonal': f'attn-{T}', 'exact RoPE': f'attn-{T}-rope'}
+           for T in (1, 2)}}),
+    'fig_exact': Figure('The whole gradient against Algorithm 1, CEM attention', draw_bars, {
+        '': {'Llama': 'llama'},
+        **{f'T = {T}': {'Algorithm 1': f'attn-{T}', 'exact update': f'attn-{T}-exact'}
+           for T in (1, 2)}}),
+    'fig_tokens': Figure('Twice the tokens', draw_bars, {
+        f'{n} a parameter': {'plain Llama': f'llama{end}', **{
+            f'{kind}, T = {T}': f'{kind}-{T}{end}' for kind in ('attn', 'mlp', 'cem')
+            for T in (1, 2)}}
+        for n, end in ((10, ''), (20, '-20'))}, ('ladder',)),
+    'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
+        '': {'Llama': 'llama', **{f'CEM, T = {T}': f'cem-{T}' for T in (1, 2, 3)}}}),
+}
+
+
+def figure_files(figure: Figure, cells: list[Cell]) -> dict[str, bytes]:
+    """A figure's png, its csv (a line a seed) and md (a line a cell)."""
+    text, image = io.StringIO(), io.BytesIO()
+    writer = csv.writer(text, lineterminator='\n')
+    writer.writerow(['size', 'group', 'label', 'model', 'parameters', 'tokens', 'learning_rate',
+                     'seed', 'val_perplexity', 'test_perplexity'])
+    lines = [f'{figure.title}. Test perplexity, mean ± standard deviation over seeds.', '',
+             '| size | group | model | parameters | tokens | test perplexity | to Llama | seeds |',
+             '|' + '---|' * 8]
+    for cell in cells:
+        for r in cell.results:
+            writer.writerow([*cell[:4], r['parameters'], r['tokens'], f'{r["rate"]:g}', r['seed'],
+                             f'{r["val_perplexity"]:.4f}', f'{r["test_perplexity"]:.4f}'])
+        same = [c for c in cells if (c.size, c.model) == (cell.size, 'llama')]
+        same.sort(key=lambda c: c.group != cell.group)  # its own group's first
+        relative = f'{100 * (cell.mean / same[0].mean - 1):+.1f}%' if same else ''
+        spread = f' ± {cell.std:.3f}' if len(cell.results) > 1 else ''
+        first = cell.results[0]
+        words = [cell.size, cell.group, cell.label, f'{first["parameters"]:,}',
+                 f'{first["tokens"]:,}', f'{cell.mean:.3f}{spread}', relative,
+                 str(len(cell.results))]
+        lines.append(f'| {" | ".join(words)} |')
+    picture = figure.draw(cells)
+    picture.suptitle(figure.title, fontsize=10)
+    picture.tight_layout()
+    picture.savefig(image, format='png', dpi=100)
+    plt.close(picture)
+    return {'csv': text.getvalue().encode(), 'png': image.getvalue(),
+            'md': '\n'.join([*lines, '']).encode()}

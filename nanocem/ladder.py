@@ -1,0 +1,122 @@
+"""What reproduce.py trains: models by name, as train.py's options, and the scales they come in."""
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LLAMA = '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1'
+ROPE = '--positions=rope --kq_diag=none --score_scale=head'
+LOW_RANK = '--preconditioner=diag_lowrank'
+NO_P = '--preconditioner=none'
+
+
+def attn(T: int) -> str:
+    return f'--attn=cem --mlp=llama --attn_steps={T} --mlp_steps=1 {LOW_RANK}'
+
+
+def mlp(T: int) -> str:
+    return f'--attn=llama --mlp=cem --attn_steps=1 --mlp_steps={T} {LOW_RANK}'
+
+
+def cem(T: int) -> str:
+    return f'--attn=cem --mlp=cem --attn_steps={T} --mlp_steps={T} {LOW_RANK}'
+
+
+class Model(NamedTuple):
+    """A family (the model whose name it is) has its own swept rate and is trained at every size;
+    its variants take its rate, and the ladder's two smallest sizes."""
+    family: str
+    options: str
+
+
+MODELS: dict[str, Model] = {
+    'llama': Model('llama', LLAMA),
+    **{f'attn-{T}': Model(f'attn-{T}', attn(T)) for T in (1, 2)},
+    **{f'mlp-{T}': Model(f'mlp-{T}', mlp(T)) for T in (1, 2)},
+    **{f'cem-{T}': Model(f'cem-{T}', cem(T)) for T in (1, 2)},
+    **{f'rope-{T}': Model(f'rope-{T}', f'{cem(T)} {ROPE}') for T in (1, 2)},
+    # positions, reuse, preconditioner
+    'llama-alibi': Model('llama', f'{LLAMA} --positions=alibi'),
+    'llama-attn-twice': Model('llama', f'{LLAMA} --attn_steps=2'),
+    'llama-mlp-twice': Model('llama', f'{LLAMA} --mlp_steps=2'),
+    **{f'attn-{T}-none': Model(f'attn-{T}', f'{attn(T)} {NO_P}') for T in (1, 2)},
+    **{f'mlp-{T}-none': Model(f'mlp-{T}', f'{mlp(T)} {NO_P}') for T in (1, 2)},
+    'mlp-1-none-params': Model('mlp-1', f'{mlp(1)} {NO_P} --mlp_match=params'),
+    **{f'mlp-{T}-params': Model(f'mlp-{T}', f'{mlp(T)} --mlp_match=params') for T in (1, 2)},
+    # diagonal, exact RoPE
+    **{f'attn-{T}-nodiag': Model(f'attn-{T}', f'{attn(T)} --kq_diag=none') for T in (1, 2)},
+    'attn-1-perhead': Model('attn-1', f'{attn(1)} --kq_diag=per_head'),
+    **{f'attn-{T}-rope': Model(f'attn-{T}', f'{attn(T)} {ROPE}') for T in (1, 2)},
+    # a third step
+    'attn-3': Model('attn-2', attn(3)),
+    'mlp-3': Model('mlp-2', mlp(3)),
+}
+FAMILIES = [name for name, model in MODELS.items() if model.family == name]
+VARIANTS = [name for name in MODELS if name not in FAMILIES]
+MODELS |= {
+    'cem-3': Model('cem-2', cem(3)),
+    **{f'{kind}-{T}-diag': Model(f'{kind}-{T}', f'{layer(T)} --preconditioner=diag')
+       for kind, layer in (('attn', attn), ('mlp', mlp)) for T in (1, 2)},
+    **{f'attn-{T}-exact': Model(f'attn-{T}', f'{attn(T)} --exact_update') for T in (1, 2)},
+}
+FURTHER = [name for name in MODELS if name not in FAMILIES + VARIANTS]
+# twice the tokens: is ten a parameter too few?
+MODELS |= {f'{name}-20': Model(name, f'{MODELS[name].options} --tokens_per_param=20')
+           for name in FAMILIES if not name.startswith('rope')}
+LONGER = [name for name in MODELS if name.endswith('-20')]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where the figures are run: each size's options, rates of the sweep, seeds, launcher."""
+    name: str
+    sizes: dict[str, str]
+    rates: tuple[float, ...]  # of the sweep; at the ladder it goes on where the best is an edge
+    rate: float | None  # of every other run; None: each model's own best
+    sweep_sizes: dict[str, str]
+    seeds: tuple[int, ...]
+    launcher: tuple[str, ...]
+    only: tuple[str, ...] | None = None  # of the sizes, those that are asked for
+
+
+# n layers, n heads of 16, so d = 16 n: one number grows, depth and width keep their ratio. In heads
+# of 16 RoPE has room (at 4 to 6 it has not), and three are the fewest whose ALiBi slopes see near
+# and far. The names are the weights of Llama's blocks.
+LADDER = {
+    '83k': 'config/ladder.py --n_layer=3 --d_model=48 --n_head=3 --d_mlp=128',
+    '195k': 'config/ladder.py --n_layer=4 --d_model=64 --n_head=4 --d_mlp=168',
+    '387k': 'config/ladder.py --n_layer=5 --d_model=80 --n_head=5 --d_mlp=216',
+    '664k': 'config/ladder.py --n_layer=6 --d_model=96 --n_head=6 --d_mlp=256',
+    '1.05m': 'config/ladder.py --n_layer=7 --d_model=112 --n_head=7 --d_mlp=296'}
+PAPER = {size: f'--size={size}' for size in ('86m', '108m', '134m', '162m')}
+SCALES = {
+    'ladder': Scale('ladder', LADDER, (0.004, 0.008, 0.016), None,
+                    {size: LADDER[size] for size in ('83k', '195k')}, (1, 2, 3), (sys.executable,)),
+    'paper': Scale('paper', PAPER, (0.0005, 0.001, 0.002, 0.004, 0.008), 0.002,
+                   {**PAPER, '256m': '--size=256m'}, (1,), ('torchrun', '--nproc_per_node=8'))}
+
+
+def canonical(options: str) -> str:
+    """The same options in one spelling: config files first, of each --key its last value."""
+    words = options.split()
+    last = {word.partition('=')[0]: word for word in words if word.startswith('--')}
+    return ' '.join([*(word for word in words if not word.startswith('--')), *last.values()])
+
+
+class Task(NamedTuple):
+    """One training run."""
+    scale: str
+    size: str
+    model: str
+    rate: float
+    seed: int
+
+    @property
+    def options(self) -> str:
+        scale = SCALES[self.scale]
+        size = {**scale.sweep_sizes, **scale.sizes}[self.size]
+        return canonical(f'{size} {MODELS[self.model].options} --learning_rate={self.rate:g}')
+
+    @property
+    def folder(self) -> str:
+        return (f'out/reproduce/{self.scale}/{self.size}/'
+                f'{self.model}_rate={self.rate:g}_seed={self.seed}')
