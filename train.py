@@ -178,11 +178,11 @@ class Trainer:
         vars(self.health).update(state['health'])
         self.step, self.best = state['step'], state['best']
         self.earlier_seconds = state['seconds']
-        self.tell(f'Resuming {out_dir} after step {self.step}')
         steps, self.schedule = self.schedule.steps, Schedule(**state['schedule'])
         if steps < self.step:
             fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
                  f'{self.step * self.tokens_per_step} already')
+        self.tell(f'Resuming {out_dir} after step {self.step}')
         if steps != self.schedule.steps:
             self.tell(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate goes '
                       f'in a new cosine from where it is, {self.schedule(self.step):.2e}')

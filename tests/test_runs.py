@@ -98,9 +98,11 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint_whole(
     Run(tmp_path, *options, '--stop_step=6').wait()
     before = {p: Path(p).read_bytes() for p in checkpoints(str(out))}
     run = Run(
-        tmp_path, *options, '--init_from=resume', '--stop_step=16', damage=FullDisk(6000)
+        tmp_path, *options, '--init_from=resume', '--stop_step=16', '--tensorboard=True',
+        damage=FullDisk(6000)
     ).wait()
     assert 'not written (File too large)' in run.text and run.codes == [train.STOPPED]
+    assert 'Traceback' not in run.text
     assert {p: Path(p).read_bytes() for p in checkpoints(str(out))} == before and not list(
         out.glob('*.tmp')
     )
