@@ -1,13 +1,13 @@
 """
 A run under the lens.
 
-    python evaluate.py                            loss, perplexity and bits a byte of the newest run
-    python evaluate.py --text=book.txt            the same on any text file; --data=FOLDER: on a split
-    python evaluate.py --steps=1,2,3,4,8          the same for other T at test time
-    python evaluate.py --energies                 the energy along the steps of every CEM sublayer
-    python evaluate.py --attention="The cat"      the attention maps of a text, and how steps move them
-    python evaluate.py --compare out/a out/b      curves of runs on one plot, and a table of results
-    python evaluate.py --export=DIR               safetensors and config.json, for Hugging Face's hub
+    python evaluate.py                         loss, perplexity and bits a byte of the newest run
+    python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
+    python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
+    python evaluate.py --energies              the energy along the steps of every CEM sublayer
+    python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
+    python evaluate.py --compare out/a out/b   curves of runs on one plot, and a table of results
+    python evaluate.py --export=DIR            safetensors and config.json, as on Hugging Face's hub
 
 What is asked for is done and no more. A run's tables and pictures go into its folder, those of
 --compare into out/results/compare.
@@ -26,20 +26,11 @@ from torch import Tensor
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
+from nanocem import lens
 from nanocem.files import write_whole
 from nanocem.hf import export
-from nanocem.lens import (
-    Measured,
-    attention_maps,
-    batches,
-    bytes_of_tokens,
-    energies,
-    measure,
-    moved,
-    read_history,
-)
 from nanocem.runs import last_checkpoint, newest_run, read_checkpoint
-from nanocem.shards import Pieces as Sequences
+from nanocem.shards import Sequences
 from nanocem.tokenizers import load_tokenizer
 
 say = print
@@ -124,7 +115,7 @@ def read(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, length: int
 
 # Loss
 
-def in_words(found: Measured) -> list[str]:
+def in_words(found: lens.Measured) -> list[str]:
     return [f'{found.loss:.4f}', f'{found.perplexity:.3f}', f'{found.bits_per_byte:.4f}']
 
 
@@ -138,7 +129,7 @@ def draw_by_position(axes: Any, losses: np.ndarray, **options: Any) -> None:
 
 
 def look_at_loss(model: Transformer, sequences: list[Tensor], spelled: Tensor) -> Look:
-    found = measure(model, sequences, spelled)
+    found = lens.measure(model, sequences, spelled)
     figure = Figure((5, 3.5), layout='constrained')
     draw_by_position(figure.subplots(), found.by_position)
     return table(['tokens', *LOSSES], [[f'{found.tokens:,}', *in_words(found)]]), figure
@@ -163,7 +154,7 @@ def look_at_steps(model: Transformer, sequences: list[Tensor], spelled: Tensor,
     rows, losses = [], []
     for T in steps:
         change_steps(model, T)
-        found = measure(model, sequences, spelled)
+        found = lens.measure(model, sequences, spelled)
         losses.append(found.loss)
         rows.append([f'{T}, as trained' if trained == {T} else f'{T}', *in_words(found)])
         draw_by_position(right, found.by_position, label=f'T = {T}')
@@ -177,9 +168,9 @@ def look_at_steps(model: Transformer, sequences: list[Tensor], spelled: Tensor,
 
 def look_at_energies(model: Transformer, sequences: list[Tensor], steps: int) -> Look:
     """Along the steps of each CEM sublayer, what comes to it being that of the model as trained."""
-    x, _ = next(batches(sequences, model.cfg.vocab_size))
+    x, _ = next(lens.batches(sequences, model.cfg.vocab_size))
     x = x[:max(1, 4096 // x.shape[1])]
-    found = energies(model, x.to(model.embedding.device), steps)
+    found = lens.energies(model, x.to(model.embedding.device), steps)
     figure = Figure((9, 3.5), layout='constrained')
     for axes, kind in zip(figure.subplots(1, 2), ('attn', 'mlp'), strict=True):
         axes.set(title=kind, xlabel='step (dashed: as trained)', ylabel='energy, less that at 0')
@@ -200,21 +191,21 @@ def draw_attention(maps: list[Tensor], words: list[str]) -> Figure:
     rows = [(n, t) for n, layer in enumerate(maps) for t in range(len(layer))]
     K = maps[0].shape[1]
     figure = Figure((1 + 1.3 * K, 0.5 + 1.4 * len(rows)), layout='constrained')
-    figure.suptitle('query down, key across; red: more attention than a step before', fontsize=8)
+    figure.suptitle('query down, key across\nred: more than a step before', fontsize=7)
     for line, (n, t) in zip(figure.subplots(len(rows), K, squeeze=False), rows, strict=True):
         for k, axes in enumerate(line):
             if t == 0:
-                axes.imshow(maps[n][0, k], cmap='Greys', vmin=0)
+                axes.imshow(maps[n][0, k].sqrt().numpy(), cmap='Greys', vmin=0, vmax=1)
                 axes.set_title(f'head {k + 1}', fontsize=7)
             else:
-                change = maps[n][t, k] - maps[n][t - 1, k]
-                top = max(float(change.abs().max()), 1e-9)
+                change = (maps[n][t, k] - maps[n][t - 1, k]).numpy()
+                top = max(abs(change).max(), 1e-9)
                 axes.imshow(change, cmap='RdBu_r', vmin=-top, vmax=top)
-                axes.set_title(f'{float(moved(maps[n])[t - 1, k]):.1%} moved', fontsize=7)
+                axes.set_title(f'{float(lens.moved(maps[n])[t - 1, k]):.1%} moved', fontsize=7)
             axes.set(xticks=[], yticks=[])
         line[0].set_ylabel(f'layer {n + 1}\nstep {t + 1}', fontsize=7)
         if len(words) <= 24:
-            line[0].set_yticks(range(len(words)), words, fontsize=4, parse_math=False)
+            line[0].set_yticks(range(len(words)), words, fontsize=5, parse_math=False)
     return figure
 
 
@@ -224,10 +215,10 @@ def look_at_attention(model: Transformer, tokenizer: Any, text: str) -> Look:
     if not 1 < len(ids) <= model.cfg.context_length:
         fail(f'attention: the text has {len(ids) - 1} tokens; expected 1 to '
              f'{model.cfg.context_length - 1}')
-    maps = attention_maps(model, torch.tensor([ids], device=model.embedding.device))
+    maps = lens.attention_maps(model, torch.tensor([ids], device=model.embedding.device))
     words = ['BOS', *(tokenizer.decode([i]) for i in ids[1:])]
     header = ['attention moved', *(f'by step {t}' for t in range(2, len(maps[0]) + 1))]
-    rows = [[f'layer {n}', *(f'{share:.2%}' for share in moved(layer).mean(dim=1).tolist())]
+    rows = [[f'layer {n}', *(f'{share:.2%}' for share in lens.moved(layer).mean(dim=1).tolist())]
             for n, layer in enumerate(maps, 1)]
     return table(header, rows), draw_attention(maps, words)
 
@@ -235,12 +226,12 @@ def look_at_attention(model: Transformer, tokenizer: Any, text: str) -> Look:
 # Runs side by side
 
 def compare(folders: tuple[str, ...]) -> Look:
-    """Training loss of runs against tokens, FLOPs and time; their results, best validation first."""
+    """Training loss of runs against tokens, FLOPs and time; results, best validation first."""
     figure = Figure((13, 4), layout='constrained')
     panels = figure.subplots(1, 3, sharey=True)
     rows = {}
     for folder in folders:
-        run = read_history(folder)
+        run = lens.read_history(folder)
         if run is None:
             say(f'{folder}: no run with a log; passed over')
             continue
@@ -298,17 +289,19 @@ def main(argv: list[str]) -> None:
         return
     out_dir = cfg.out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     model, state = load_run(out_dir, cfg.checkpoint, cfg.device)
+    looks = cfg.steps or cfg.energies or cfg.attention
     if (cfg.steps or cfg.energies) and 'cem' not in (model.cfg.attn, model.cfg.mlp):
         fail(f'{out_dir} is all Llama; steps and energies are those of CEM sublayers')
-    tokenizer = load_tokenizer(state['data_dir'])
     if cfg.export:
         export(model, cfg.export, state['data'])
         say(f'{cfg.export}: nanocem.hf.HubTransformer.from_pretrained loads it')
-    asked = cfg.steps or cfg.energies or cfg.attention or cfg.export
-    if cfg.steps or cfg.energies or not asked:
+        if not looks:
+            return
+    tokenizer = load_tokenizer(state['data_dir'])
+    if cfg.steps or cfg.energies or not looks:
         sequences = read(cfg, state, tokenizer, model.cfg.context_length)
-        spelled = bytes_of_tokens(tokenizer)
-    if not asked:
+        spelled = lens.bytes_of_tokens(tokenizer)
+    if not looks:
         show(out_dir, 'loss', look_at_loss(model, sequences, spelled))
     if cfg.energies:
         show(out_dir, 'energies', look_at_energies(model, sequences, max(cfg.steps, default=8)))

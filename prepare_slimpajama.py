@@ -24,12 +24,11 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from configurator import build, fail, read_options
 from nanocem.documents import Bad, Piece, batches, pieces, read_documents, split_of, survey
-from nanocem.files import read_json, say, write_whole
+from nanocem.files import lock, read_json, say, write_whole
 from nanocem.shards import FORMAT, read_meta
 from nanocem.sources import HUB, SUFFIXES, File, Source, ask_hub, find_source
 from nanocem.tokenizers import LlamaTokenizer, load_tokenizer, make_tokenizer
@@ -142,8 +141,9 @@ def prepare(o: PrepareConfig) -> None:
         return os.path.join(o.out_dir, name)
 
     # what is there already
-    state = read_json(path('progress.json'))
-    meta = read_json(path('meta.json'))
+    remedy = 'delete the folder and prepare the data again'
+    state = read_json(path('progress.json'), remedy)
+    meta = read_json(path('meta.json'), remedy)
     ours = [name for name in os.listdir(o.out_dir)
             if OUR_SHARD.fullmatch(name) or name == DOWNLOADS]
     if meta or state:
@@ -325,18 +325,17 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
 def locked(folder: str, wait: bool) -> Iterator[None]:
     """A folder, made if need be, for this process alone."""
     os.makedirs(folder, exist_ok=True)
-    lock = FileLock(os.path.join(folder, '.lock'))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
+    path = os.path.join(folder, '.lock')
+    handle = lock(path)
+    if handle is None:
         if not wait:
             fail(f'{folder}: another process is preparing it')
         say(f'{folder} is being prepared by another process: waiting for it')
-        lock.acquire()
+        handle = lock(path, wait=True)
     try:
         yield
     finally:
-        lock.release()
+        os.close(handle)
 
 
 def run(o: PrepareConfig, wait: bool = False) -> None:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.fast import attention_path, peak_flops
+from nanocem.fast import attention_path, peak_flops, prove
 from nanocem.files import say
 from nanocem.health import Health, perplexity
 from nanocem.options import in_range, new_options, resumed_options
@@ -102,8 +102,7 @@ RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'learning_rate', 'warmup', 
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
     def __init__(self, cfg: TrainConfig, model_options: dict[str, Any], world: World):
-        self.cfg = cfg
-        self.world = world
+        self.cfg, self.world = cfg, world
 
         # The data: every split cut into sequences, and the order in which training reads its own
         vocab_size = read_meta(cfg.data)['vocab_size']
@@ -146,6 +145,7 @@ class Trainer:
             bf16 = cfg.dtype == 'bfloat16'
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
+        prove(self.model, world.device, self.dtype, cfg.micro_batch_size)
         compiled = on_gpu if cfg.compile is None else cfg.compile
         self.compiled = self.parallel = torch.compile(self.model) if compiled else self.model
         if world.size > 1:
@@ -178,11 +178,11 @@ class Trainer:
         vars(self.health).update(state['health'])
         self.step, self.best = state['step'], state['best']
         self.earlier_seconds = state['seconds']
-        self.tell(f'Resuming {out_dir} after step {self.step}')
         steps, self.schedule = self.schedule.steps, Schedule(**state['schedule'])
         if steps < self.step:
             fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
                  f'{self.step * self.tokens_per_step} already')
+        self.tell(f'Resuming {out_dir} after step {self.step}')
         if steps != self.schedule.steps:
             self.tell(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate goes '
                       f'in a new cosine from where it is, {self.schedule(self.step):.2e}')

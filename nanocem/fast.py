@@ -76,7 +76,7 @@ def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
 
 @torch.compiler.assume_constant_result
 def proven(*case: Any) -> bool:
-    """Whether the kernels passed selfcheck.py. torch.compile asks as it traces, beside its graph."""
+    """Whether the kernels passed selfcheck.py; torch.compile asks once, as it traces."""
     from nanocem import selfcheck
     return selfcheck.proven(*case)
 

@@ -20,7 +20,7 @@ from nanocem.energy import energies_along
 from nanocem.files import read_json, write_whole
 from nanocem.runs import last_checkpoint
 from nanocem.scaling import akima_optimum
-from nanocem.shards import Pieces
+from nanocem.shards import Sequences
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -310,7 +310,7 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     cfg = ModelConfig(**state['model_config'])
     model = Transformer(cfg)
     model.load_state_dict(state['model'])
-    data = Pieces(state['data_dir'], 'test', cfg.context_length)
+    data = Sequences(state['data_dir'], 'test', cfg.context_length)
     count = min(math.ceil(tokens / cfg.context_length), len(data))
     x, y = data.batch(np.linspace(0, len(data), count, endpoint=False).astype(int))
     seen: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last

@@ -1,9 +1,9 @@
 """
 What the trials of python -m nanocem.gp_search say.
 
-    python -m nanocem.gp_trials             ranking, chance: search.md; misfit by choice: choices.png
-    python -m nanocem.gp_trials --settle    and print the best protocol for synthetic_gp.py, with
-                                            lengthscales found anew over five repeats (minutes)
+    python -m nanocem.gp_trials           search.md: ranking, chance; choices.png: misfit by choice
+    python -m nanocem.gp_trials --settle  and print the best protocol for synthetic_gp.py, with
+                                          lengthscales found anew over five repeats (minutes)
 """
 import math
 import random
@@ -44,7 +44,7 @@ def furthest(trials: Trials) -> int:
     return max(stage for stage in range(len(STAGES)) if len(ranking(trials, stage)) > 1)
 
 
-def by_chance(trials: Trials, stage: int, permutations: int = 500) -> list[float]:
+def by_chance(trials: Trials, stage: int, permutations: int = 200) -> list[float]:
     """The best protocol's misfit where the paper's rows but Plain's are shuffled within each
     kernel: how well as many protocols would do on a table that none of them made."""
     rng = random.Random(0)
@@ -92,12 +92,13 @@ def report(trials: Trials, out_dir: str) -> None:
         words = ', '.join(f'{name} {value}' for name, value in shown.items())
         lines.append([f'{score_:.3f}', *kernels, words])
     values = sum(map(len, CHOICES.values()))
+    at = STAGES[stage]
     far = ', '.join(resisting(trials)) or 'none'
     as_well = sum(c <= best for c in chance)
     text = f"""{len(trials.all)} trials of {tried} protocols, out of {len(CHOICES)} choices with
 {values} values; besides, a lengthscale for each kernel and a shape for four. To be fitted are
 {2 * len(PAPER)} RMSEs, ten of them Plain's, whose five levels the lengthscales take. This is stage
-{stage} of {len(STAGES) - 1}: {STAGES[stage].repeats} repeats, models up to {STAGES[stage].models[-1]}.
+{stage} of {len(STAGES) - 1}: {at.repeats} repeats, models up to {at.models[-1]}.
 
 - Misfit of the best: {best:.3f}; of the runner-up: {second:.3f}.
 - By chance, the paper's rows but Plain's shuffled within each kernel, the best of the same

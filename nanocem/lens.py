@@ -19,7 +19,6 @@ from nanocem.fast import LOGITS_AT_ONCE
 from nanocem.files import read_json
 from nanocem.runs import read_config
 
-
 # Loss
 
 def bytes_of_tokens(tokenizer: Any) -> Tensor:

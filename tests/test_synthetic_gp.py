@@ -272,7 +272,7 @@ def test_training_learns(model):
 def test_the_best_epoch_is_kept_for_each_repeat(stop):
     """A learning rate that ruins a repeat now and then. The weights kept are those after the epoch
     that was best on the held-out points, found here by training for one epoch, two, three, ..."""
-    o = Options(**BLIND_TINY | dict(stop=stop, learning_rate=0.03, schedule='constant', steps=24))
+    o = Options(**BLIND_TINY | dict(stop=stop, learning_rate=0.05, schedule='constant', steps=42))
     epoch = o.fitted // o.batch_size
     data = gp.draw(o, 'rbf', range(3))
     held = [part[:, o.fitted:] for part in data[:2]] if stop == 'valid' else data[2:]
