@@ -22,14 +22,14 @@ OURS = {  # in a block -> in a Hugging Face layer
 
 
 def from_hf(source: Any, n_head: int | None = None) -> Transformer:
-    """A LlamaForCausalLM, or its state dict and n_head, as a Transformer of float32 weights with the
-    same logits. ValueError where our baseline has no such part (scaled rope, biases, another
+    """A LlamaForCausalLM, or its state dict and n_head, as a Transformer of float32 weights with
+    the same logits. ValueError where our baseline has no such part (scaled rope, biases, another
     activation)."""
     state = source if isinstance(source, dict) else source.state_dict()
     config = getattr(source, 'config', None)
     n_head = n_head or getattr(config, 'num_attention_heads', None)
     if n_head is None:
-        raise ValueError('a state dict does not tell its number of heads: from_hf(state, n_head=...)')
+        raise ValueError('a state dict does not tell its heads: from_hf(state, n_head=...)')
     rope = getattr(config, 'rope_parameters', None) or {}
     activation = getattr(config, 'hidden_act', 'silu')
     if rope.get('rope_type', 'default') != 'default' or activation != 'silu':
