@@ -249,8 +249,7 @@ def compare(folders: tuple[str, ...]) -> Look:
         axes.set(xlabel=unit)
     panels[0].set_ylabel(f'training {LOSSES[0]}')
     panels[0].legend(fontsize=7)
-    header = ['run', 'parameters', 'tokens', 'FLOPs', 'hours', 'validation loss', 'test loss',
-              'test perplexity']
+    header = ['run', 'parameters', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity']
     best_first = sorted(rows.values(), key=lambda row: math.inf if math.isnan(row[0]) else row[0])
     return table(header, [cells for _, cells in best_first]), figure
 
@@ -285,8 +284,7 @@ def main(argv: list[str]) -> None:
     argv = [arg for arg in argv if arg not in ('--compare', *folders)]
     cfg = build(EvaluateConfig, read_options(argv, EvaluateConfig))
     if comparing or cfg.compare:
-        show('out/results/compare', 'curves', compare((*cfg.compare, *folders)))
-        return
+        return show('out/results/compare', 'curves', compare((*cfg.compare, *folders)))
     out_dir = cfg.out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     model, state = load_run(out_dir, cfg.checkpoint, cfg.device)
     looks = cfg.steps or cfg.energies or cfg.attention
