@@ -341,8 +341,8 @@ def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequenc
                 best_w[name] = torch.where(better[:, None, None], p.detach(), best_w[name])
             if (waited >= o.patience).all():
                 break
-    for name, p in w.items():
-        if o.stop != 'end':
+    if best.isfinite().all():
+        for name, p in w.items():
             p.data.copy_(best_w[name])
 
 

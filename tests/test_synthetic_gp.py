@@ -458,10 +458,11 @@ def test_an_interrupted_run_goes_on(monkeypatch, tmp_path, capsys):
         assert filecmp.cmp(tmp_path / 'a' / name, tmp_path / 'b' / name, shallow=False)
 
 
-def test_diverged_training_is_one_clear_line_and_not_kept(monkeypatch, tmp_path, capsys):
-    command = (*ARGS, '--models=Plain', '--steps=300', f'--out_dir={tmp_path}')
+@pytest.mark.parametrize('stop', ['end', 'test'])
+def test_diverged_training_is_one_clear_line_and_not_kept(monkeypatch, tmp_path, capsys, stop):
     with pytest.raises(SystemExit, match='diverged: a learning_rate below 1e') as error:
-        run(monkeypatch, *command, '--learning_rate=1e38')
+        run(monkeypatch, *ARGS, '--models=Plain', '--steps=9', '--learning_rate=1e38',
+            f'--stop={stop}', f'--out_dir={tmp_path}')
     assert '\n' not in error.value.code and not os.listdir(tmp_path / 'cells')
 
 
