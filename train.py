@@ -323,7 +323,7 @@ class Trainer:
             if self.step % cfg.eval_interval == 0 or last:
                 self.val_loss = self.evaluate('val', cfg.eval_tokens)
                 self.tell(f'step {self.step:>6,}: validation loss {self.val_loss:.4f}, perplexity '
-                            f'{perplexity(self.val_loss):.3f}', val_loss=self.val_loss)
+                          f'{perplexity(self.val_loss):.3f}', val_loss=self.val_loss)
                 if self.val_loss < self.best:
                     self.best = self.val_loss
                     self.checkpoint(best=True)
@@ -408,7 +408,7 @@ def main(argv: list[str]) -> int:
         if not resume:
             cfg.out_dir = world.once(runs.claim, out_dir, name, held)
         if not (resume and world.once(runs.is_finished, cfg.out_dir, trainer.schedule.steps)):
-            trainer.begin_with(world.once(runs.last_checkpoint, cfg.out_dir) if resume else None)
+            trainer.begin_with(world.once(runs.where_it_stood, cfg.out_dir) if resume else None)
             code = world.once(int, trainer.train(signals))
         if world.size > 1:
             dist.barrier()  # leave together: rank 0 was still writing

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running import (
     BATCH,
+    FORK,
     LENGTH,
     ROOT,
     TINY,
@@ -155,6 +156,17 @@ def test_fresh_runs_with_one_seed_are_equal_to_the_bit(data: Path, tmp_path: Pat
         ).wait().codes == [0]
     same(outs[0], outs[1])
     assert losses(outs[0]) != losses(outs[2])
+
+
+def prepares() -> None:
+    os._exit('prepare_slimpajama' in sys.modules)
+
+
+def test_training_does_not_import_data_preparation() -> None:
+    process = FORK.Process(target=prepares)  # a child that has imported train
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 # Kill and go on
