@@ -249,7 +249,7 @@ def compare(folders: tuple[str, ...]) -> Look:
         axes.set(xlabel=unit)
     panels[0].set_ylabel(f'training {LOSSES[0]}')
     panels[0].legend(fontsize=7)
-    header = ['run', 'parameters', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity']
+    header = ['run', 'weights', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity']
     best_first = sorted(rows.values(), key=lambda row: math.inf if math.isnan(row[0]) else row[0])
     return table(header, [cells for _, cells in best_first]), figure
 
