@@ -25,15 +25,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from configurator import build, fail, read_options
-from model import ModelConfig, Transformer
+from model import Transformer
 from nanocem import lens
-from nanocem.files import write_whole
+from nanocem.files import say, write_whole
 from nanocem.hf import export
-from nanocem.runs import last_checkpoint, newest_run, read_checkpoint
+from nanocem.runs import load_run, newest_run
 from nanocem.shards import Sequences
 from nanocem.tokenizers import load_tokenizer
 
-say = print
 Look = tuple[str, Figure]  # a table and a picture
 LOSSES = ['loss, nats a token', 'perplexity', 'bits a byte']
 
@@ -61,20 +60,6 @@ class EvaluateConfig:
             raise ValueError(f'tokens={self.tokens}: expected at least 1')
         if any(not 1 <= T <= 1000 for T in self.steps):
             raise ValueError(f'steps={",".join(map(str, self.steps))}: expected 1 to 1,000 each')
-
-
-def load_run(out_dir: str, checkpoint: str, device: str) -> tuple[Transformer, dict[str, Any]]:
-    """The model of a run, ready to evaluate, and its checkpoint."""
-    best = os.path.join(out_dir, 'best.pt')
-    wanted = checkpoint == 'best' and os.path.exists(best)
-    state = read_checkpoint(best) if wanted else last_checkpoint(out_dir)
-    if state is None:
-        fail(f'no checkpoint in {out_dir}: python train.py makes one')
-    model = Transformer(ModelConfig(**state['model_config']))
-    model.load_state_dict(state['model'])
-    if device == 'auto':
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    return model.to(device).eval(), state
 
 
 # What is read: sequences of context_length + 1 tokens

@@ -47,7 +47,8 @@ def use(monkeypatch, sizes=2, **more):
     """The ladder with so many tiny sizes."""
     tiny = {f's{n}': TINY.format(n=n) for n in range(1, sizes + 1)}
     swept = {size: tiny[size] for size in list(tiny)[:2]}
-    scale = replace(SCALES['ladder'], **{'sizes': tiny, 'sweep_sizes': swept, 'seeds': (1, 2), **more})
+    small = {'sizes': tiny, 'sweep_sizes': swept, 'seeds': (1, 2), **more}
+    scale = replace(SCALES['ladder'], **small)
     monkeypatch.setitem(SCALES, 'ladder', scale)
     return scale
 
@@ -202,7 +203,7 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     reproduce.main(['ladder', '--jobs=1'])
     assert len(asked) == len(set(asked))
     assert {task for stage in stages(scale) for task in stage.tasks} == set(asked)
-    swept = {task for task in reproduce.all_sweeps(scale, 1, FAMILIES)}
+    swept = set(reproduce.all_sweeps(scale, 1, FAMILIES))
     assert set(asked[:len(swept)]) == swept
     made = set(os.listdir('out/results/ladder'))
     assert {'claims.md', 'claims.csv', 'ladder.md', 'rates.json'} <= made
@@ -272,7 +273,7 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
         reproduce.main(['fig_attn', '--jobs=1'])
     assert len(asked) == 4 and all('none' in task.model for task in asked)
 
-    (task,) = [t for t in reproduce.own_runs(scale, ['llama'], ['s1'], [1])]
+    (task,) = reproduce.own_runs(scale, ['llama'], ['s1'], [1])
     config = here / task.folder / 'config.json'
     config.write_text(config.read_text().replace('"batch_size": 8', '"batch_size": 4'))
     with pytest.raises(SystemExit, match='another batch_size: remove it'):

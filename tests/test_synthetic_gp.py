@@ -380,8 +380,8 @@ def test_out_dir_that_is_a_file_is_one_clear_line(monkeypatch, tmp_path):
         run(monkeypatch, '--quick', f'--out_dir={tmp_path}/file')
 
 
-ARGS = ('--protocol=inferred', '--quick', '--points=60', '--test_points=20', '--batch_size=20', '--steps=4', '--T_max=2',
-        '--kernels=rbf,periodic', '--device=cpu', '--jobs=1')
+ARGS = ('--protocol=inferred', '--quick', '--points=60', '--test_points=20', '--batch_size=20',
+        '--steps=4', '--T_max=2', '--kernels=rbf,periodic', '--device=cpu', '--jobs=1')
 
 
 @pytest.mark.parametrize('options, digits', [
