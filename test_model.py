@@ -80,12 +80,12 @@ class Given(torch.nn.Module):
 
 
 def update(sublayer: Attention | MLP, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-    """The step that forward takes at this u from this context, with eta = 1 as it is by default."""
+    """The step over eta that forward takes at this u from this context."""
     norm, steps, residual = sublayer.norm, sublayer.steps, sublayer.residual
     # a normed start is at the first norm, h; the second is u
     sublayer.norm, sublayer.steps, sublayer.residual = Given(h, u), 1, 'normed'
     pos = (position_tables(sublayer.cfg, u),) if isinstance(sublayer, Attention) else ()
-    step = sublayer(h, *pos) - h
+    step = (sublayer(h, *pos) - h) / sublayer.eta
     sublayer.norm, sublayer.steps, sublayer.residual = norm, steps, residual
     return step
 
@@ -108,9 +108,10 @@ def test_parameter_counts() -> None:
             llama = Transformer(ModelConfig(size=size).llama())
             cem = Transformer(ModelConfig(size=size, preconditioner='none', kq_diag='none'))
             assert llama.num_params() == count
+            assert cem.cfg.attn_step_size == cem.cfg.mlp_step_size == 1 / 2  # 1 / T
             baseline = ModelConfig(size=size, attn='llama', mlp='llama')
             assert baseline == llama.cfg
-            assert baseline.attn_steps == baseline.mlp_steps == 1
+            assert baseline.attn_steps == baseline.mlp_steps == baseline.attn_step_size == 1
             for part, fraction in (('attn', 1 / 2), ('mlp', 2 / 3)):
                 ours, theirs = (sum(p.numel() for p in getattr(model.blocks[0], part).parameters())
                                 for model in (cem, llama))
@@ -383,7 +384,9 @@ def test_a_llama_sublayer_with_steps_is_the_same_sublayer_again() -> None:
 
 def test_steps_change_at_test_time() -> None:
     idx = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(13))
-    two, four = (Transformer(ModelConfig(**TINY, attn_steps=t, mlp_steps=t + 1)) for t in (2, 4))
+    eta = dict(attn_step_size=0.5, mlp_step_size=0.3)
+    two, four = (Transformer(ModelConfig(**TINY, **eta, attn_steps=t, mlp_steps=t + 1))
+                 for t in (2, 4))
     randomize(two, seed=13)
     four.double()
     four.load_state_dict(two.state_dict())
@@ -408,7 +411,7 @@ def test_steps_start_and_end_where_the_residual_says(residual: str) -> None:
         total = 0
         for t in range(3):
             u = h if t == 0 and residual == 'displacement' else sublayer.norm(x)
-            step = update(sublayer, u, h)
+            step = sublayer.eta * update(sublayer, u, h)
             x, total = x + step, total + step
         expected = x0 + total if residual == 'displacement' else x
         torch.testing.assert_close(sublayer(x0, *pos), expected, rtol=0, atol=1e-11)
