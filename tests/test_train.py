@@ -365,7 +365,7 @@ def test_torchrun_restarts_a_killed_group_from_its_last_checkpoint(
         *([f'--out_dir={out}'] if named else []),
         cwd=tmp_path,
     )
-    text = process.communicate(timeout=120)[0]
+    text = process.communicate(timeout=600)[0]
     assert process.returncode == 0 and 'after step 10' in text, text
     (out,) = (tmp_path / 'out').iterdir()
     same(straight, out)
