@@ -99,7 +99,7 @@ class Run:
             self.outputs.append(output)
             self.processes.append(process)
 
-    def wait(self, timeout: float = 120) -> 'Run':
+    def wait(self, timeout: float = 600) -> 'Run':
         for process in self.processes:
             process.join(timeout)
             assert process.exitcode is not None, f'still running: {self.text}'
@@ -157,7 +157,7 @@ def make_trainer(data: Path, out: Path, **options: Any) -> train.Trainer:
     return train.Trainer(cfg, model_options, World(0, 1, torch.device('cpu')))
 
 
-def wait_for(condition: Any, seconds: float = 60) -> None:
+def wait_for(condition: Any, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, 'waited in vain'

@@ -176,7 +176,7 @@ def tried(folder: str, process: str, script: str, options: str, halves: tuple[Pa
         torch.save({**state, 'data_dir': 'data'}, path)
     edited(here / 'run/config.json', 'train', data='data')
     FOLDER[folder](here)
-    run = Run(tmp, *options.split(), script=script, damage=Damage(str(here), process)).wait(60)
+    run = Run(tmp, *options.split(), script=script, damage=Damage(str(here), process)).wait()
     about = (folder, process, script, options, run.codes, run.text)
     assert 'Traceback' not in run.text and 'Exception' not in run.text, about
     assert run.codes[0] in (0, 1, STOPPED), about
