@@ -456,6 +456,8 @@ def show(rows: list[Row]) -> str:
 def own_json(path: str) -> Row:
     """What an earlier run wrote to --json, {} where there is nothing. SystemExit, before anything
     is measured, where the file is not ours or cannot be written."""
+    if not path:
+        fail("json=: expected a file's name")
     folder = os.path.dirname(path) or '.'
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -513,8 +515,7 @@ def keep_part(path: str, day: Row, name: str, result: Row) -> None:
 
 
 def cost_rows(day: Row) -> list[Row]:
-    return [row for name, part in day['parts'].items() if name.startswith('cost')
-            for row in part['cost']]
+    return [row for part in day['parts'].values() for row in part.get('cost', [])]
 
 
 def day_page(day: Row) -> str:

@@ -192,7 +192,6 @@ def test_models_take_the_way_that_is_proven(broken: bool, monkeypatch: pytest.Mo
         ran.clear()
         with torch.autocast('cpu', HALF):
             losses.append(call(idx[:, :-1], idx[:, 1:])[1])
-        losses[-1].backward()
         trials = [shape for shape in ran if shape[1] == 35]
         assert len(trials) == (1 if broken else 2)
         assert len(ran) - len(trials) == (0 if broken else 2)  # two steps
