@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -27,6 +27,7 @@ from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
@@ -46,10 +47,11 @@ from nanocem.ladder import (
     Task,
     canonical,
 )
+from nanocem.options import new_options
 from nanocem.scaling import akima_optimum, carry_rates
 from nanocem.shards import BUILTIN
 from nanocem.tokenizers import ByteTokenizer
-from train import TrainConfig
+from train import RECIPE, TrainConfig
 
 SWEEP_SEED = 1  # the rates come from it alone, so that they hold still while other seeds run
 LOWEST_RATE, HIGHEST_RATE = 0.0005, 0.064
@@ -66,10 +68,23 @@ Found = dict[Task, dict[str, Any]]  # the results of the finished runs
 def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     """What train.py makes of a run's options."""
     given = read_options(options.split(), TrainConfig, ModelConfig)
+    given = new_options(given, TrainConfig, RECIPE)[0]
     train = build(TrainConfig, given)
     bytes_only = train.data in (CORPUS, BUILTIN)
     given.setdefault('vocab_size', ByteTokenizer.vocab_size if bytes_only else 32_000)
     return train, build(ModelConfig, given)
+
+
+@cache
+def settings(options: str) -> dict[str, Any]:
+    """The same as config.json has it."""
+    return {key: value for part in configs(options) for key, value in asdict(part).items()}
+
+
+class Undrawn(TorchFunctionMode):
+    """Models that are only counted: no weight is drawn, which on the meta device is slow."""
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), given: Any = None) -> Any:
+        return args[0] if call is torch.Tensor.normal_ else call(*args, **(given or {}))
 
 
 class Cost(NamedTuple):
@@ -79,11 +94,17 @@ class Cost(NamedTuple):
     weights: dict[str, int]  # of the blocks, by sublayer
 
 
-@cache
 def cost(options: str) -> Cost:
     """What a run takes, from its options alone."""
+    words = options.split()
+    return counted(' '.join(word for word in words if not word.startswith('--learning_rate=')))
+
+
+@cache
+def counted(options: str) -> Cost:
+    """The same; the learning rate does not count."""
     train, cfg = configs(options)
-    with torch.device('meta'):
+    with torch.device('meta'), Undrawn():
         model, llama = Transformer(cfg), Transformer(cfg.llama())
     tokens = train.tokens or train.tokens_per_param * llama.num_params()
     weights = {kind: sum(p.numel() for block in model.blocks
@@ -102,9 +123,8 @@ def finished(task: Task) -> dict[str, Any] | None:
     has changed since."""
     if config := read_json(f'{task.folder}/config.json'):
         saved = {**config['train'], **config['model']}
-        train, model = map(asdict, configs(task.options))
         own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
-        if changed := [k for k, v in {**train, **model}.items()
+        if changed := [k for k, v in settings(task.options).items()
                        if k not in own and k in saved and saved[k] != v]:
             fail(f'{task.folder} holds a run of another {", ".join(changed)}: remove it to train '
                  'it anew')
@@ -231,10 +251,11 @@ def asked(tasks: Iterable[Task], scale: Scale) -> list[Task]:
     return [task for task in tasks if task.size in (scale.only or (task.size,))]
 
 
-def cells_of(name: str, scale: Scale) -> dict[tuple[str, str, str, str], list[Task]]:
+def cells_of(name: str, scale: Scale, plan: Sequence[Stage],
+             ) -> dict[tuple[str, str, str, str], list[Task]]:
     """The cells of a figure, (size, group, label, model), with the runs that the plan has for them.
     The sweep's groups are the rates, and it has sizes of its own."""
-    plan = {task for stage in stages(scale) for task in stage.tasks}
+    planned = {task for stage in plan for task in stage.tasks}
     found: dict[tuple[str, str, str, str], list[Task]] = {}
     for group, labels in FIGURES[name].groups.items():
         for label, model in labels.items():
@@ -243,16 +264,16 @@ def cells_of(name: str, scale: Scale) -> dict[tuple[str, str, str, str], list[Ta
                 tasks = [task for s in scale.seeds for task in all_sweeps(scale, s, [model])]
             for task in tasks:
                 key = (task.size, f'{task.rate:g}' if name == 'fig_lr' else group, label, model)
-                if task in plan:
+                if task in planned:
                     found.setdefault(key, []).append(task)
     return found
 
 
 def wanted(names: Sequence[str], scale: Scale) -> list[Stage]:
     """The plan, less what these figures do not draw."""
-    drawn = {t for name in names for tasks in cells_of(name, scale).values() for t in tasks}
-    return [Stage(stage.title, [task for task in stage.tasks if task in drawn])
-            for stage in stages(scale)]
+    plan = stages(scale)
+    drawn = {t for name in names for tasks in cells_of(name, scale, plan).values() for t in tasks}
+    return [Stage(title, [task for task in tasks if task in drawn]) for title, tasks in plan]
 
 
 # Running.
@@ -327,10 +348,11 @@ def save(folder: str, name: str, data: bytes | str) -> None:
     write_whole(os.path.join(folder, name), data.encode() if isinstance(data, str) else data)
 
 
-def write_figure(name: str, scale: Scale, found: Found, folder: str, whole: bool) -> None:
+def write_figure(name: str, cells: Mapping[tuple[str, str, str, str], list[Task]], found: Found,
+                 folder: str, whole: bool) -> None:
     """A figure's picture and tables; `whole`: only if all its cells have runs."""
     every = [Cell(*key, [found[task] for task in tasks if task in found])
-             for key, tasks in cells_of(name, scale).items()]
+             for key, tasks in cells.items()]
     cells = [cell for cell in every if cell.results]
     missing = [f'{cell.model} at {cell.size}' for cell in every if not cell.results]
     if not cells or (whole and missing):
@@ -347,13 +369,14 @@ def write_claims(scale: Scale, found: Found, folder: str) -> list[str]:
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     sweeps: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
     others = []
-    for task, r in sorted(found.items()):
+    swept = {t for seed in scale.seeds for t in all_sweeps(scale, seed, FAMILIES)}
+    for task, r in sorted(found.items(), key=lambda item: item[0]):
         if task in own:
             results.setdefault(task[1:3], []).append(r)
         elif task.size not in scale.sweep_sizes:
             others.append(f'{task.model} at {task.size}, rate {task.rate:g}: '
                           f'{r["test_perplexity"]:.3f}')
-        if task.size in scale.sweep_sizes and task in sweep(scale, *task[1:3], task.seed):
+        if task in swept:
             of = sweeps.setdefault(task[1:3], {}).setdefault(task.seed, {})
             of[task.rate] = r['test_perplexity']
     sizes = {size: weights_at(scale, size) for size in scale.sizes}
@@ -373,7 +396,7 @@ def write_out(names: Sequence[str], scale: Scale, with_claims: bool, publish: bo
     plan, folder = stages(scale), f'out/results/{scale.name}'
     found = look(task for stage in plan for task in stage.tasks)
     for name in names:
-        write_figure(name, scale, found, folder, whole=False)
+        write_figure(name, cells_of(name, scale, plan), found, folder, whole=False)
     if with_claims:
         say('\n'.join(write_claims(scale, found, folder)))
     if publish:
@@ -394,7 +417,7 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
     if not whole:
         return
     for name in names:
-        write_figure(name, scale, whole, folder, whole=True)
+        write_figure(name, cells_of(name, scale, plan), whole, folder, whole=True)
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
     if with_claims:
         claims.into_readme(write_claims(scale, whole, folder))
@@ -421,9 +444,10 @@ def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:
 
 def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
     """The commands of a scale's unfinished runs, and what all its runs take on A100s."""
-    rows, counted = [], {}
+    rows, counted, plan = [], {}, stages(scale)
     for name in names:
-        tasks = list(dict.fromkeys(t for of in cells_of(name, scale).values() for t in of))
+        cells = cells_of(name, scale, plan)
+        tasks = list(dict.fromkeys(task for of in cells.values() for task in of))
         new = [task for task in tasks if task not in counted]
         rows.append((name, len(tasks), new))
         counted |= dict.fromkeys(new)
@@ -475,9 +499,10 @@ class ReproduceConfig:
 
 def show_list(names: Sequence[str], scale: Scale) -> None:
     """The figures with their runs."""
+    plan = stages(scale)
     for name in names:
         say(f'{name}: {FIGURES[name].title}')
-        for (*where, _), tasks in cells_of(name, scale).items():
+        for (*where, _), tasks in cells_of(name, scale, plan).items():
             say(f'    {" ".join(filter(None, where))}: train.py {tasks[0].options} '
                 f'({len(look(tasks))} of {len(tasks)} seeds finished)')
 

@@ -36,6 +36,7 @@ Sweeps = Mapping[tuple[str, str], Mapping[int, Mapping[float, float]]]
 
 LARGE = 43.4e6  # weights of the paper's smallest Llama, 86m, without its embeddings
 LITTLE, CLOSE = 0.01, 0.02
+DRAWS = 500  # of the bootstrap
 
 
 class Comparison(NamedTuple):
@@ -369,13 +370,13 @@ def runs_of(recursion: Recursion, sizes: Mapping[str, float], results: Results) 
     return Runs(*np.array(rows, dtype=float).reshape(-1, 5).T)
 
 
-def worth(sizes: Mapping[str, float], results: Results, draws: int = 1000) -> list[str]:
+def worth(sizes: Mapping[str, float], results: Results) -> list[str]:
     """What a second step is worth, in Markdown: phi with its interval, and its price in FLOPs."""
     lines = [
         'L = E + A (N_once + T^phi N_rec)^-alpha over all sizes and seeds, tokens tied to size; N: '
         "the blocks' weights, N_rec those of the recursed sublayers. phi = 1: a second step is "
         'worth as many new weights, 0: nothing. Interval: 95%, of '
-        f'{draws} resamples of sizes and seeds. FLOPs: what T = 2 takes over T = 1 at each size, '
+        f'{DRAWS} resamples of sizes and seeds. FLOPs: what T = 2 takes over T = 1 at each size, '
         'and what a T = 1 model as good would take (between sizes, log FLOPs over log(L - E)): a '
         'step pays where the second is the larger.', '',
         '| second step of | phi | misfit, nats | alpha | runs | FLOPs of T = 2 / of its equal at '
@@ -387,7 +388,7 @@ def worth(sizes: Mapping[str, float], results: Results, draws: int = 1000) -> li
         except ValueError:
             lines.append(f'| {name} | not enough runs | | | {len(runs.loss)} | |')
             continue
-        low, high = np.percentile(bootstrap_phi(runs, draws, seed=1), (2.5, 97.5))
+        low, high = np.percentile(bootstrap_phi(runs, DRAWS, seed=1), (2.5, 97.5))
         price = ', '.join(prices(recursion, sizes, results, law.E))
         lines.append(f'| {name} | {law.phi:+.2f} ({low:+.2f} to {high:+.2f}) | {law.misfit:.4f} | '
                      f'{law.alpha:.2f} | {len(runs.loss)} | {price} |')

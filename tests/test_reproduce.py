@@ -18,7 +18,8 @@ from reproduce import cells_of, choose_rates, cost, finished, stages, sweep, wan
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = ('config/ladder.py --n_layer={n} --d_model=16 --n_head=1 --d_mlp=24 --context_length=16 '
-        '--tokens=1K --batch_size=8 --micro_batch_size=8 --eval_tokens=500 --test_tokens=500')
+        '--tokens_per_param=0.1 --batch_size=8 --micro_batch_size=8 --eval_tokens=500 '
+        '--test_tokens=500')
 
 
 @pytest.fixture
@@ -30,7 +31,10 @@ def here(tmp_path, monkeypatch):
     (tmp_path / 'README.md').write_text('<!-- claims -->\n<!-- /claims -->\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reproduce, 'FAILED', set())
-    return tmp_path
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -47,7 +51,8 @@ def use(monkeypatch, sizes=2, **more):
     """The ladder with so many tiny sizes."""
     tiny = {f's{n}': TINY.format(n=n) for n in range(1, sizes + 1)}
     swept = {size: tiny[size] for size in list(tiny)[:2]}
-    scale = replace(SCALES['ladder'], **{'sizes': tiny, 'sweep_sizes': swept, 'seeds': (1, 2), **more})
+    more = {'sizes': tiny, 'sweep_sizes': swept, 'seeds': (1, 2), **more}
+    scale = replace(SCALES['ladder'], **more)
     monkeypatch.setitem(SCALES, 'ladder', scale)
     return scale
 
@@ -83,6 +88,7 @@ def pretend_all(monkeypatch):
 
     monkeypatch.setattr(reproduce, 'do_run', do_run)
     monkeypatch.setattr(reproduce, 'make_corpus', lambda: None)
+    monkeypatch.setattr('nanocem.claims.DRAWS', 3)
     monkeypatch.setattr('nanocem.figures.look_inside', lambda out_dir: {
         'trained_steps': 2, **{k: [2.0] * 8 for k in ('perplexity', 'energy')},
         'attn': [[1.0] * 9], 'mlp': [[1.0] * 9]})
@@ -92,8 +98,9 @@ def pretend_all(monkeypatch):
 @pytest.mark.parametrize('scale', ['ladder', 'paper'])
 def test_runs_are_valid(scale, here):
     """Every run of every figure builds both configs; no two cells of a figure have one name."""
+    plan = stages(SCALES[scale])
     for name in [name for name in FIGURES if scale in FIGURES[name].scales]:
-        cells = cells_of(name, SCALES[scale])
+        cells = cells_of(name, SCALES[scale], plan)
         assert len({key[:3] for key in cells}) == len(cells)
         sizes = SCALES[scale].sweep_sizes if name == 'fig_lr' else SCALES[scale].sizes
         assert {size for size, *_ in cells} == set(sizes)
@@ -126,8 +133,9 @@ def test_canonical():
 
 
 def test_the_256m_sweep_is_at_the_papers_scale_only(here):
-    assert '256m' in {key[0] for key in cells_of('fig_lr', SCALES['paper'])}
-    assert '256m' not in {key[0] for key in cells_of('fig_attn', SCALES['paper'])}
+    plan = stages(SCALES['paper'])
+    assert '256m' in {key[0] for key in cells_of('fig_lr', SCALES['paper'], plan)}
+    assert '256m' not in {key[0] for key in cells_of('fig_attn', SCALES['paper'], plan)}
 
 
 def test_a_sweep_goes_on_past_its_edges(here, monkeypatch):
@@ -199,10 +207,12 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     stand in out/results and nothing in results/; the second time nothing is done."""
     scale = use(monkeypatch, sizes=3)
     asked = pretend_all(monkeypatch)
+    monkeypatch.setattr(reproduce, 'figure_files', lambda figure, cells: dict.fromkeys(
+        ('png', 'csv', 'md'), figure.title.encode()))
     reproduce.main(['ladder', '--jobs=1'])
     assert len(asked) == len(set(asked))
     assert {task for stage in stages(scale) for task in stage.tasks} == set(asked)
-    swept = {task for task in reproduce.all_sweeps(scale, 1, FAMILIES)}
+    swept = set(reproduce.all_sweeps(scale, 1, FAMILIES))
     assert set(asked[:len(swept)]) == swept
     made = set(os.listdir('out/results/ladder'))
     assert {'claims.md', 'claims.csv', 'ladder.md', 'rates.json'} <= made
@@ -221,6 +231,26 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     assert set(os.listdir('results/ladder')) == made
     text = (here / 'README.md').read_text()
     assert '| a | CEM attention, T = 1' in text
+
+
+@pytest.mark.parametrize('name', FIGURES)
+def test_every_figure_is_drawn(name, here, monkeypatch):
+    """From made-up runs: a picture, a csv with a line a seed, a table with a line a cell."""
+    scale = use(monkeypatch, rate=0.004, seeds=(1, 2))
+    pretend_all(monkeypatch)
+    plan = stages(scale)
+    cells = cells_of(name, scale, plan)
+    for tasks in cells.values():
+        for task in tasks:
+            pretend(task, likely(task))
+    found = reproduce.look(task for stage in plan for task in stage.tasks)
+    reproduce.write_figure(name, cells, found, 'out', whole=True)
+    with open(f'out/{name}.png', 'rb') as file:
+        assert file.read(4) == b'\x89PNG'
+    with open(f'out/{name}.csv', encoding='utf-8') as file:
+        assert len(file.readlines()) == 1 + sum(map(len, cells.values()))
+    with open(f'out/{name}.md', encoding='utf-8') as file:
+        assert len(file.readlines()) == 4 + len(cells)
 
 
 def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
@@ -323,8 +353,9 @@ def test_the_papers_plan(here, capsys):
     start = 'torchrun --nproc_per_node=8 train.py --size=86m'
     assert len([line for line in printed if line.startswith(start)]) == 4
     scale = replace(SCALES['paper'], only=('86m',))
-    tasks = {t for name in ('fig_attn', 'fig_energy') for of in cells_of(name, scale).values()
-             for t in of}
+    plan = stages(scale)
+    tasks = {t for name in ('fig_attn', 'fig_energy')
+             for of in cells_of(name, scale, plan).values() for t in of}
     flops = sum(cost(task.options).flops for task in tasks)
     (total,) = [line for line in printed if line.startswith('| all |')]
     assert f'| {flops:.2e} | {flops / 0.4 / 312e12 / 3600:,.0f} |' in total
@@ -369,7 +400,7 @@ def test_asked_to_stop_its_runs_write_checkpoints(text, monkeypatch):
     """SIGTERM to reproduce.py: its runs stop with a checkpoint, it says so, and goes on later."""
     code = ('import sys, reproduce; from dataclasses import replace; '
             'from nanocem.ladder import SCALES; '
-            f'tiny = {{"s1": {TINY.format(n=1)!r} + " --tokens=4M"}}; '
+            f'tiny = {{"s1": {TINY.format(n=1)!r} + " --tokens_per_param=400"}}; '
             'SCALES["ladder"] = replace(SCALES["ladder"], sizes=tiny, sweep_sizes=tiny, '
             'seeds=(1,), rate=0.004); sys.argv[0] = "reproduce.py"; '
             'reproduce.main(["fig_energy", "--jobs=1"])')
