@@ -1,21 +1,18 @@
 """
-Options for every script, nanoGPT's habit with types:
-
-    python train.py config/cem_t2.py --size=86m --learning_rate=1e-3
+Options for every script, nanoGPT's habit with types: config/file.py --key=value.
 
 The dataclasses are the only declaration: types are checked, defaults hold unless a config file or
 a flag says otherwise (later ones win), the comment that ends a field's line is what --help prints.
 Config files only assign plain values; they are read, never executed.
 """
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
-import math
 import os
 import re
 import sys
-import types
 import typing
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -25,8 +22,7 @@ WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
 
 
 def fail(message: str, everywhere: bool = False) -> NoReturn:
-    """End the program with one line on stderr and exit code 1. Of several processes only rank 0
-    speaks, unless `everywhere`: what went wrong may be known to this process alone."""
+    """One line on stderr, exit code 1. Rank 0 alone speaks, or `everywhere`: it may not know."""
     if os.environ.get('RANK', '0') != '0' and not everywhere:
         sys.exit(1)
     raise SystemExit(f'{os.path.basename(sys.argv[0])}: {message}'.replace('\n', ' '))
@@ -35,7 +31,7 @@ def fail(message: str, everywhere: bool = False) -> NoReturn:
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     """Options given in `argv` (config files and --key=value, in order), checked against the fields
     of `classes`. Only what was given is returned, so that a caller can tell it from a default."""
-    hints = _hints(*classes)
+    hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     given: dict[str, Any] = {}
     if '--help' in argv or '-h' in argv:
         _help(classes)
@@ -44,17 +40,16 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             given |= _read_file(arg, hints)
             continue
         key, equals, text = arg[2:].partition('=')
-        if not equals and hints.get(key) in (bool, bool | None):
-            text = 'True'
-        elif not equals and key in hints:
-            fail(f'--{key} needs a value: --{key}=VALUE, with = and no space')
+        if not equals and key in hints:
+            switch = hints[key] in (bool, bool | None)
+            text = 'True' if switch else fail(f'--{key} needs a value: --{key}=VALUE, no space')
         given[key] = _check(key, text, hints, '--')
     return given
 
 
 def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str, Any]:
     """Values that a file keeps, checked as those of a config file are."""
-    hints = _hints(*classes)
+    hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     return {key: _check(key, value, hints, f'{where}: ') for key, value in values.items()}
 
 
@@ -66,25 +61,19 @@ def build(cls: type, given: dict[str, Any]) -> Any:
         fail(str(error))
 
 
-def _hints(*classes: type) -> dict[str, Any]:
-    return {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
-
-
 def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     """The assignments in a config file, found from here or beside this script."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) or not os.path.isfile(beside) else beside
     try:
         with open(found, encoding='utf-8-sig') as file:  # -sig: some editors put a mark in front
-            body = ast.parse(file.read()).body
+            tree = ast.parse(file.read())
     except OSError as error:
         fail(f'config file {path}: {error.strerror}; options are written --key=value')
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: not text
         fail(f'config file {path}: not Python: {error}')
     given = {}
-    for node in body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring
+    for node in tree.body[ast.get_docstring(tree) is not None:]:
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)
@@ -109,21 +98,20 @@ def _check(key: str, value: Any, hints: dict[str, Any], where: str) -> Any:
 def _convert(value: Any, hint: Any) -> Any:
     """`value` as type `hint`; ValueError where it is not one. 3.3B, 50M and 8K are numbers."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (types.UnionType, typing.Union):  # X | None
+    if type(None) in args:  # X | None
         return None if value in (None, 'None') else _convert(value, args[0])
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(_convert(item, args[0]) for item in items)
-    if kind is typing.Literal and value in args:
-        return value
-    if hint is str and isinstance(value, str) and '\0' not in value:
+    text = hint is str and isinstance(value, str) and '\0' not in value
+    if text or (kind is typing.Literal and value in args):
         return value
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
     if hint in (int, float) and type(value) in (int, float, str):
         text, unit = str(value), UNITS.get(str(value)[-1:])
         number = Decimal(text[:-1]) * unit if unit else Decimal(text)
-        if math.isfinite(float(number)) and (hint is float or number == int(number)):
+        if abs(float(number)) < 1e300 and (hint is float or number == int(number)):
             return hint(number)
     raise ValueError
 
@@ -131,7 +119,7 @@ def _convert(value: Any, hint: Any) -> Any:
 def describe(hint: Any) -> str:
     """A type in words: 'one of llama, cem', 'a whole number', ..."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if kind in (types.UnionType, typing.Union):
+    if type(None) in args:
         return f'{describe(args[0])}, or None'
     if kind is tuple:
         return f'a comma-separated list, each {describe(args[0])}'
@@ -142,12 +130,11 @@ def _help(classes: tuple[type, ...]) -> NoReturn:
     lines = [inspect.getdoc(sys.modules['__main__']) or '']
     for cls in classes:
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
+        hints = typing.get_type_hints(cls)
         lines.append(f'\n{cls.__name__}: {inspect.getdoc(cls)}')
         for field in dataclasses.fields(cls):
-            words = f'{comments[field.name]} [{describe(_hints(cls)[field.name])}]'
+            words = f'{comments[field.name]} [{describe(hints[field.name])}]'
             lines.append(f'  --{field.name}={field.default}\n        {words}')
-    try:
-        print('\n'.join(lines), flush=True)
-    except OSError:
-        sys.stdout = None  # --help | head: nothing more to flush
+    with contextlib.suppress(OSError):  # --help | head
+        os.write(1, '\n'.join([*lines, '']).encode())
     sys.exit(0)

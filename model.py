@@ -5,16 +5,16 @@ A Transformer layer as descent on two conditional energies: attention steps down
 energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is one class, in which
 'llama' (untied weights) or 'cem' (tied weights) is a flag. A CEM sublayer:
 
-    h = norm(x0)           the context of all steps: keys = values = W_K h, gamma = W h
-    x = h                  as Algorithm 1 is printed; the function `start` has two other residuals
+    h = norm(x0)                                 the context: keys = values = W_K h, gamma = W h
+    x = x_start = x0 / rms(x0)                   Algorithm 1 prints h; see the function `start`
     for t in range(T):
-        x = x + eta * P * update(norm(x) | h)      update: minus the energy's gradient in norm(x)
+        x = x + eta * P * update(norm(x) | h)    update: minus the energy's gradient in norm(x)
+    return x0 + (x - x_start)                    the layer's skip; residual='displacement'
 
 Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. Faster ways to the
 same numbers are in nanocem/fast.py, decoding with a cache in nanocem/decode.py.
 
-Shapes: B batch, I new positions, J positions attended to (I = J but in decoding), D = D_h, K heads,
-R = D_r = D / K.
+Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h, K heads, R = D / K.
 """
 import math
 from dataclasses import dataclass
@@ -29,9 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from nanocem import fast
 from nanocem.energy import Phi
 
-# The paper's Table 1 (vocabulary 32,000). 256m is ours: the paper gives no shape, only that its CEM
-# model has two layers more. nano, micro and mini are for laptops; 8 heads or more: ALiBi's slopes
-# begin at 2^(-8/K).
+# The paper's Table 1. 256m is ours: the paper says only that its CEM model has two layers more.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=8, d_mlp=86),
     'micro': dict(d_model=48, n_layer=2, n_head=8, d_mlp=128),
@@ -107,10 +105,9 @@ class ModelConfig:
             value = getattr(self, name)
             require(cem or value == if_llama or name in LLAMA_TOO,
                     f'{name}={value} acts on CEM sublayers only: set {where}=cem')
-        if self.attn_step_size is None:
-            self.attn_step_size = 1 / self.attn_steps
-        if self.mlp_step_size is None:
-            self.mlp_step_size = 1 / self.mlp_steps
+        for kind in ('attn', 'mlp'):
+            if getattr(self, f'{kind}_step_size') is None:  # T steps start as long as one
+                setattr(self, f'{kind}_step_size', 1 / max(1, getattr(self, f'{kind}_steps')))
         if self.extra_layers is None:
             self.extra_layers = 2 if self.size == '256m' and self.attn == self.mlp == 'cem' else 0
         if self.init_std is None:
@@ -123,8 +120,7 @@ class ModelConfig:
         for name in ('attn_step_size', 'mlp_step_size', 'init_std', 'rope_theta', 'norm_eps'):
             value = getattr(self, name)
             require(0 < value < math.inf, f'{name}={value}: expected a finite number above 0')
-        value = self.kq_diag_init
-        require(math.isfinite(value), f'kq_diag_init={value}: expected a finite number')
+        require(math.isfinite(self.kq_diag_init), f'kq_diag_init={self.kq_diag_init}: not finite')
         D, K = self.d_model, self.n_head
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,
@@ -153,7 +149,7 @@ def drawn(*shape: int, std: float) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """rms(x) = x / sqrt(mean(x^2) + eps) * gain, over the last dimension."""
+    """Algorithm 1's rms, with a gain: x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.gain, self.eps = nn.Parameter(torch.ones(dim)), eps
@@ -179,7 +175,7 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 class Preconditioner(nn.Module):
     """n matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), d = sqrt(D) p (Eq. 13; its V is not
     the MLP's). They are never formed. rank 0: the diagonal alone."""
-    decayed = ('U', 'V')
+    decayed = ('U', 'V')  # by weight decay; what a class does not name here is not
 
     def __init__(self, n: int, dim: int, rank: int):
         super().__init__()
@@ -230,7 +226,7 @@ def rotate(x: Tensor, pos: PositionTables, inverse: bool = False) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention with its residual. attn='cem': T steps down the interaction energy, with
     W_V = W_K and W_O = W_Q (Eq. 5). attn='llama': untied weights; T > 1 is plain reuse."""
-    decayed = ('W_Q', 'W_K', 'W_V', 'W_O')
+    decayed = ('W_Q', 'W_K', 'W_V', 'W_O')  # by weight decay
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -239,7 +235,7 @@ class Attention(nn.Module):
         self.cem = cfg.attn == 'cem'
         self.residual = cfg.residual if self.cem else 'raw'
         self.steps, self.eta = cfg.attn_steps, cfg.attn_step_size
-        self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)
+        self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)  # temperature of scores
         self.rope = cfg.positions == 'rope'
         self.norm = RMSNorm(D, cfg.norm_eps)
         self.W_Q = drawn(D, D, std=cfg.init_std)  # W_k^Q: its k-th R rows
@@ -252,8 +248,7 @@ class Attention(nn.Module):
         n = {'none': 0, 'shared': 1, 'per_head': K}[cfg.kq_diag]
         self.kq_diag = nn.Parameter(torch.full((n, D), cfg.kq_diag_init)) if n else None  # d_k
         if not self.rope:
-            self.b_self = nn.Parameter(torch.zeros(K))
-            self.b_cross = nn.Parameter(torch.zeros(K))
+            self.b_self, self.b_cross = (nn.Parameter(torch.zeros(K)) for _ in range(2))
 
     def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None) -> Tensor:
         """Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
@@ -261,11 +256,11 @@ class Attention(nn.Module):
         x = x0
         for t in range(self.steps):
             if t == 0 or not self.cem:
-                # the context: of all steps, or, where a Llama layer is reused, of this one
-                h_i = self.norm(x)                               # h_1:J <- rms(h_1:J)
+                # Main Block: the context, of all steps (a reused Llama layer makes it anew)
+                h_i = self.norm(x)                               # h_i <- rms(h_i), (B, I, D)
                 if cache is None:
-                    h = h_i
-                    k = self.project(h, self.W_K, pos)           # k_j <- W_k^K h_j
+                    h = h_i                                      # h_1:J
+                    k = self.project(h, self.W_K, pos)           # k_j <- W_k^K h_j, (B, K, J, R)
                     v = k if self.cem else self.project(h, self.W_V)  # v_j <- W_k^K h_j
                 else:
                     h, k, v = cache.context(self, t, h_i, pos)   # behind those of the past
@@ -275,14 +270,15 @@ class Attention(nn.Module):
                 x_start = x
             else:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
-            q = self.project(u, self.W_Q, pos)                   # q_i <- W_k^Q u_i
+            q = self.project(u, self.W_Q, pos)                   # q_i <- W_k^Q u_i, (B, K, I, R)
             if way == 'readable':
-                alpha = self.scores(q, u, k, h, bias).softmax(dim=-1)
+                a = self.scores(q, u, k, h, bias)                # a_ijk, (B, K, I, J)
+                alpha = a.softmax(dim=-1)                        # softmax_j(a_ijk)
                 o = alpha @ v                                    # o_i <- sum_j alpha_ijk v_j
             else:
                 o, alpha = fast.attend(way, self, q, u, k, v, h, bias)
             if self.cem and self.rope:
-                # keys are values: sum_j alpha_ijk R(i)^T R(j) W_k^K h_j is the gradient's
+                # values are turned keys: o_i becomes sum_j alpha_ijk R(i)^T R(j) W_k^K h_j
                 o = rotate(o, pos, inverse=True)
             dx = o.transpose(1, 2).flatten(-2) @ W_out           # sum_k P_k W_k^Q^T o_i
             if self.cfg.exact_update:
@@ -319,8 +315,8 @@ class Attention(nn.Module):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u and h,
-        (B, J, D) -> (B, J). If P = I, and d = 0 or exact_update, dx is minus its gradient in u with
-        h held fixed; in h, of which u is made, the energy falls otherwise."""
+        (B, J, D) -> (B, J). If P = I, and there is no diagonal or exact_update is on, dx is minus
+        its gradient in u with h held fixed; it is not the gradient in h, of which u is made too."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set attn=cem')
         pos = position_tables(self.cfg, h)
         q, k = self.project(u, self.W_Q, pos), self.project(h, self.W_K, pos)
@@ -330,7 +326,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Gated MLP with its residual. mlp='cem': T steps down the element-wise energy, with W_d = V^T
     (Eq. 11). mlp='llama': untied weights; T > 1 is plain reuse."""
-    decayed = ('W', 'V', 'W_d')
+    decayed = ('W', 'V', 'W_d')  # by weight decay
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -373,8 +369,8 @@ class MLP(nn.Module):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or -|gamma| . phi(sign(gamma) * V u)
-        (sign_convex): normed u and h, (B, J, D) -> (B, J). The step is minus its gradient in u, h
-        held fixed, if P = I; in h, autograd of this energy takes the sign straight through."""
+        (sign_convex): normed u and h, (B, J, D) -> (B, J). If P = I, the step is minus its gradient
+        in u with h held fixed; in h, autograd goes straight through the sign, which has none."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set mlp=cem')
         gamma, z = F.linear(h, self.W), F.linear(u, self.V)
         if self.sign_convex:
@@ -400,7 +396,7 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """A causal language model: embedding, blocks, norm, untied head."""
-    decayed = ('embedding', 'head')
+    decayed = ('embedding', 'head')  # by weight decay
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -431,7 +427,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def decayed_parameters(self) -> list[nn.Parameter]:
-        """What weight decay acts on: the parameters that their module names in `decayed`."""
+        """What weight decay acts on: the parameters that their class names in `decayed`."""
         return [p for module in self.modules() for name, p in module.named_parameters(recurse=False)
                 if name in getattr(module, 'decayed', ())]
 

@@ -48,7 +48,10 @@ def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, tem
     tokenizer = load_tokenizer(data_dir)
     device = model.embedding.device
     plain = prompt.encode('utf-8', 'replace').decode()
-    idx = torch.tensor([[tokenizer.bos, *tokenizer.encode(plain)]], device=device)
+    ids = [tokenizer.bos, *tokenizer.encode(plain)]
+    if max(ids) >= model.cfg.vocab_size:
+        fail(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
+    idx = torch.tensor([ids], device=device)
     with torch.no_grad():
         logits, _ = model(idx[:, -model.cfg.context_length:])
     if not bool(torch.isfinite(logits).all()):

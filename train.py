@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.fast import attention_path, peak_flops
+from nanocem.fast import attention_path, peak_flops, prove
 from nanocem.files import say
 from nanocem.health import Health, perplexity
 from nanocem.options import in_range, new_options, resumed_options
@@ -102,8 +102,7 @@ RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'learning_rate', 'warmup', 
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
     def __init__(self, cfg: TrainConfig, model_options: dict[str, Any], world: World):
-        self.cfg = cfg
-        self.world = world
+        self.cfg, self.world = cfg, world
 
         # The data: every split cut into sequences, and the order in which training reads its own
         vocab_size = read_meta(cfg.data)['vocab_size']
@@ -146,6 +145,7 @@ class Trainer:
             bf16 = cfg.dtype == 'bfloat16'
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
+        prove(self.model, world.device, self.dtype, cfg.micro_batch_size)
         compiled = on_gpu if cfg.compile is None else cfg.compile
         self.compiled = self.parallel = torch.compile(self.model) if compiled else self.model
         if world.size > 1:
@@ -178,11 +178,11 @@ class Trainer:
         vars(self.health).update(state['health'])
         self.step, self.best = state['step'], state['best']
         self.earlier_seconds = state['seconds']
-        self.tell(f'Resuming {out_dir} after step {self.step}')
         steps, self.schedule = self.schedule.steps, Schedule(**state['schedule'])
         if steps < self.step:
             fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
                  f'{self.step * self.tokens_per_step} already')
+        self.tell(f'Resuming {out_dir} after step {self.step}')
         if steps != self.schedule.steps:
             self.tell(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate goes '
                       f'in a new cosine from where it is, {self.schedule(self.step):.2e}')
@@ -323,7 +323,7 @@ class Trainer:
             if self.step % cfg.eval_interval == 0 or last:
                 self.val_loss = self.evaluate('val', cfg.eval_tokens)
                 self.tell(f'step {self.step:>6,}: validation loss {self.val_loss:.4f}, perplexity '
-                            f'{perplexity(self.val_loss):.3f}', val_loss=self.val_loss)
+                          f'{perplexity(self.val_loss):.3f}', val_loss=self.val_loss)
                 if self.val_loss < self.best:
                     self.best = self.val_loss
                     self.checkpoint(best=True)
@@ -387,13 +387,11 @@ def main(argv: list[str]) -> int:
 
     # Which run, a new one or one to go on with; and its options: what it began with, or what its
     # size brings, under what was given
-    origin = given.get('init_from', 'scratch')
-    out_dir, resume = runs.which(origin, given.get('out_dir'))
+    out_dir, resume = runs.which(given.get('init_from'), given.get('out_dir'))
     if resume:
         given, name = resumed_options(out_dir, given, TrainConfig, RECIPE), ''
     else:
-        source = {} if origin == 'scratch' else runs.read_run(origin)['model_config']
-        given, name = new_options({**source, **given}, TrainConfig, RECIPE)
+        given, name = new_options(given, TrainConfig, RECIPE)
     cfg = build(TrainConfig, given)
     model_options = {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__}
 
@@ -410,7 +408,7 @@ def main(argv: list[str]) -> int:
         if not resume:
             cfg.out_dir = world.once(runs.claim, out_dir, name, held)
         if not (resume and world.once(runs.is_finished, cfg.out_dir, trainer.schedule.steps)):
-            trainer.begin_with(world.once(runs.last_checkpoint, cfg.out_dir) if resume else None)
+            trainer.begin_with(world.once(runs.where_it_stood, cfg.out_dir) if resume else None)
             code = world.once(int, trainer.train(signals))
         if world.size > 1:
             dist.barrier()  # leave together: rank 0 was still writing

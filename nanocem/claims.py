@@ -11,7 +11,7 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from scipy.stats import ttest_rel
 
 from nanocem.figures import read_log
 from nanocem.files import write_whole
+from nanocem.ladder import Task
 from nanocem.scaling import (
     Runs,
     Trend,
@@ -322,6 +323,30 @@ def into_readme(lines: Sequence[str], path: str = 'README.md') -> None:
     new = re.sub('<!-- claims -->.*?<!-- /claims -->', lambda _: whole, text, flags=re.DOTALL)
     if new != text:
         write_whole(path, new.encode())
+
+
+def pages(sizes: Mapping[str, float], models: Iterable[str], found: Mapping[Task, dict[str, Any]],
+          own: Container[Task], swept: Container[Task]) -> tuple[dict[str, str], list[str]]:
+    """The finished runs as claims.md, claims.csv and ladder.md; and the README's table. `own`: runs
+    at their model's rate; `swept`: those of the sweeps; the rest check the rates."""
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    sweeps: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
+    others = []
+    for task, r in sorted(found.items(), key=lambda item: item[0]):
+        at, value = (task.size, task.model), r['test_perplexity']
+        if task in own:
+            results.setdefault(at, []).append(r)
+        if task in swept:
+            sweeps.setdefault(at, {}).setdefault(task.seed, {})[task.rate] = value
+        if task not in own and task not in swept:
+            others.append(f'{task.model} at {task.size}, rate {task.rate:g}: {value:.3f}')
+    rows = all_rows(sizes, results, sweeps)
+    hours = sum(r['seconds'] for r in found.values()) / 3600
+    page = [*ladder_table(sizes, models, results), '',
+            f'{len(found)} runs, {hours:.1f} hours of one core. Beside the carried rates: '
+            f'{"; ".join(others) or "nothing yet"}.', '', *worth(sizes, results), '']
+    return {'claims.md': '\n'.join([*table(rows, sizes), '']), 'claims.csv': as_csv(rows, sizes),
+            'ladder.md': '\n'.join(page)}, front_table(rows)
 
 
 def ladder_table(sizes: Mapping[str, float], models: Iterable[str], results: Results) -> list[str]:

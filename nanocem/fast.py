@@ -41,8 +41,9 @@ def choose_way(attn: Any, k: Tensor | None, pos: Any) -> str:
     return way_for(attn, k.device, k.dtype, whole=I == J)
 
 
-def way_for(attn: Any, device: torch.device, dtype: torch.dtype, whole: bool = True) -> str:
-    """readable, sdpa, rows or triton; whole: no past in a cache."""
+def way_for(attn: Any, device: torch.device, dtype: torch.dtype, whole: bool = True,
+            batch_size: int = 1) -> str:
+    """readable, sdpa, rows or triton; whole: no past in a cache. batch_size: see prove."""
     cfg = attn.cfg
     biased = attn.kq_diag is not None or not attn.rope
     # only the readable way gives alpha away
@@ -54,7 +55,10 @@ def way_for(attn: Any, device: torch.device, dtype: torch.dtype, whole: bool = T
         narrow = cfg.d_model <= 128 * cfg.n_head
         wanted = cfg.attn_impl == 'triton' or device.type == 'cuda'
         if wanted and narrow and runs_triton(device, dtype):
-            return 'triton'
+            n = 0 if attn.kq_diag is None else len(attn.kq_diag)
+            shape = attn.K, cfg.d_model // attn.K, n, not attn.rope, cfg.context_length
+            if proven(device, dtype, *shape, batch_size):
+                return 'triton'
         # the scores of a short context fit a CPU's cache as they are
         wanted = cfg.attn_impl == 'rows' or cfg.context_length > 64
         if wanted and runs_rows(device, dtype):
@@ -70,8 +74,21 @@ def runs_triton(device: torch.device, dtype: torch.dtype) -> bool:
     return HAS_TRITON and device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
 
 
+@torch.compiler.assume_constant_result
+def proven(*case: Any) -> bool:
+    """Whether the kernels passed selfcheck.py; torch.compile asks once, as it traces."""
+    from nanocem import selfcheck
+    return selfcheck.proven(*case)
+
+
+def prove(model: Any, device: torch.device, dtype: torch.dtype, batch_size: int = 1) -> None:
+    """Try the Triton kernels, where the model would take them, at the batch size that is to come.
+    Else they are tried at first use, on one sequence."""
+    way_for(model.blocks[0].attn, device, dtype, batch_size=batch_size)
+
+
 def runs_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == 'cpu' and dtype in (torch.float32, torch.float64)
+    return device.type == 'cpu' and dtype in (torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention_path(model: Any, device: torch.device, dtype: torch.dtype) -> str:
@@ -83,7 +100,7 @@ def attention_path(model: Any, device: torch.device, dtype: torch.dtype) -> str:
         'rows': 'attention a few rows at a time',
         'triton': 'attention by our Triton kernels',
     }[way]
-    needs = {'triton': 'Triton, a GPU, bfloat16', 'rows': 'a CPU, no bfloat16'}
+    needs = {'triton': 'Triton kernels that pass their check, a GPU, bfloat16', 'rows': 'a CPU'}
     asked = model.cfg.attn_impl
     if asked in needs and asked != way:
         words += f' (attn_impl={asked} needs {needs[asked]}, and CEM attention with a bias)'
@@ -147,7 +164,7 @@ def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None
     else:
         du, h = du.to(q.dtype), h.to(q.dtype)
     if b is not None:
-        b = b.to(torch.float32 if use_triton else q.dtype)
+        b = b.to(torch.float32 if use_triton else at_least_float(q).dtype)
     return attention_op(q, k, du, h, b, n_head, scale, use_triton)[0]
 
 
@@ -207,7 +224,8 @@ attention_op.register_autograd(backward, setup_context=save_for_backward)
 
 
 # A few rows of a few sequences at a time, `seqs` and `rows`. In the loops q (over tau), k and their
-# gradients are (B, K, J, R); the columns that a piece has are `past`, all up to its last row.
+# gradients are (B, K, J, R); the columns that a piece has are `past`, all up to its last row. Of
+# bfloat16 only products are made: scores, softmax and sums over pieces are float32.
 
 def pieces(B: int, K: int, J: int) -> Iterator[tuple[slice, slice]]:
     """Slices of sequences and of rows, 32 rows or more, of SCORES_AT_ONCE scores at most where that
@@ -225,9 +243,9 @@ def piece_of_alpha(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b:
     """softmax_j(s_ijk): (sequences, K, rows, past)."""
     K, past = q.shape[1], slice(rows.stop)
     # m_k j, which is all that softmax sees of -m_k (i - j)
-    m = q.new_zeros(1)
+    m = at_least_float(q.new_zeros(1))
     if b is not None:
-        m = 2.0 ** (-8 / K * torch.arange(1, K + 1, dtype=q.dtype))
+        m = 2.0 ** (-8 / K * torch.arange(1, K + 1, dtype=m.dtype))
     s = m[:, None, None] * (torch.arange(rows.stop) - rows.start)
     if du is not None:
         by_diagonal = du[seqs, :, rows].flatten(1, 2) @ h[seqs, past].mT
@@ -238,7 +256,11 @@ def piece_of_alpha(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b:
         square.diagonal(dim1=2, dim2=3).add_(b[:, None])
     square += square.new_full(square.shape[2:], -torch.inf).triu(1)
     q, k = q[seqs, :, rows].flatten(0, 1), k[seqs, :, past].flatten(0, 1)
-    s.view(-1, *s.shape[2:]).baddbmm_(q, k.mT)
+    flat = s.view(-1, *s.shape[2:])
+    if s.dtype == q.dtype:
+        flat.baddbmm_(q, k.mT)
+    else:
+        flat += q @ k.mT
     return s.softmax(dim=-1)
 
 
@@ -249,7 +271,7 @@ def by_rows(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor
     o = torch.empty_like(q)
     q, k, o_heads = heads(q, n_head) * scale, heads(k, n_head), heads(o, n_head)
     for seqs, rows in pieces(*q.shape[:3]):
-        alpha = piece_of_alpha(q, k, du, h, b, seqs, rows)
+        alpha = piece_of_alpha(q, k, du, h, b, seqs, rows).to(q.dtype)
         o_heads[seqs, :, rows] = alpha @ k[seqs, :, :rows.stop]
     return o
 
@@ -258,27 +280,30 @@ def by_rows(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor
 def by_rows_backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None,
                      b: Tensor | None, o: Tensor, n_head: int, scale: float) -> list[Tensor]:
     """Gradients of q, k, du, h, b as they came; empty tensors for those that are None."""
-    gradients = [q.new_zeros(0 if t is None else t.shape) for t in (q, k, du, h, b)]
+    inputs, sums = (q, k, du, h, b), at_least_float(q.new_zeros(0))
+    gradients = [sums.new_zeros(0 if t is None else t.shape) for t in inputs]
     ddu, dh, db = gradients[2:]
     dq, dk, do, o = (heads(t, n_head) for t in (*gradients[:2], do, o))
     q, k = heads(q * scale, n_head), heads(k, n_head)
-    delta = (do * o).sum(dim=-1, keepdim=True)
+    delta = (at_least_float(do) * o).sum(dim=-1, keepdim=True)
     for seqs, rows in pieces(*q.shape[:3]):
         past = slice(rows.stop)
         alpha = piece_of_alpha(q, k, du, h, b, seqs, rows)
         # of the scores: alpha_ij (do_i . k_j - do_i . o_i)
-        ds = (do[seqs, :, rows] @ k[seqs, :, past].mT).sub_(delta[seqs, :, rows]).mul_(alpha)
-        dq[seqs, :, rows] = ds @ k[seqs, :, past] * scale
-        # as values, and as keys
-        dk[seqs, :, past] += alpha.mT @ do[seqs, :, rows] + ds.mT @ q[seqs, :, rows]
+        do_k = at_least_float(do[seqs, :, rows] @ k[seqs, :, past].mT)
+        ds = do_k.sub_(delta[seqs, :, rows]).mul_(alpha)
         if b is not None:
             db += ds[..., rows].diagonal(dim1=2, dim2=3).sum(dim=(0, 2))
         if du is not None:
             dbias = ds if du.shape[1] > 1 else ds.sum(dim=1)
-            dbias = dbias.flatten(1, -2)  # (sequences, n rows, past)
+            dbias = dbias.flatten(1, -2).to(q.dtype)  # (sequences, n rows, past)
             ddu[seqs, :, rows] = (dbias @ h[seqs, past]).unflatten(1, (du.shape[1], -1))
             dh[seqs, past] += dbias.mT @ du[seqs, :, rows].flatten(1, 2)
-    return gradients
+        alpha, ds = alpha.to(q.dtype), ds.to(q.dtype)
+        dq[seqs, :, rows] = at_least_float(ds @ k[seqs, :, past]) * scale
+        # as values, and as keys
+        dk[seqs, :, past] += alpha.mT @ do[seqs, :, rows] + ds.mT @ q[seqs, :, rows]
+    return [g if t is None else g.to(t.dtype) for t, g in zip(inputs, gradients, strict=True)]
 
 
 # The loss

@@ -1,8 +1,11 @@
-"""Hugging Face's Llama weights in ours."""
+"""Hugging Face: Llama's weights in ours, and our models in the hub's form."""
+import os
 from typing import Any
 
+from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor
 
+from configurator import fail
 from model import ModelConfig, Transformer
 
 OURS = {  # in a block -> in a Hugging Face layer
@@ -65,3 +68,46 @@ def in_our_shape(name: str, w: Tensor, D: int, R: int) -> Tensor:
         # grouped queries: a head's own copy of its group's rows
         return w.unflatten(0, (-1, R)).repeat_interleave(D // len(w), dim=0).flatten(0, 1)
     return w
+
+
+CARD = """---
+{{ card_data }}
+---
+A language model by nanoCEM, the reference implementation of
+[Causal Energy Minimization]({{ paper_url }}). With that code at hand:
+
+    from nanocem.hf import HubTransformer
+    model = HubTransformer.from_pretrained('this folder, or OWNER/NAME on the hub')
+
+{{ about | default('', true) }}
+"""
+
+
+class HubTransformer(
+        Transformer, PyTorchModelHubMixin, model_card_template=CARD, library_name='nanocem',
+        pipeline_tag='text-generation', paper_url='https://arxiv.org/abs/2605.07588'):
+    """A Transformer with save_pretrained, from_pretrained and push_to_hub: model.safetensors and
+    config.json, {"cfg": the ModelConfig's fields}."""
+    @classmethod
+    def _from_pretrained(cls, *, strict: bool = True, **rest: Any) -> 'HubTransformer':
+        return super()._from_pretrained(strict=strict, **rest)  # the hub's default: anything fits
+
+
+def to_hub(model: Transformer) -> HubTransformer:
+    """The same model with the hub's methods; the two share their weights."""
+    shared = HubTransformer(model.cfg)
+    shared.load_state_dict(model.state_dict(), assign=True)
+    return shared.eval()
+
+
+def export(model: Transformer, folder: str, data: dict[str, Any]) -> None:
+    """Write the model to a new or empty folder as the hub has it; `data`, a checkpoint's, names its
+    tokenizer. SystemExit."""
+    about = f'Tokenizer: {data["tokenizer"]}, vocabulary {data["vocab_size"]}.'
+    try:
+        os.makedirs(folder, exist_ok=True)
+        if os.listdir(folder):
+            fail(f'export={folder} is not empty; expected a new folder')
+        to_hub(model).save_pretrained(folder, model_card_kwargs={'about': about})
+    except OSError as error:
+        fail(f'export={folder}: {error.strerror}; expected a folder to write in')

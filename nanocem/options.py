@@ -5,7 +5,7 @@ from typing import Any
 
 from configurator import build, check_values, fail, read_options
 from model import ModelConfig
-from nanocem.runs import differences, read_config
+from nanocem.runs import differences, read_config, read_run
 
 KINDS = ('size', 'attn', 'mlp', 'attn_steps', 'mlp_steps')  # what every folder's name begins with
 
@@ -20,18 +20,21 @@ def in_range(options: Any, low: float, high: float, names: str) -> None:
 
 def new_options(given: dict[str, Any], cls: type,
                 recipe: tuple[str, ...]) -> tuple[dict[str, Any], str]:
-    """What was `given` for cls and the model over what config/SIZE.py brings; and the name of the
-    run's folder: its model, and what of the model, the budget and the `recipe` was changed."""
-    if given.get('tokens') and given.get('tokens_per_param'):
-        fail(f'tokens={given["tokens"]} and tokens_per_param={given["tokens_per_param"]} are two '
-             'budgets: give one')
+    """What was `given` for cls and the model, over the model that the run starts from (init_from)
+    and what config/SIZE.py brings; and the name of the run's folder: its model, and what of the
+    model, the budget and the `recipe` was changed."""
+    origin = given.get('init_from', 'scratch')
+    source = {} if origin == 'scratch' else read_run(origin)['model_config']
+    if different := differences(source, {k: given[k] for k in ('size',) if k in given and source}):
+        fail(f'init_from={origin} is of another size: {different}')
     if given.get('text') and 'data' in given:
         fail(f'text={given["text"]} and data={given["data"]}: give one')
-    if 'tokens_per_param' in given:
-        given = {**given, 'tokens': None}  # not the size's
+    given = one_budget(given)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = os.path.join(root, 'config', f'{given.get("size", "mini")}.py')
+    size = source.get('size') or given.get('size', 'mini')
+    path = os.path.join(root, 'config', f'{size}.py')
     brought = read_options([path], cls, ModelConfig) if os.path.exists(path) else {}
+    brought = {**brought, **source}
     options = {**brought, **given}
     cfg = build(ModelConfig, options)
     plain = build(ModelConfig, {**brought, **{k: given[k] for k in KINDS if k in given}})
@@ -60,6 +63,13 @@ def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type,
     if different := differences(options, {k: given[k] for k in recipe if k in given}):
         fail(f'{different} would bend the run in {out_dir}; --init_from={out_dir} with another '
              '--out_dir starts a new run from its weights')
-    if 'tokens_per_param' in given:
-        options['tokens'] = None
+    given = one_budget(given)
     return {**options, 'stop_step': None, **given, 'init_from': options['init_from']}
+
+
+def one_budget(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with no tokens beside tokens_per_param, which a size or a run may have set."""
+    if given.get('tokens') and given.get('tokens_per_param'):
+        fail(f'tokens={given["tokens"]} and tokens_per_param={given["tokens_per_param"]} are two '
+             'budgets: give one')
+    return {**given, 'tokens': None} if 'tokens_per_param' in given else given

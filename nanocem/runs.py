@@ -131,13 +131,12 @@ def save_result(out_dir: str, result: dict[str, Any]) -> bool:
 def is_finished(out_dir: str, steps: int) -> bool:
     """Whether the run has its result after so many steps. Says so; its files stay as they are."""
     result = read_json(os.path.join(out_dir, 'result.json')) or {}
-    if result and not checkpoints(out_dir) and result.get('steps') != steps:
-        fail(f'out_dir={out_dir}: the run is finished, and has no checkpoint left to go on from')
-    if result.get('steps') == steps:
+    finished = result.get('steps') == steps
+    if finished:
         say(f'{out_dir} is finished after {steps:,} steps: test perplexity '
-            f'{result.get("test_perplexity")}; --tokens=N, above its '
-            f'{result.get("tokens")}, trains on')
-    return result.get('steps') == steps
+            f'{result.get("test_perplexity")}; --tokens=N, above its {result.get("tokens")}, '
+            'trains on')
+    return finished
 
 
 def newest_run(mine: bool = False) -> str | None:
@@ -213,6 +212,17 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
         except ValueError as error:
             say(f'WARNING: {error}; trying the one before it')
     return None
+
+
+def where_it_stood(out_dir: str) -> dict[str, Any] | None:
+    """The checkpoint that a resumed run goes on from; None where it was stopped before its first.
+    SystemExit where a finished run has none left."""
+    state = last_checkpoint(out_dir)
+    if state is None and os.path.exists(os.path.join(out_dir, 'result.json')):
+        fail(f'out_dir={out_dir}: the run is finished, and has no whole checkpoint to go on from')
+    if state is None:
+        say(f'No checkpoint in {out_dir} yet: starting from step 0')
+    return state
 
 
 def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[str, Any]:
@@ -294,9 +304,10 @@ class Log:
         try:
             write(*args)
             self.failed.pop(who, None)
-        except OSError as error:
+        except Exception as error:  # of any kind: no logger ends a run
             if who not in self.failed:
-                say(f'WARNING: {who} does not get its lines ({error.strerror}); the run goes on')
+                words = getattr(error, 'strerror', None) or error
+                say(f'WARNING: {who} does not get its lines ({words}); the run goes on')
             self.failed[who] = time.monotonic()
 
     def cut(self, step: int) -> None:
@@ -330,8 +341,8 @@ class Log:
         except ImportError:
             say('TensorBoard is not installed; log.jsonl has the same numbers')
             self.tensorboard = False
-        except OSError:
-            self.writer = None  # its thread is dead
+        except Exception:
+            self.writer = None  # its thread may be dead
             raise
 
 

@@ -1,14 +1,15 @@
 """Folders of token shards, and the order in which training reads them."""
 import os
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from configurator import fail
 from nanocem.files import read_json, say
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 1
 BUILTIN = 'data/builtin'
@@ -68,8 +69,9 @@ class Sequences:
                  "data is another tokenizer's or damaged (prepare_slimpajama.py --verify checks "
                  'it)', everywhere=True)
 
-    def batch(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+    def batch(self, numbers: np.ndarray) -> 'tuple[Tensor, Tensor]':
         """Inputs and targets (B, length) of these sequences."""
+        import torch  # here: preparing data needs this file and no torch
         rows = []
         for number in numbers:
             shard = int(np.searchsorted(self.starts, number, side='right')) - 1

@@ -3,10 +3,25 @@
 from pathlib import Path
 
 import pytest
-from running import write_data
+from running import Run, steps, write_data
+
+import train
 
 
 @pytest.fixture(scope='session')
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of random token shards."""
     return write_data(tmp_path_factory.mktemp('data'))
+
+
+@pytest.fixture(scope='session')
+def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two folders of the same run: straight through 12 steps, and stopped after 6. Their data is in
+    the folder beside them, and has all bytes in its vocabulary, so that they can be sampled."""
+    tmp = tmp_path_factory.mktemp('halves')
+    data = write_data(tmp / 'data', vocab_size=257)
+    common = [f'--data={data}', steps(12), '--eval_interval=4', '--checkpoint_interval=3']
+    straight = Run(tmp, *common, f'--out_dir={tmp / "straight"}').wait()
+    stopped = Run(tmp, *common, f'--out_dir={tmp / "stopped"}', '--stop_step=6').wait()
+    assert (straight.codes, stopped.codes) == ([0], [train.STOPPED]), stopped.text
+    return tmp / 'straight', tmp / 'stopped'

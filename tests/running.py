@@ -35,7 +35,8 @@ TINY = (
 ).split()
 
 
-def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2) -> Path:
+def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2,
+               vocab_size: int = VOCAB) -> Path:
     """A folder of random shards as prepare_slimpajama.py writes them, byte tokenizer by name."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
@@ -49,7 +50,8 @@ def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2)
             sha256 = hashlib.sha256(data).hexdigest()
             entries.append(dict(file=name, tokens=len(data) // 2, documents=1, sha256=sha256))
         splits[split] = dict(tokens=sum(e['tokens'] for e in entries), documents=n, shards=entries)
-    meta = dict(format=FORMAT, tokenizer='byte', tokenizer_sha256=None, vocab_size=VOCAB, bos=0)
+    meta = dict(format=FORMAT, tokenizer='byte', tokenizer_sha256=None, bos=0)
+    meta |= dict(vocab_size=vocab_size)
     (folder / 'meta.json').write_text(json.dumps({**meta, 'dtype': 'uint16', 'splits': splits}))
     return folder
 

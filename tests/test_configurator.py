@@ -8,7 +8,8 @@ from running import ROOT
 
 import configurator
 from model import ModelConfig
-from train import TrainConfig
+from nanocem.options import new_options
+from train import RECIPE, TrainConfig
 
 
 def options_of(argv: list[str]) -> dict[str, Any]:
@@ -85,14 +86,56 @@ def test_config_files_are_read_not_run(text: str, words: list[str], tmp_path: Pa
     assert all(w in error.value.code for w in words), error.value.code
 
 
-def test_help_lists_every_option(capsys: pytest.CaptureFixture) -> None:
+def test_help_lists_every_option(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as error:
         options_of(['--help'])
-    text = capsys.readouterr().out
+    text = capfd.readouterr().out
     assert error.value.code == 0
     for cls in (TrainConfig, ModelConfig):
         for name in cls.__dataclass_fields__:
             assert f'  --{name}=' in text
+
+
+def test_numbers_are_what_was_written(tmp_path: Path) -> None:
+    """Decimal arithmetic: 2.3M is whole; 1.5 is not, and is no whole number."""
+    for text, number in (('2.3M', 2_300_000), ('4.1K', 4100), ('1e3', 1000), ('3.0', 3)):
+        assert options_of([f'--tokens={text}']) == {'tokens': number}
+    for text in ('1.5', '0.0015K', '1e400', 'inf', 'nan', 'M', ''):
+        with pytest.raises(SystemExit, match='expected a whole number'):
+            options_of([f'--tokens={text}'])
+    for text in ('inf', '-inf', '1e999', 'nan'):
+        with pytest.raises(SystemExit, match='expected a number'):
+            options_of([f'--attn_step_size={text}'])
+
+
+def test_a_config_file_is_found_here_then_beside_the_scripts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert options_of(['config/llama.py'])['size'] == '134m'
+    (tmp_path / 'config').mkdir()
+    (tmp_path / 'config/llama.py').write_bytes(b"\xef\xbb\xbfsize = '86m'\n")  # with a mark
+    assert options_of(['config/llama.py']) == {'size': '86m'}
+
+
+def test_values_from_a_file_are_checked() -> None:
+    given = {'compile': 'False', 'warmup': 0, 'max_minutes': None}
+    checked = configurator.check_values(given, 'config.json', TrainConfig)
+    assert checked == {'compile': False, 'warmup': 0.0, 'max_minutes': None}
+    for wrong, words in (({'seed': '1.5'}, 'config.json: seed'), ({'new': 1}, 'no such option'),
+                         ({'seed': True}, 'a whole number'), ({'data': 5}, 'expected text')):
+        with pytest.raises(SystemExit, match=words):
+            configurator.check_values(wrong, 'config.json', TrainConfig)
+
+
+@pytest.mark.parametrize('size', ['nano', 'micro', 'mini'])
+def test_small_sizes_bring_their_settings(size: str) -> None:
+    given, _ = new_options({'size': size}, TrainConfig, RECIPE)
+    assert given['data'] == 'data/builtin' and given['context_length'] <= 128
+    given, _ = new_options({'size': size, 'tokens_per_param': 3.0}, TrainConfig, RECIPE)
+    assert given['tokens'] is None
+    with pytest.raises(SystemExit, match='two budgets'):
+        new_options({'size': size, 'tokens_per_param': 3.0, 'tokens': 5}, TrainConfig, RECIPE)
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda p: p.name)

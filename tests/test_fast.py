@@ -111,6 +111,40 @@ def test_rows_equal_the_readable_formula(case: tuple, at_once: int,
         assert ((one - slow).abs() <= 1e-12 * size).all(), name
 
 
+@pytest.mark.parametrize('case', [(2, 70, 3, 16, 1, True), (1, 130, 2, 24, 2, False)], ids=str)
+def test_rows_in_bfloat16_round_terms_no_more_than_bfloat16_does(
+        case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, 'SCORES_AT_ONCE', 140 * 32)
+    tensors, do = inputs(*case)
+    half = [None if t is None else t.detach().bfloat16().requires_grad_() for t in tensors]
+    if half[4] is not None:
+        half[4] = tensors[4]  # b is a float32 parameter, which autocast leaves alone
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in half]
+    do = do.bfloat16()
+    by_way = run(half, case[2], do, by_rows)
+    slow = run(exact, case[2], do.double(), readable)
+    sizes = sizes_of_summed_terms(exact, case[2], do.double())
+    for name, x, one, two, size in zip(names(half), [half[0], *(t for t in half if t is not None)],
+                                       by_way, slow, sizes, strict=True):
+        assert one.dtype == x.dtype, name
+        # each rounds a term by 2^-9 at most: q over tau, a score, alpha or ds, a piece, the result
+        assert (one - two).norm() <= 2 * 2 ** -9 * size.norm(), name
+
+
+def test_rows_under_autocast_are_as_near_as_the_readable_path() -> None:
+    """Of one model in float32: both round, neither the same way."""
+    cfg = ModelConfig(**{**SMALL, 'context_length': 70, 'attn_impl': 'readable'})
+    model, results = randomize(Transformer(cfg), seed=8).float(), []
+    idx = torch.randint(50, (2, 71), generator=torch.Generator().manual_seed(1))
+    for cfg.attn_impl, enabled in ('readable', False), ('readable', True), ('rows', True):
+        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
+            loss = model(idx[:, :-1], idx[:, 1:])[1]
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for exact, by_softmax, by_way in zip(*results, strict=True):
+        error = (by_way - exact).norm() / exact.norm()
+        assert error <= 1.5 * (by_softmax - exact).norm() / exact.norm() + 2 ** -8
+
+
 @pytest.mark.parametrize('cfg', [
     *(c for c in SETS if not c.exact_update),
     ModelConfig(**{**TINY, 'd_model': 30}),  # a width that the fused path pads
@@ -206,15 +240,17 @@ def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatc
     alibi, long = {**llama, 'positions': 'alibi'}, dict(context_length=65)
     by_softmax, by_torch = 'attention by readable softmax', "attention by torch's fused kernel"
     rows, ours = 'attention a few rows at a time', 'attention by our Triton kernels'
-    assert path(cpu, torch.float32) == path(cpu, half, **long) == by_softmax
+    assert path(cpu, torch.float32) == path(cpu, half) == by_softmax
     assert path(cpu, torch.float32, **alibi, **long) == by_softmax
     assert path(cpu, torch.float32, **long) == path(cpu, torch.float64, attn_impl='rows') == rows
+    assert path(cpu, half, **long) == rows
     assert path(cpu, torch.float32, **long, **rope) == by_torch
-    assert 'attn_impl=rows needs' in path(cpu, half, attn_impl='rows')
+    assert 'attn_impl=rows needs' in path(cpu, torch.float16, attn_impl='rows')
     if fast.HAS_TRITON:
         assert path(cpu, torch.float32, attn_impl='triton') == ours  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
     monkeypatch.setattr(fast, 'HAS_TRITON', True)
+    monkeypatch.setattr(fast, 'proven', lambda *case: True)
     assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
     for options in (rope, llama, alibi, dict(attn_impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == by_torch
@@ -222,6 +258,8 @@ def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatc
         assert path(gpu, half, **options) == by_softmax
     assert path(gpu, torch.float32) == by_torch
     assert 'attn_impl=triton needs' in path(cpu, torch.float32, attn_impl='triton')
+    monkeypatch.setattr(fast, 'proven', lambda *case: False)
+    assert path(gpu, half) == by_torch
     monkeypatch.setattr(fast, 'HAS_TRITON', False)
     assert path(gpu, half) == by_torch
 

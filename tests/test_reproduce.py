@@ -61,7 +61,7 @@ def pretend(task, perplexity, **more):
     """Files as a finished run leaves them."""
     os.makedirs(task.folder, exist_ok=True)
     train, model = map(asdict, reproduce.configs(task.options))
-    tokens = int(cost(task.options).tokens)
+    tokens = int(cost(task.shape).tokens)
     result = {'test_perplexity': perplexity, 'val_perplexity': perplexity, 'parameters': 10,
               'tokens': tokens, 'flops_per_token': 1e4, 'seconds': 2.0, **more}
     for name, content in (('result', result), ('config', {'train': train, 'model': model})):
@@ -82,11 +82,13 @@ def pretend_all(monkeypatch):
     """Runs are made up instead of trained; returns those that were asked for."""
     asked = []
 
-    def do_run(task):
-        asked.append(task)
-        pretend(task, likely(task))
+    def run(commands, jobs, quiet):
+        for task in commands:
+            asked.append(task)
+            pretend(task, likely(task))
+            yield task, None
 
-    monkeypatch.setattr(reproduce, 'do_run', do_run)
+    monkeypatch.setattr(reproduce, 'run_side_by_side', run)
     monkeypatch.setattr(reproduce, 'make_corpus', lambda: None)
     monkeypatch.setattr('nanocem.claims.DRAWS', 3)
     monkeypatch.setattr('nanocem.figures.look_inside', lambda out_dir: {
@@ -105,7 +107,7 @@ def test_runs_are_valid(scale, here):
         sizes = SCALES[scale].sweep_sizes if name == 'fig_lr' else SCALES[scale].sizes
         assert {size for size, *_ in cells} == set(sizes)
         for tasks in cells.values():
-            of = cost(tasks[0].options)
+            of = cost(tasks[0].shape)
             assert of.disk > 0 and of.tokens >= 10 * 100_000 and of.flops > 6 * of.tokens
             assert sum(of.weights.values()) > 50_000
 
@@ -262,7 +264,7 @@ def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
     for task in [*plan[1].tasks, *plan[2].tasks[::2]]:
         pretend(task, likely(task))
     reproduce.main(['claims', '--publish'])
-    assert 'published are the stages before "three smallest sizes' in capsys.readouterr().out
+    assert 'finished stages: the sweep; every size, first seed\n' in capsys.readouterr().out
     published = (here / 'results/ladder/ladder.md').read_text()
     inside = (here / 'out/results/ladder/ladder.md').read_text()
     assert '; 1 |' in published and '; 2 |' not in published and '; 2 |' in inside
@@ -271,9 +273,15 @@ def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
             reproduce.main(['claims', '--publish', option])
 
 
-def test_nothing_is_published_from_nothing(here, capsys):
-    reproduce.main(['claims', '--publish'])
-    assert not os.path.exists('results') and 'the stages before' in capsys.readouterr().out
+def test_nothing_is_published_from_little(here, monkeypatch, capsys):
+    """Neither from nothing nor from the sweep alone."""
+    scale = use(monkeypatch)
+    pretend_all(monkeypatch)
+    for settle in (lambda: None, lambda: reproduce.settle_rates(scale, 1)):
+        settle()
+        reproduce.main(['claims', '--publish'])
+        assert 'nothing is published' in capsys.readouterr().out
+        assert not os.path.exists('results')
 
 
 def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, capsys):
@@ -281,15 +289,15 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
     asked = pretend_all(monkeypatch)
     reproduce.settle_rates(scale, 1)
     asked.clear()
-    made_up = reproduce.do_run
+    made_up = reproduce.run_side_by_side
 
-    def do_run(task):
-        if 'none' in task.model:
-            asked.append(task)
-            return 'the disk is on fire'
-        return made_up(task)
+    def run(commands, jobs, quiet):
+        burning = [task for task in commands if 'none' in task.model]
+        asked.extend(burning)
+        yield from ((task, 'the disk is on fire') for task in burning)
+        yield from made_up({t: of for t, of in commands.items() if t not in burning}, jobs, quiet)
 
-    monkeypatch.setattr(reproduce, 'do_run', do_run)
+    monkeypatch.setattr(reproduce, 'run_side_by_side', run)
     with pytest.raises(SystemExit, match='4 runs failed'):
         reproduce.main(['fig_attn', '--jobs=1'])
     printed = capsys.readouterr().out
@@ -302,7 +310,7 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
         reproduce.main(['fig_attn', '--jobs=1'])
     assert len(asked) == 4 and all('none' in task.model for task in asked)
 
-    (task,) = [t for t in reproduce.own_runs(scale, ['llama'], ['s1'], [1])]
+    (task,) = reproduce.own_runs(scale, ['llama'], ['s1'], [1])
     config = here / task.folder / 'config.json'
     config.write_text(config.read_text().replace('"batch_size": 8', '"batch_size": 4'))
     with pytest.raises(SystemExit, match='another batch_size: remove it'):
@@ -356,7 +364,7 @@ def test_the_papers_plan(here, capsys):
     plan = stages(scale)
     tasks = {t for name in ('fig_attn', 'fig_energy')
              for of in cells_of(name, scale, plan).values() for t in of}
-    flops = sum(cost(task.options).flops for task in tasks)
+    flops = sum(cost(task.shape).flops for task in tasks)
     (total,) = [line for line in printed if line.startswith('| all |')]
     assert f'| {flops:.2e} | {flops / 0.4 / 312e12 / 3600:,.0f} |' in total
 
@@ -381,8 +389,8 @@ def test_a_figure_from_nothing(text, monkeypatch):
 
     first = files()
     assert set(first) == {f'{n}.{end}' for n in argv[:2] for end in ('png', 'csv', 'md')}
-    run = reproduce.do_run
-    monkeypatch.setattr(reproduce, 'do_run', lambda task: pytest.fail('trained again'))
+    run = reproduce.run_side_by_side
+    monkeypatch.setattr(reproduce, 'run_side_by_side', lambda *_: pytest.fail('trained again'))
     reproduce.main(argv)
     assert files() == first
     (task,) = reproduce.own_runs(scale, ['cem-2'], ['s1'], [1])
@@ -391,7 +399,7 @@ def test_a_figure_from_nothing(text, monkeypatch):
     assert inside['mlp'][0][1] < inside['mlp'][0][0]  # the first step goes down
 
     os.rename('out/reproduce', 'out/before')
-    monkeypatch.setattr(reproduce, 'do_run', run)
+    monkeypatch.setattr(reproduce, 'run_side_by_side', run)
     reproduce.main(argv)
     assert files() == first
 

@@ -21,9 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running import (
     BATCH,
+    FORK,
     LENGTH,
     ROOT,
     TINY,
+    VOCAB,
     Run,
     assert_one_line,
     free_port,
@@ -41,6 +43,7 @@ import configurator
 import train
 from model import ModelConfig, Transformer
 from nanocem import runs
+from nanocem.health import Health
 from nanocem.runs import checkpoints, read_checkpoint
 from nanocem.schedule import Schedule
 from nanocem.shards import Sequences
@@ -153,6 +156,17 @@ def test_fresh_runs_with_one_seed_are_equal_to_the_bit(data: Path, tmp_path: Pat
         ).wait().codes == [0]
     same(outs[0], outs[1])
     assert losses(outs[0]) != losses(outs[2])
+
+
+def prepares() -> None:
+    os._exit('prepare_slimpajama' in sys.modules)
+
+
+def test_training_does_not_import_data_preparation() -> None:
+    process = FORK.Process(target=prepares)  # a child that has imported train
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 # Kill and go on
@@ -341,7 +355,7 @@ def test_torchrun_restarts_a_killed_group_from_its_last_checkpoint(
     Run(tmp_path, *options, f'--out_dir={straight}', world=2).wait()
     script = tmp_path / 'deadly.py'
     script.write_text(KILL_ONE.format(root=str(ROOT)))
-    out = tmp_path / 'out' / ('named' if named else 'mini-cem2-cem2')
+    out = tmp_path / 'out' / 'named'
     process = torchrun(
         '--nproc_per_node=2',
         '--max-restarts=1',
@@ -353,6 +367,7 @@ def test_torchrun_restarts_a_killed_group_from_its_last_checkpoint(
     )
     text = process.communicate(timeout=120)[0]
     assert process.returncode == 0 and 'after step 10' in text, text
+    (out,) = (tmp_path / 'out').iterdir()
     same(straight, out)
 
 
@@ -541,6 +556,57 @@ def test_a_loss_spike_is_logged(data: Path, tmp_path: Path) -> None:
         damage=BadNumbers(range(30, 31), 3.0),
     ).wait()
     assert [line['step'] for line in log(out) if line.get('event') == 'spike'] == [31]
+
+
+def test_a_run_whose_steps_were_all_skipped_is_no_result(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / 'o'
+    run = Run(tmp_path, f'--data={data}', steps(4), f'--out_dir={out}',
+              damage=BadNumbers(range(9), math.nan)).wait()
+    assert run.codes == [1] and 'no model came of 4 steps' in run.text.splitlines()[-1], run.text
+    assert 'Traceback' not in run.text and not (out / 'result.json').exists()
+    assert 'NaN' not in (out / 'log.jsonl').read_text()
+
+
+def test_a_model_that_learns_no_context_is_warned_of_once() -> None:
+    """After the warm-up and some time: near the entropy of single tokens a warning, below none."""
+    for loss, warned in ((3.1, 1), (2.7, 0)):
+        health = Health()
+        for step in range(150):
+            assert not list(health.look(step, loss, 1.0))
+        assert len(list(health.no_context(3.15))) == warned
+    assert len(list(Health().no_context(3.15))) == 1  # all skipped
+
+
+def test_the_unigram_entropy_is_the_datas(data: Path, tmp_path: Path) -> None:
+    entropy = Sequences(str(data), 'train', LENGTH).unigram_entropy()
+    assert entropy == pytest.approx(math.log(VOCAB), abs=0.01)
+    trainer = make_trainer(data, tmp_path)
+    trainer.step = 200
+    told = []
+    trainer.tell = lambda text, **values: told.append(text)
+    for _ in range(2):
+        trainer.judge(3.4, 1.0)  # log(30) = 3.401
+        trainer.step += 1
+    assert len(told) == 1 and 'no context learned yet' in told[0] and 'residual' in told[0]
+
+
+class Screen:
+    """stdout is a full disk, or a pipe that nobody reads."""
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def __call__(self) -> None:
+        reader, writer = os.pipe()
+        os.dup2(writer if self.kind == 'closed' else os.open('/dev/full', os.O_WRONLY), 1)
+        os.close(reader)
+
+
+@pytest.mark.parametrize('kind', ['closed', 'full'])
+def test_a_run_that_cannot_speak_finishes(kind: str, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / 'o'
+    run = Run(tmp_path, f'--data={data}', steps(4), f'--out_dir={out}', damage=Screen(kind)).wait()
+    assert run.codes == [0] and not run.text, run.text
+    assert (out / 'result.json').exists() and len(losses(out)) == 4
 
 
 def test_a_finished_run_is_not_overwritten(data: Path, tmp_path: Path) -> None:

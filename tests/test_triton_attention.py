@@ -114,6 +114,7 @@ def test_float16_error_is_near_sdpas() -> None:
     check_16_bits('cpu', torch.float16, [(1, 130, 4, 64, 1, True), (2, 67, 2, 84, 2, True)], 1.7)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_bfloat16_error_is_no_worse_than_sdpas() -> None:
     cases = [(2, 1024, 12, 64, 1, True), (2, 515, 12, 72, 1, True), (1, 777, 8, 84, 8, True)]

@@ -1,0 +1,52 @@
+"""The front page and its pages: short, and true of the code beside them."""
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ['README.md', *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md')))]
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding='utf-8').replace('\\\n', ' ')
+
+
+def test_the_front_page_is_short() -> None:
+    lines = (ROOT / 'README.md').read_text(encoding='utf-8').splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_front_pages_code_is_model_pys() -> None:
+    code = re.search(r'```python\n(.*?)```', read('README.md'), re.DOTALL)[1].splitlines()
+    there = {' '.join(line.split()) for line in read('model.py').splitlines()}
+    shown = [' '.join(line.split()) for line in code if not line.startswith('#')]
+    assert len(shown) > 5
+    assert [line for line in shown if line not in there] == []
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    paths = [link.partition('#')[0] for link in re.findall(r'\]\(([^)]+)\)', read(page))
+             if not link.startswith('http')]
+    assert [path for path in paths if not (ROOT / page).parent.joinpath(path).exists()] == []
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_commands_have_the_options_they_are_given(page: str) -> None:
+    command = r'(?:python|torchrun) [^\n`]*?([\w/]+\.py)([^\n`|#;]*)'
+    for script, rest in re.findall(command, read(page)):
+        declared = read(script) + (read('model.py') if script == 'train.py' else '')
+        fields = {'help', *re.findall(r'^    (\w+): ', declared, re.MULTILINE)}
+        assert set(re.findall(r'--(\w+)', rest)) <= fields, script
+
+
+def test_the_tests_that_robustness_names_exist() -> None:
+    found = re.findall(r'(test_\w+\.py)((?:,? `\w+`)*)', read('docs/robustness.md'))
+    assert len(found) > 10
+    for file, names in found:
+        text = read(f'tests/{file}')
+        missing = [name for name in re.findall(r'`(\w+)`', names)
+                   if not re.search(rf'^def test_\w*{name}', text, re.MULTILINE)]
+        assert missing == [], file

@@ -1,0 +1,159 @@
+"""Tokenizers: the ids are those of SentencePiece, transformers and tiktoken, whole or in pieces.
+Tests that need Llama's tokenizer.model look for it at $LLAMA_TOKENIZER or
+../shared/data/llama_tokenizer.model and are skipped without it."""
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocem.documents import cut, pieces
+from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer
+
+REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LLAMA = os.environ.get('LLAMA_TOKENIZER') or os.path.join(
+    REPO, '..', 'shared', 'data', 'llama_tokenizer.model')
+needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
+                                 reason='no Llama tokenizer.model ($LLAMA_TOKENIZER)')
+
+NASTY = ['', ' ', '  ', '\n', '\n\n', '\t', '\r\n', '\0', '\x7f\x01', 'a', ' a', 'a ', '  a  b   c',
+         'a\n b\n\n  c\t\td', '\u2581', '\u2581a \u2581\u2581b', 'a\u00a0b\u3000c\u2028d\u200be',
+         '\ufeffBOM', 'naïve café Ünï', 'e\u0301 é', 'ﬁ ½ Å', '你好\uff0c世界', 'こんにちは 世界',
+         'مرحبا بالعالم', 'हिन्दी में', '👩‍👩‍👧‍👦🏳️‍🌈 👍🏽', '\U0001f600' * 50, '\U0010ffff\ue000',
+         'def f(x):\n    return {"a": [x, "\\n"]}\n', 'https://a.b/c?d=%20&e#f', '<0x0A> <unk >',
+         '1234567890 3.14159', 'x' * 1000, ' ' * 1000, '\n' * 1000, 'word ' * 1000,
+         'don\'t "quote" — …', '\r', ' \r ', '\u2581\r\u2581\u00a0\u2002']
+WORDS = ['word', ' ', '\n', '  ', '\u2581', 'é', '.', '世', "'s", '12', '\t', '\r\n', '\u00a0']
+
+
+@pytest.fixture(scope='module')
+def llama() -> LlamaTokenizer:
+    return LlamaTokenizer(LLAMA)
+
+
+def documents(n: int, seed: int, characters: int = 400) -> list[str]:
+    """Texts of random words, some with line ends and other scripts."""
+    rng = random.Random(seed)
+    words = ['the', 'of', 'energy', 'é', '世界', 'x=1', '👍', '\n', '\n\n', ' ', 'a' * 30,
+             'minimization', 'Hopfield,', '\t']
+    return [' '.join(rng.choices(words, k=rng.randrange(1, characters // 2))) + f' {i}'
+            for i in range(n)]
+
+
+def small_gpt2() -> Gpt2Tokenizer:
+    """tiktoken's gpt2 with another vocabulary, which needs no network: the bytes, all parts of a
+    text up to 8 bytes, and noise up to the right size."""
+    import tiktoken
+    rng = random.Random(0)
+    text = ' '.join(documents(5, seed=0)).encode()
+    parts = {text[i:i + n] for i in range(len(text) - 8) for n in range(2, 9)}
+    words = [bytes([i]) for i in range(256)] + sorted(parts, key=lambda part: (len(part), part))
+    while len(words) < 50_256:
+        words.append(rng.randbytes(12))
+    pattern = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s")
+    bpe = tiktoken.Encoding('gpt2', pat_str=pattern, special_tokens={'<|endoftext|>': 50_256},
+                            mergeable_ranks={word: i for i, word in enumerate(words)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiktoken, 'get_encoding', lambda name: bpe)
+        return Gpt2Tokenizer()
+
+
+def tokenizers() -> Iterator[Any]:
+    yield ByteTokenizer()
+    yield small_gpt2()
+    if os.path.isfile(LLAMA):
+        yield LlamaTokenizer(LLAMA)
+    if os.environ.get('TIKTOKEN_CACHE_DIR'):
+        yield Gpt2Tokenizer()
+
+
+TOKENIZERS = list(tokenizers())
+
+
+def llama_of_2023(model: Any) -> Any:
+    """LlamaTokenizerFast as transformers 4 made it, with the installed transformers: merges in the
+    order of the pieces' scores, and always a space in front. (transformers 5 orders by id, and puts
+    none before a space.)"""
+    pytest.importorskip('transformers', reason='transformers is not installed')
+    from tokenizers import normalizers
+    from transformers import LlamaTokenizerFast
+    vocab = {model.id_to_piece(i): i for i in range(model.vocab_size())}
+    merges = [(-model.get_score(i), -cut, piece) for piece, i in vocab.items()
+              for cut in range(1, len(piece))
+              if i > 258 and piece[:cut] in vocab and piece[cut:] in vocab]
+    fast = LlamaTokenizerFast(vocab=vocab, merges=[(piece[:-cut], piece[-cut:])
+                                                   for _, cut, piece in sorted(merges)])
+    fast.backend_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
+    fast.backend_tokenizer.pre_tokenizer = None
+    return fast
+
+
+@needs_llama
+def test_llama_ids_are_transformers(llama: LlamaTokenizer) -> None:
+    fast = llama_of_2023(llama.model)
+    long = ['ab' * 500_000, 'a ' * 500_000, Path(os.__file__).read_text()]
+    for text in [*NASTY, *documents(50, seed=1), *long]:
+        right = fast.encode(text, add_special_tokens=False)
+        assert llama.encode(text) == right, repr(text[:80])
+        assert llama.encode_pieces([(text, True)], 2)[0].tolist() == right
+
+
+@needs_llama
+def test_llama_marks_in_a_text_are_text(llama: LlamaTokenizer) -> None:
+    fast, text = llama_of_2023(llama.model), 'a <s>struck out</s> word <unk>'
+    assert llama.encode(text) == fast.encode(text, add_special_tokens=False,
+                                             split_special_tokens=True)
+    assert not {0, 1, 2} & set(llama.encode(text))
+    assert 1 in fast.encode(text, add_special_tokens=False)  # the difference on purpose
+    assert llama.decode([1, *llama.encode(text)]) == text
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.one_of(st.lists(st.sampled_from(WORDS), max_size=80).map(''.join),
+                 st.text(st.characters(exclude_categories=['Cs']), max_size=60)),
+       st.integers(1, 12), st.integers(1, 30), st.integers(1, 3))
+def test_a_document_in_pieces_has_the_ids_of_the_whole(text: str, size: int, chunk: int,
+                                                       threads: int) -> None:
+    chunks = [text[i:i + chunk] for i in range(0, len(text), chunk)]
+    parts = list(pieces(chunks, size, lambda position: 'train'))
+    assert ''.join(part.text for part in parts) == text
+    assert [part.begins for part in parts] == [True] * bool(text) + [False] * (len(parts) - 1)
+    assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True] * bool(text)
+    for tokenizer in TOKENIZERS:
+        made = tokenizer.encode_pieces([(part.text, part.begins) for part in parts], threads)
+        assert np.concatenate([[], *made]).tolist() == tokenizer.encode(text), tokenizer.name
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=80), st.integers(1, 12),
+       st.integers(0, 9), st.integers(0, 9))
+def test_parts_of_a_document_begin_and_end_their_splits(words: list[str], size: int, first: int,
+                                                        more: int) -> None:
+    text = ''.join(words)
+    parts = list(pieces([text], size, lambda position: 'train' if position < first else (
+        'val' if position < first + more else 'test')))
+    assert [part.text for part in parts] == [part for _, part in cut([text], size)]
+    for split in ('train', 'val', 'test'):
+        mine = [part for part in parts if part.split == split]
+        assert [part.begins for part in mine] == [True] * bool(mine) + [False] * (len(mine) - 1)
+        assert [part.ends for part in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
+
+
+def test_decoding_gives_the_text_back() -> None:
+    for tokenizer in TOKENIZERS:
+        for text in ('naïve 世界 👍', 'a\n b\n\n  c', '<|endoftext|> <s>'):
+            assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text)]) == text
+
+
+@pytest.mark.skipif(not os.environ.get('TIKTOKEN_CACHE_DIR'),
+                    reason='tiktoken would download gpt2 ($TIKTOKEN_CACHE_DIR)')
+def test_gpt2() -> None:
+    tokenizer = Gpt2Tokenizer()
+    assert tokenizer.encode('Hello world') == [15496, 995]
+    assert 50_256 not in tokenizer.encode('Hello world<|endoftext|>')
