@@ -44,8 +44,8 @@ from train import RECIPE, TrainConfig
 
 SWEEP_SEED = 1  # the rates come from it alone, so that they hold still while other seeds run
 LOWEST_RATE, HIGHEST_RATE = 0.0005, 0.064
-# What the plans reckon with: a core's speed at the ladder's depth n (6e9 n FLOP/s were seen), and
-# eight A100s; the paper's appendix says what all its results took.
+# What the plans reckon with: a core's speed, a layer of the ladder, as it was seen; A100s; and what
+# all the paper's results took, by its appendix.
 CORE_FLOPS_A_LAYER = 6e9
 MFU, A100_FLOPS, PAPER_GPU_HOURS = 0.4, 312e12, 10_000
 
@@ -312,8 +312,7 @@ def write_figure(name: str, cells: Mapping[tuple[str, str, str, str], list[Task]
     cells = [cell for cell in every if cell.results]
     missing = [f'{cell.model} at {cell.size}' for cell in every if not cell.results]
     if not cells or (whole and missing):
-        say(f'{name}: not written to {folder}, no finished run of {missing[0]}')
-        return
+        return say(f'{name}: not written to {folder}, no finished run of {missing[0]}')
     for ending, data in figure_files(FIGURES[name], cells).items():
         save(folder, f'{name}.{ending}', data)
     say(f'{folder}/{name}: .md, .csv, .png; {len(missing)} of {len(every)} cells are to come')
@@ -470,8 +469,8 @@ def main(argv: list[str]) -> None:
     names = [a for a in argv if not a.startswith('-')]
     options = read_options([a for a in argv if a.startswith('-')], ReproduceConfig)
     cfg = build(ReproduceConfig, options)
-    scale = SCALES[cfg.scale]
-    scale = replace(scale, only=cfg.sizes, seeds=cfg.seeds or scale.seeds)
+    seeds = cfg.seeds or SCALES[cfg.scale].seeds
+    scale = replace(SCALES[cfg.scale], only=cfg.sizes, seeds=seeds)
     known = [name for name in FIGURES if cfg.scale in FIGURES[name].scales]
     if unknown := [name for name in names if name not in (*known, 'all', 'ladder', 'claims')]:
         fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(known)}, ladder, all, claims')
@@ -480,8 +479,8 @@ def main(argv: list[str]) -> None:
     if cfg.list or (not names and not cfg.plan):
         return show_list(figures, scale)
     if cfg.plan:
-        whole = everything or not names
-        return show_plan(stages(scale) if whole else wanted(figures, scale), scale, cfg.jobs)
+        plan = stages(scale) if everything or not names else wanted(figures, scale)
+        return show_plan(plan, scale, cfg.jobs)
     if cfg.scale == 'paper' and not cfg.run and figures:
         return show_gpu_plan(figures, scale)
     for number in (signal.SIGTERM, signal.SIGHUP):
