@@ -16,48 +16,38 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
-from nanocem import claims
+from nanocem import claims, ladder
 from nanocem.corpus import CORPUS, make_corpus
 from nanocem.figures import FIGURES, Cell, figure_files
 from nanocem.files import read_json, say, write_whole
-from nanocem.ladder import (
-    FAMILIES,
-    FURTHER,
-    LLAMA,
-    LONGER,
-    MODELS,
-    SCALES,
-    VARIANTS,
-    Scale,
-    Task,
-    canonical,
-)
+from nanocem.jobs import run_side_by_side
+from nanocem.ladder import FAMILIES, LLAMA, MODELS, SCALES, Scale, Task, canonical
+from nanocem.options import new_options
 from nanocem.scaling import akima_optimum, carry_rates
 from nanocem.shards import BUILTIN
 from nanocem.tokenizers import ByteTokenizer
-from train import TrainConfig
+from train import RECIPE, TrainConfig
 
 SWEEP_SEED = 1  # the rates come from it alone, so that they hold still while other seeds run
 LOWEST_RATE, HIGHEST_RATE = 0.0005, 0.064
-# What the plans reckon with: a core's speed at the ladder's depth n (6e9 n FLOP/s were seen), and
-# eight A100s; the paper's appendix says what all its results took.
+# What the plans reckon with: a core's speed, a layer of the ladder, as it was seen; A100s; and what
+# all the paper's results took, by its appendix.
 CORE_FLOPS_A_LAYER = 6e9
 MFU, A100_FLOPS, PAPER_GPU_HOURS = 0.4, 312e12, 10_000
-
 
 Found = dict[Task, dict[str, Any]]  # the results of the finished runs
 
@@ -66,10 +56,23 @@ Found = dict[Task, dict[str, Any]]  # the results of the finished runs
 def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     """What train.py makes of a run's options."""
     given = read_options(options.split(), TrainConfig, ModelConfig)
+    given = new_options(given, TrainConfig, RECIPE)[0]
     train = build(TrainConfig, given)
     bytes_only = train.data in (CORPUS, BUILTIN)
     given.setdefault('vocab_size', ByteTokenizer.vocab_size if bytes_only else 32_000)
     return train, build(ModelConfig, given)
+
+
+@cache
+def settings(options: str) -> dict[str, Any]:
+    """The same as config.json has it."""
+    return {key: value for part in configs(options) for key, value in asdict(part).items()}
+
+
+class Undrawn(TorchFunctionMode):
+    """Models that are only counted: no weight is drawn, which on the meta device is slow."""
+    def __torch_function__(self, call: Any, types: Any, args: Any = (), given: Any = None) -> Any:
+        return args[0] if call is torch.Tensor.normal_ else call(*args, **(given or {}))
 
 
 class Cost(NamedTuple):
@@ -81,9 +84,9 @@ class Cost(NamedTuple):
 
 @cache
 def cost(options: str) -> Cost:
-    """What a run takes, from its options alone."""
+    """What a run takes, from its options alone; the learning rate may be left out."""
     train, cfg = configs(options)
-    with torch.device('meta'):
+    with torch.device('meta'), Undrawn():
         model, llama = Transformer(cfg), Transformer(cfg.llama())
     tokens = train.tokens or train.tokens_per_param * llama.num_params()
     weights = {kind: sum(p.numel() for block in model.blocks
@@ -102,9 +105,8 @@ def finished(task: Task) -> dict[str, Any] | None:
     has changed since."""
     if config := read_json(f'{task.folder}/config.json'):
         saved = {**config['train'], **config['model']}
-        train, model = map(asdict, configs(task.options))
         own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
-        if changed := [k for k, v in {**train, **model}.items()
+        if changed := [k for k, v in settings(task.options).items()
                        if k not in own and k in saved and saved[k] != v]:
             fail(f'{task.folder} holds a run of another {", ".join(changed)}: remove it to train '
                  'it anew')
@@ -112,7 +114,7 @@ def finished(task: Task) -> dict[str, Any] | None:
     if not result or not math.isfinite(result.get('test_perplexity') or math.inf):
         return None
     return {**result, 'seed': task.seed, 'rate': task.rate, 'out_dir': task.folder,
-            'weights': cost(task.options).weights}
+            'weights': cost(task.shape).weights}
 
 
 def look(tasks: Iterable[Task]) -> Found:
@@ -121,6 +123,13 @@ def look(tasks: Iterable[Task]) -> Found:
 
 
 # Rates: a sweep at the two smallest sizes, and a power law upward.
+
+FAILED: set[Task] = set()  # of this call
+
+
+def done(task: Task) -> bool:
+    return task in FAILED or finished(task) is not None
+
 
 def sweep(scale: Scale, size: str, model: str, seed: int) -> list[Task]:
     """The sweep of a model at a size, as far as it is known: the scale's rates, and at the ladder
@@ -138,13 +147,6 @@ def sweep(scale: Scale, size: str, model: str, seed: int) -> list[Task]:
             rates.append(rates[-1] * 2)
         else:
             return tasks
-
-
-FAILED: set[Task] = set()  # of this call
-
-
-def done(task: Task) -> bool:
-    return task in FAILED or finished(task) is not None
 
 
 def all_sweeps(scale: Scale, seed: int, models: Sequence[str]) -> list[Task]:
@@ -217,10 +219,11 @@ def stages(scale: Scale) -> list[Stage]:
         Stage('the sweep', all_sweeps(scale, SWEEP_SEED, FAMILIES)),
         Stage('every size, first seed', runs(FAMILIES, sizes, first)),
         Stage('three smallest sizes, further seeds', runs(FAMILIES, sizes[:3], further)),
-        Stage('variants, two smallest sizes', runs(VARIANTS, sizes[:2], scale.seeds)),
-        Stage('rates at a third size, twice the tokens', check + runs(LONGER, sizes[:2], first)),
+        Stage('variants, two smallest sizes', runs(ladder.VARIANTS, sizes[:2], scale.seeds)),
+        Stage('rates at a third size', check),
+        Stage('twice the tokens', runs(ladder.LONGER, sizes[:2], first)),
         Stage('sweeps of further seeds', again),
-        Stage('further variants', runs(FURTHER, sizes[:2], scale.seeds)),
+        Stage('further variants', runs(ladder.FURTHER, sizes[:2], scale.seeds)),
         Stage('fourth size, further seeds', runs(FAMILIES, sizes[3:4], further)),
         Stage('fifth size, further seeds', runs(FAMILIES, sizes[4:], further))]
     return [Stage(title, asked(tasks, scale)) for title, tasks in plan]
@@ -231,10 +234,11 @@ def asked(tasks: Iterable[Task], scale: Scale) -> list[Task]:
     return [task for task in tasks if task.size in (scale.only or (task.size,))]
 
 
-def cells_of(name: str, scale: Scale) -> dict[tuple[str, str, str, str], list[Task]]:
+def cells_of(name: str, scale: Scale, plan: Sequence[Stage],
+             ) -> dict[tuple[str, str, str, str], list[Task]]:
     """The cells of a figure, (size, group, label, model), with the runs that the plan has for them.
     The sweep's groups are the rates, and it has sizes of its own."""
-    plan = {task for stage in stages(scale) for task in stage.tasks}
+    planned = {task for stage in plan for task in stage.tasks}
     found: dict[tuple[str, str, str, str], list[Task]] = {}
     for group, labels in FIGURES[name].groups.items():
         for label, model in labels.items():
@@ -243,22 +247,19 @@ def cells_of(name: str, scale: Scale) -> dict[tuple[str, str, str, str], list[Ta
                 tasks = [task for s in scale.seeds for task in all_sweeps(scale, s, [model])]
             for task in tasks:
                 key = (task.size, f'{task.rate:g}' if name == 'fig_lr' else group, label, model)
-                if task in plan:
+                if task in planned:
                     found.setdefault(key, []).append(task)
     return found
 
 
 def wanted(names: Sequence[str], scale: Scale) -> list[Stage]:
     """The plan, less what these figures do not draw."""
-    drawn = {t for name in names for tasks in cells_of(name, scale).values() for t in tasks}
-    return [Stage(stage.title, [task for task in stage.tasks if task in drawn])
-            for stage in stages(scale)]
+    plan = stages(scale)
+    drawn = {t for name in names for tasks in cells_of(name, scale, plan).values() for t in tasks}
+    return [Stage(title, [task for task in tasks if task in drawn]) for title, tasks in plan]
 
 
 # Running.
-
-CHILDREN: set[subprocess.Popen] = set()
-
 
 def command(task: Task) -> list[str]:
     """The command line of a run."""
@@ -268,45 +269,22 @@ def command(task: Task) -> list[str]:
     return [*words, '--init_from=resume'] if begun else words
 
 
-def do_run(task: Task) -> str | None:
-    """Do or finish one run, on one CPU thread, so that its numbers depend on nothing else that
-    runs; None if it went well, else its exit code and the last line it printed. torchrun's runs
-    print for themselves."""
-    pipe = subprocess.PIPE if SCALES[task.scale].launcher[0] == sys.executable else None
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    with subprocess.Popen(command(task), stdout=pipe, stderr=pipe, text=True, env=environment,
-                          errors='replace') as child:
-        CHILDREN.add(child)
-        out, err = child.communicate()
-        CHILDREN.discard(child)
-    last_line = (err or out or '').strip().rpartition('\n')[2]
-    return None if child.returncode == 0 else f'exit code {child.returncode}. {last_line}'
-
-
 def run_missing(tasks: Sequence[Task], jobs: int) -> None:
-    """These runs, side by side; those that fail are named and remembered in FAILED, the rest go on.
-    Asked to stop, it lets the runs write their checkpoints."""
-    total, reached, start = sum(cost(t.options).flops for t in tasks), 0.0, time.monotonic()
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        waiting = {pool.submit(do_run, task): task for task in tasks}
-        for n, future in enumerate(as_completed(waiting), 1):
-            task = waiting[future]
-            reached += cost(task.options).flops
+    """These runs; those that fail are named and remembered in FAILED, the rest go on. Stopped, the
+    runs write their checkpoints. torchrun's runs print for themselves."""
+    total, reached, start = sum(cost(t.shape).flops for t in tasks), 0.0, time.monotonic()
+    quiet = SCALES[tasks[0].scale].launcher[0] == sys.executable
+    commands = {task: command(task) for task in tasks}
+    with closing(run_side_by_side(commands, jobs, quiet)) as ended:
+        for n, (task, error) in enumerate(ended, 1):
+            reached += cost(task.shape).flops
             left = timedelta(seconds=round((time.monotonic() - start) * (total / reached - 1)))
-            error, result = future.result(), finished(task)
-            if error or result is None:
-                FAILED.add(task)
-                text = f'FAILED: {error or "no result"}'
-            else:
+            if result := None if error else finished(task):
                 text = f'test perplexity {result["test_perplexity"]:.3f}'
+            else:
+                text = f'FAILED: {error or "no result"}'
+                FAILED.add(task)
             say(f'{n}/{len(tasks)} {task.folder}: {text} | ETA {left}')
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in list(CHILDREN):
-            child.terminate()
-        pool.shutdown()
-        raise
 
 
 def settle_rates(scale: Scale, jobs: int) -> None:
@@ -316,8 +294,7 @@ def settle_rates(scale: Scale, jobs: int) -> None:
     while missing := [t for t in all_sweeps(scale, SWEEP_SEED, FAMILIES) if not done(t)]:
         say(f'the sweep: {len(missing)} runs')
         run_missing(missing, jobs)
-    text = json.dumps(choose_rates(scale), indent=1)
-    save(f'out/results/{scale.name}', 'rates.json', text)
+    save(f'out/results/{scale.name}', 'rates.json', json.dumps(choose_rates(scale), indent=1))
 
 
 # What comes out: pictures and tables, in out/results/ or, published, in results/.
@@ -327,15 +304,15 @@ def save(folder: str, name: str, data: bytes | str) -> None:
     write_whole(os.path.join(folder, name), data.encode() if isinstance(data, str) else data)
 
 
-def write_figure(name: str, scale: Scale, found: Found, folder: str, whole: bool) -> None:
+def write_figure(name: str, cells: Mapping[tuple[str, str, str, str], list[Task]], found: Found,
+                 folder: str, whole: bool) -> None:
     """A figure's picture and tables; `whole`: only if all its cells have runs."""
     every = [Cell(*key, [found[task] for task in tasks if task in found])
-             for key, tasks in cells_of(name, scale).items()]
+             for key, tasks in cells.items()]
     cells = [cell for cell in every if cell.results]
     missing = [f'{cell.model} at {cell.size}' for cell in every if not cell.results]
     if not cells or (whole and missing):
-        say(f'{name}: not written to {folder}, no finished run of {missing[0]}')
-        return
+        return say(f'{name}: not written to {folder}, no finished run of {missing[0]}')
     for ending, data in figure_files(FIGURES[name], cells).items():
         save(folder, f'{name}.{ending}', data)
     say(f'{folder}/{name}: .md, .csv, .png; {len(missing)} of {len(every)} cells are to come')
@@ -344,28 +321,12 @@ def write_figure(name: str, scale: Scale, found: Found, folder: str, whole: bool
 def write_claims(scale: Scale, found: Found, folder: str) -> list[str]:
     """claims.md, claims.csv and ladder.md; returns the README's table."""
     own = set(own_runs(scale, [*MODELS], scale.sizes, scale.seeds))
-    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    sweeps: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
-    others = []
-    for task, r in sorted(found.items()):
-        if task in own:
-            results.setdefault(task[1:3], []).append(r)
-        elif task.size not in scale.sweep_sizes:
-            others.append(f'{task.model} at {task.size}, rate {task.rate:g}: '
-                          f'{r["test_perplexity"]:.3f}')
-        if task.size in scale.sweep_sizes and task in sweep(scale, *task[1:3], task.seed):
-            of = sweeps.setdefault(task[1:3], {}).setdefault(task.seed, {})
-            of[task.rate] = r['test_perplexity']
+    swept = {t for seed in scale.seeds for t in all_sweeps(scale, seed, FAMILIES)}
     sizes = {size: weights_at(scale, size) for size in scale.sizes}
-    rows = claims.all_rows(sizes, results, sweeps)
-    hours = sum(r['seconds'] for r in found.values()) / 3600
-    page = [*claims.ladder_table(sizes, MODELS, results), '',
-            f'{len(found)} runs, {hours:.1f} hours of one core. Beside the carried rates: '
-            f'{"; ".join(others) or "nothing yet"}.', '', *claims.worth(sizes, results), '']
-    save(folder, 'claims.md', '\n'.join([*claims.table(rows, sizes), '']))
-    save(folder, 'claims.csv', claims.as_csv(rows, sizes))
-    save(folder, 'ladder.md', '\n'.join(page))
-    return claims.front_table(rows)
+    pages, front = claims.pages(sizes, MODELS, found, own, swept)
+    for name, page in pages.items():
+        save(folder, name, page)
+    return front
 
 
 def write_out(names: Sequence[str], scale: Scale, with_claims: bool, publish: bool) -> None:
@@ -373,7 +334,7 @@ def write_out(names: Sequence[str], scale: Scale, with_claims: bool, publish: bo
     plan, folder = stages(scale), f'out/results/{scale.name}'
     found = look(task for stage in plan for task in stage.tasks)
     for name in names:
-        write_figure(name, scale, found, folder, whole=False)
+        write_figure(name, cells_of(name, scale, plan), found, folder, whole=False)
     if with_claims:
         say('\n'.join(write_claims(scale, found, folder)))
     if publish:
@@ -384,17 +345,15 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
                    found: Found) -> None:
     """What the finished stages give, to results/ and the README."""
     chosen, folder = chosen_rates(scale), f'results/{scale.name}'
-    whole: Found = {}
-    for n, stage in enumerate(plan):
-        # a run of the first sweep may have failed: its rates are what counts
-        if not (chosen if n == 0 else all(task in found for task in stage.tasks)):
-            say(f'published are the stages before "{stage.title}"')
-            break
-        whole |= {task: found[task] for task in stage.tasks if task in found}
-    if not whole:
-        return
+    # a run of the first sweep may have failed: its rates are what counts
+    missing = [not chosen, *(any(task not in found for task in of.tasks) for of in plan[1:]), True]
+    finished_stages = plan[:missing.index(True)]
+    say(f'finished stages: {"; ".join(stage.title for stage in finished_stages) or "none"}')
+    if len(finished_stages) < 2:
+        return say('nothing is published before two of them are')
+    whole = {t: found[t] for stage in finished_stages for t in stage.tasks if t in found}
     for name in names:
-        write_figure(name, scale, whole, folder, whole=True)
+        write_figure(name, cells_of(name, scale, plan), whole, folder, whole=True)
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
     if with_claims:
         claims.into_readme(write_claims(scale, whole, folder))
@@ -408,12 +367,12 @@ def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:
     for stage in plan:
         new = [task for task in dict.fromkeys(stage.tasks) if task not in seen]
         seen.update(new)
-        seconds = sum(cost(t.options).flops / CORE_FLOPS_A_LAYER / configs(t.options)[1].n_layer
+        seconds = sum(cost(t.shape).flops / CORE_FLOPS_A_LAYER / configs(t.options)[1].n_layer
                       for t in new)
         total += seconds / 3600
         say(f'| {stage.title} | {len(new)} | {len(look(new))} | '
-            f'{sum(cost(t.options).tokens for t in new) / 1e6:,.0f} M | '
-            f'{sum(cost(t.options).flops for t in new):.2e} | {seconds / 3600:.1f} | '
+            f'{sum(cost(t.shape).tokens for t in new) / 1e6:,.0f} M | '
+            f'{sum(cost(t.shape).flops for t in new):.2e} | {seconds / 3600:.1f} | '
             f'{total / jobs:.1f} |')
     say(f'\nHours so far: with {jobs} runs side by side, a core at {CORE_FLOPS_A_LAYER / 1e9:.0f} '
         'GFLOP/s times the layers. Where sweeps meet an edge they go on, and take longer.')
@@ -421,9 +380,10 @@ def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:
 
 def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
     """The commands of a scale's unfinished runs, and what all its runs take on A100s."""
-    rows, counted = [], {}
+    rows, counted, plan = [], {}, stages(scale)
     for name in names:
-        tasks = list(dict.fromkeys(t for of in cells_of(name, scale).values() for t in of))
+        cells = cells_of(name, scale, plan)
+        tasks = list(dict.fromkeys(task for of in cells.values() for task in of))
         new = [task for task in tasks if task not in counted]
         rows.append((name, len(tasks), new))
         counted |= dict.fromkeys(new)
@@ -433,7 +393,7 @@ def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
     say('\n| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |')
     say('|' + '---|' * 7)
     for name, n, new in [*rows, ('all', len(counted), counted)]:
-        costs = [cost(task.options) for task in new]
+        costs = [cost(task.shape) for task in new]
         flops = sum(c.flops for c in costs)
         say(f'| {name} | {n} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | '
             f'{flops:.2e} | {flops / MFU / A100_FLOPS / 3600:,.0f} | '
@@ -475,9 +435,10 @@ class ReproduceConfig:
 
 def show_list(names: Sequence[str], scale: Scale) -> None:
     """The figures with their runs."""
+    plan = stages(scale)
     for name in names:
         say(f'{name}: {FIGURES[name].title}')
-        for (*where, _), tasks in cells_of(name, scale).items():
+        for (*where, _), tasks in cells_of(name, scale, plan).items():
             say(f'    {" ".join(filter(None, where))}: train.py {tasks[0].options} '
                 f'({len(look(tasks))} of {len(tasks)} seeds finished)')
 
@@ -508,8 +469,8 @@ def main(argv: list[str]) -> None:
     names = [a for a in argv if not a.startswith('-')]
     options = read_options([a for a in argv if a.startswith('-')], ReproduceConfig)
     cfg = build(ReproduceConfig, options)
-    scale = SCALES[cfg.scale]
-    scale = replace(scale, seeds=cfg.seeds or scale.seeds, only=cfg.sizes)
+    seeds = cfg.seeds or SCALES[cfg.scale].seeds
+    scale = replace(SCALES[cfg.scale], only=cfg.sizes, seeds=seeds)
     known = [name for name in FIGURES if cfg.scale in FIGURES[name].scales]
     if unknown := [name for name in names if name not in (*known, 'all', 'ladder', 'claims')]:
         fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(known)}, ladder, all, claims')
@@ -518,12 +479,13 @@ def main(argv: list[str]) -> None:
     if cfg.list or (not names and not cfg.plan):
         return show_list(figures, scale)
     if cfg.plan:
-        whole = everything or not names
-        return show_plan(stages(scale) if whole else wanted(figures, scale), scale, cfg.jobs)
+        plan = stages(scale) if everything or not names else wanted(figures, scale)
+        return show_plan(plan, scale, cfg.jobs)
     if cfg.scale == 'paper' and not cfg.run and figures:
         return show_gpu_plan(figures, scale)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, stop)
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+            signal.signal(number, stop)
     try:
         if figures:
             run_plan(figures, scale, everything and cfg.scale == 'ladder', cfg.jobs)

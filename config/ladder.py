@@ -5,7 +5,6 @@ reproduce.py makes data/corpus and gives each size its shape and each model its 
 size = 'nano'  # the shape is always given: --d_model, --n_layer, --n_head, --d_mlp
 context_length = 128
 data = 'data/corpus'
-tokens = None
 tokens_per_param = 10.0
 batch_size = 16
 micro_batch_size = 16

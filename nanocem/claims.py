@@ -11,7 +11,7 @@ import io
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from scipy.stats import ttest_rel
 
 from nanocem.figures import read_log
 from nanocem.files import write_whole
+from nanocem.ladder import Task
 from nanocem.scaling import (
     Runs,
     Trend,
@@ -36,6 +37,7 @@ Sweeps = Mapping[tuple[str, str], Mapping[int, Mapping[float, float]]]
 
 LARGE = 43.4e6  # weights of the paper's smallest Llama, 86m, without its embeddings
 LITTLE, CLOSE = 0.01, 0.02
+DRAWS = 500  # of the bootstrap
 
 
 class Comparison(NamedTuple):
@@ -323,6 +325,30 @@ def into_readme(lines: Sequence[str], path: str = 'README.md') -> None:
         write_whole(path, new.encode())
 
 
+def pages(sizes: Mapping[str, float], models: Iterable[str], found: Mapping[Task, dict[str, Any]],
+          own: Container[Task], swept: Container[Task]) -> tuple[dict[str, str], list[str]]:
+    """The finished runs as claims.md, claims.csv and ladder.md; and the README's table. `own`: runs
+    at their model's rate; `swept`: those of the sweeps; the rest check the rates."""
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    sweeps: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
+    others = []
+    for task, r in sorted(found.items(), key=lambda item: item[0]):
+        at, value = (task.size, task.model), r['test_perplexity']
+        if task in own:
+            results.setdefault(at, []).append(r)
+        if task in swept:
+            sweeps.setdefault(at, {}).setdefault(task.seed, {})[task.rate] = value
+        if task not in own and task not in swept:
+            others.append(f'{task.model} at {task.size}, rate {task.rate:g}: {value:.3f}')
+    rows = all_rows(sizes, results, sweeps)
+    hours = sum(r['seconds'] for r in found.values()) / 3600
+    page = [*ladder_table(sizes, models, results), '',
+            f'{len(found)} runs, {hours:.1f} hours of one core. Beside the carried rates: '
+            f'{"; ".join(others) or "nothing yet"}.', '', *worth(sizes, results), '']
+    return {'claims.md': '\n'.join([*table(rows, sizes), '']), 'claims.csv': as_csv(rows, sizes),
+            'ladder.md': '\n'.join(page)}, front_table(rows)
+
+
 def ladder_table(sizes: Mapping[str, float], models: Iterable[str], results: Results) -> list[str]:
     """Every model at every size: perplexity, learning rate, seeds."""
     lines = ['Test perplexity, mean ± standard deviation; learning rate; seeds.', '',
@@ -369,13 +395,13 @@ def runs_of(recursion: Recursion, sizes: Mapping[str, float], results: Results) 
     return Runs(*np.array(rows, dtype=float).reshape(-1, 5).T)
 
 
-def worth(sizes: Mapping[str, float], results: Results, draws: int = 1000) -> list[str]:
+def worth(sizes: Mapping[str, float], results: Results) -> list[str]:
     """What a second step is worth, in Markdown: phi with its interval, and its price in FLOPs."""
     lines = [
         'L = E + A (N_once + T^phi N_rec)^-alpha over all sizes and seeds, tokens tied to size; N: '
         "the blocks' weights, N_rec those of the recursed sublayers. phi = 1: a second step is "
         'worth as many new weights, 0: nothing. Interval: 95%, of '
-        f'{draws} resamples of sizes and seeds. FLOPs: what T = 2 takes over T = 1 at each size, '
+        f'{DRAWS} resamples of sizes and seeds. FLOPs: what T = 2 takes over T = 1 at each size, '
         'and what a T = 1 model as good would take (between sizes, log FLOPs over log(L - E)): a '
         'step pays where the second is the larger.', '',
         '| second step of | phi | misfit, nats | alpha | runs | FLOPs of T = 2 / of its equal at '
@@ -387,7 +413,7 @@ def worth(sizes: Mapping[str, float], results: Results, draws: int = 1000) -> li
         except ValueError:
             lines.append(f'| {name} | not enough runs | | | {len(runs.loss)} | |')
             continue
-        low, high = np.percentile(bootstrap_phi(runs, draws, seed=1), (2.5, 97.5))
+        low, high = np.percentile(bootstrap_phi(runs, DRAWS, seed=1), (2.5, 97.5))
         price = ', '.join(prices(recursion, sizes, results, law.E))
         lines.append(f'| {name} | {law.phi:+.2f} ({low:+.2f} to {high:+.2f}) | {law.misfit:.4f} | '
                      f'{law.alpha:.2f} | {len(runs.loss)} | {price} |')

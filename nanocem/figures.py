@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from scipy.interpolate import Akima1DInterpolator
 
-from configurator import fail
-from model import MLP, Attention, ModelConfig, Transformer
+from model import MLP, Attention
 from nanocem.energy import energies_along
 from nanocem.files import read_json, write_whole
-from nanocem.runs import last_checkpoint
+from nanocem.runs import load_run
 from nanocem.scaling import akima_optimum
 from nanocem.shards import Sequences
 
@@ -304,12 +303,8 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     path = os.path.join(out_dir, 'energies.json')
     if found := read_json(path):
         return found
-    state = last_checkpoint(out_dir)
-    if state is None:
-        fail(f'{out_dir}: its checkpoint is gone; remove the folder to train it again')
-    cfg = ModelConfig(**state['model_config'])
-    model = Transformer(cfg)
-    model.load_state_dict(state['model'])
+    model, state = load_run(out_dir, 'last')
+    cfg = model.cfg
     data = Sequences(state['data_dir'], 'test', cfg.context_length)
     count = min(math.ceil(tokens / cfg.context_length), len(data))
     x, y = data.batch(np.linspace(0, len(data), count, endpoint=False).astype(int))

@@ -111,10 +111,15 @@ class Task(NamedTuple):
     seed: int
 
     @property
-    def options(self) -> str:
+    def shape(self) -> str:
+        """Its options but for the learning rate."""
         scale = SCALES[self.scale]
         size = {**scale.sweep_sizes, **scale.sizes}[self.size]
-        return canonical(f'{size} {MODELS[self.model].options} --learning_rate={self.rate:g}')
+        return canonical(f'{size} {MODELS[self.model].options}')
+
+    @property
+    def options(self) -> str:
+        return f'{self.shape} --learning_rate={self.rate:g}'
 
     @property
     def folder(self) -> str:

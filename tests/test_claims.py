@@ -191,8 +191,9 @@ def test_tables_show_every_comparison(monkeypatch, tmp_path):
     assert (tmp_path / 'README.md').read_text() == 'no marks' and os.listdir() == ['README.md']
 
 
-def test_worth_of_a_step():
+def test_worth_of_a_step(monkeypatch):
     """phi of made-up attention runs, and the price of a step in FLOPs."""
+    monkeypatch.setattr(claims, 'DRAWS', 20)
     found = {}
     for size, N in {'s': 8e4, 'm': 2e5, 'l': 4e5, 'xl': 1e6}.items():
         for T in (1, 2):
@@ -201,7 +202,7 @@ def test_worth_of_a_step():
             found[size, f'attn-{T}'] = [
                 {'seed': s, 'weights': weights, 'test_perplexity': math.exp(loss), 'tokens': 10 * N,
                  'flops_per_token': 6 * N * (1 + 0.4 * (T - 1))} for s in (1, 2, 3)]
-    lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found, draws=20)
+    lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
     (line,) = [line for line in lines if line.startswith('| attention |')]
     assert '| +0.46 (+0.46 to +0.46) | 0.0000 | 0.30 | 24 |' in line
     prices = line.split('|')[6].split(',')

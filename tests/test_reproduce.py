@@ -18,7 +18,8 @@ from reproduce import cells_of, choose_rates, cost, finished, stages, sweep, wan
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TINY = ('config/ladder.py --n_layer={n} --d_model=16 --n_head=1 --d_mlp=24 --context_length=16 '
-        '--tokens=1K --batch_size=8 --micro_batch_size=8 --eval_tokens=500 --test_tokens=500')
+        '--tokens_per_param=0.1 --batch_size=8 --micro_batch_size=8 --eval_tokens=500 '
+        '--test_tokens=500')
 
 
 @pytest.fixture
@@ -30,7 +31,10 @@ def here(tmp_path, monkeypatch):
     (tmp_path / 'README.md').write_text('<!-- claims -->\n<!-- /claims -->\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reproduce, 'FAILED', set())
-    return tmp_path
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield tmp_path
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -47,8 +51,8 @@ def use(monkeypatch, sizes=2, **more):
     """The ladder with so many tiny sizes."""
     tiny = {f's{n}': TINY.format(n=n) for n in range(1, sizes + 1)}
     swept = {size: tiny[size] for size in list(tiny)[:2]}
-    small = {'sizes': tiny, 'sweep_sizes': swept, 'seeds': (1, 2), **more}
-    scale = replace(SCALES['ladder'], **small)
+    more = {'sizes': tiny, 'sweep_sizes': swept, 'seeds': (1, 2), **more}
+    scale = replace(SCALES['ladder'], **more)
     monkeypatch.setitem(SCALES, 'ladder', scale)
     return scale
 
@@ -57,7 +61,7 @@ def pretend(task, perplexity, **more):
     """Files as a finished run leaves them."""
     os.makedirs(task.folder, exist_ok=True)
     train, model = map(asdict, reproduce.configs(task.options))
-    tokens = int(cost(task.options).tokens)
+    tokens = int(cost(task.shape).tokens)
     result = {'test_perplexity': perplexity, 'val_perplexity': perplexity, 'parameters': 10,
               'tokens': tokens, 'flops_per_token': 1e4, 'seconds': 2.0, **more}
     for name, content in (('result', result), ('config', {'train': train, 'model': model})):
@@ -78,12 +82,15 @@ def pretend_all(monkeypatch):
     """Runs are made up instead of trained; returns those that were asked for."""
     asked = []
 
-    def do_run(task):
-        asked.append(task)
-        pretend(task, likely(task))
+    def run(commands, jobs, quiet):
+        for task in commands:
+            asked.append(task)
+            pretend(task, likely(task))
+            yield task, None
 
-    monkeypatch.setattr(reproduce, 'do_run', do_run)
+    monkeypatch.setattr(reproduce, 'run_side_by_side', run)
     monkeypatch.setattr(reproduce, 'make_corpus', lambda: None)
+    monkeypatch.setattr('nanocem.claims.DRAWS', 3)
     monkeypatch.setattr('nanocem.figures.look_inside', lambda out_dir: {
         'trained_steps': 2, **{k: [2.0] * 8 for k in ('perplexity', 'energy')},
         'attn': [[1.0] * 9], 'mlp': [[1.0] * 9]})
@@ -93,13 +100,14 @@ def pretend_all(monkeypatch):
 @pytest.mark.parametrize('scale', ['ladder', 'paper'])
 def test_runs_are_valid(scale, here):
     """Every run of every figure builds both configs; no two cells of a figure have one name."""
+    plan = stages(SCALES[scale])
     for name in [name for name in FIGURES if scale in FIGURES[name].scales]:
-        cells = cells_of(name, SCALES[scale])
+        cells = cells_of(name, SCALES[scale], plan)
         assert len({key[:3] for key in cells}) == len(cells)
         sizes = SCALES[scale].sweep_sizes if name == 'fig_lr' else SCALES[scale].sizes
         assert {size for size, *_ in cells} == set(sizes)
         for tasks in cells.values():
-            of = cost(tasks[0].options)
+            of = cost(tasks[0].shape)
             assert of.disk > 0 and of.tokens >= 10 * 100_000 and of.flops > 6 * of.tokens
             assert sum(of.weights.values()) > 50_000
 
@@ -127,8 +135,9 @@ def test_canonical():
 
 
 def test_the_256m_sweep_is_at_the_papers_scale_only(here):
-    assert '256m' in {key[0] for key in cells_of('fig_lr', SCALES['paper'])}
-    assert '256m' not in {key[0] for key in cells_of('fig_attn', SCALES['paper'])}
+    plan = stages(SCALES['paper'])
+    assert '256m' in {key[0] for key in cells_of('fig_lr', SCALES['paper'], plan)}
+    assert '256m' not in {key[0] for key in cells_of('fig_attn', SCALES['paper'], plan)}
 
 
 def test_a_sweep_goes_on_past_its_edges(here, monkeypatch):
@@ -200,6 +209,8 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     stand in out/results and nothing in results/; the second time nothing is done."""
     scale = use(monkeypatch, sizes=3)
     asked = pretend_all(monkeypatch)
+    monkeypatch.setattr(reproduce, 'figure_files', lambda figure, cells: dict.fromkeys(
+        ('png', 'csv', 'md'), figure.title.encode()))
     reproduce.main(['ladder', '--jobs=1'])
     assert len(asked) == len(set(asked))
     assert {task for stage in stages(scale) for task in stage.tasks} == set(asked)
@@ -224,6 +235,26 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     assert '| a | CEM attention, T = 1' in text
 
 
+@pytest.mark.parametrize('name', FIGURES)
+def test_every_figure_is_drawn(name, here, monkeypatch):
+    """From made-up runs: a picture, a csv with a line a seed, a table with a line a cell."""
+    scale = use(monkeypatch, rate=0.004, seeds=(1, 2))
+    pretend_all(monkeypatch)
+    plan = stages(scale)
+    cells = cells_of(name, scale, plan)
+    for tasks in cells.values():
+        for task in tasks:
+            pretend(task, likely(task))
+    found = reproduce.look(task for stage in plan for task in stage.tasks)
+    reproduce.write_figure(name, cells, found, 'out', whole=True)
+    with open(f'out/{name}.png', 'rb') as file:
+        assert file.read(4) == b'\x89PNG'
+    with open(f'out/{name}.csv', encoding='utf-8') as file:
+        assert len(file.readlines()) == 1 + sum(map(len, cells.values()))
+    with open(f'out/{name}.md', encoding='utf-8') as file:
+        assert len(file.readlines()) == 4 + len(cells)
+
+
 def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
     """Half of the further seeds are there: what is published is the first seed's."""
     scale = use(monkeypatch)
@@ -233,7 +264,7 @@ def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
     for task in [*plan[1].tasks, *plan[2].tasks[::2]]:
         pretend(task, likely(task))
     reproduce.main(['claims', '--publish'])
-    assert 'published are the stages before "three smallest sizes' in capsys.readouterr().out
+    assert 'finished stages: the sweep; every size, first seed\n' in capsys.readouterr().out
     published = (here / 'results/ladder/ladder.md').read_text()
     inside = (here / 'out/results/ladder/ladder.md').read_text()
     assert '; 1 |' in published and '; 2 |' not in published and '; 2 |' in inside
@@ -242,9 +273,15 @@ def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
             reproduce.main(['claims', '--publish', option])
 
 
-def test_nothing_is_published_from_nothing(here, capsys):
-    reproduce.main(['claims', '--publish'])
-    assert not os.path.exists('results') and 'the stages before' in capsys.readouterr().out
+def test_nothing_is_published_from_little(here, monkeypatch, capsys):
+    """Neither from nothing nor from the sweep alone."""
+    scale = use(monkeypatch)
+    pretend_all(monkeypatch)
+    for settle in (lambda: None, lambda: reproduce.settle_rates(scale, 1)):
+        settle()
+        reproduce.main(['claims', '--publish'])
+        assert 'nothing is published' in capsys.readouterr().out
+        assert not os.path.exists('results')
 
 
 def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, capsys):
@@ -252,15 +289,15 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
     asked = pretend_all(monkeypatch)
     reproduce.settle_rates(scale, 1)
     asked.clear()
-    made_up = reproduce.do_run
+    made_up = reproduce.run_side_by_side
 
-    def do_run(task):
-        if 'none' in task.model:
-            asked.append(task)
-            return 'the disk is on fire'
-        return made_up(task)
+    def run(commands, jobs, quiet):
+        burning = [task for task in commands if 'none' in task.model]
+        asked.extend(burning)
+        yield from ((task, 'the disk is on fire') for task in burning)
+        yield from made_up({t: of for t, of in commands.items() if t not in burning}, jobs, quiet)
 
-    monkeypatch.setattr(reproduce, 'do_run', do_run)
+    monkeypatch.setattr(reproduce, 'run_side_by_side', run)
     with pytest.raises(SystemExit, match='4 runs failed'):
         reproduce.main(['fig_attn', '--jobs=1'])
     printed = capsys.readouterr().out
@@ -324,9 +361,10 @@ def test_the_papers_plan(here, capsys):
     start = 'torchrun --nproc_per_node=8 train.py --size=86m'
     assert len([line for line in printed if line.startswith(start)]) == 4
     scale = replace(SCALES['paper'], only=('86m',))
-    tasks = {t for name in ('fig_attn', 'fig_energy') for of in cells_of(name, scale).values()
-             for t in of}
-    flops = sum(cost(task.options).flops for task in tasks)
+    plan = stages(scale)
+    tasks = {t for name in ('fig_attn', 'fig_energy')
+             for of in cells_of(name, scale, plan).values() for t in of}
+    flops = sum(cost(task.shape).flops for task in tasks)
     (total,) = [line for line in printed if line.startswith('| all |')]
     assert f'| {flops:.2e} | {flops / 0.4 / 312e12 / 3600:,.0f} |' in total
 
@@ -351,8 +389,8 @@ def test_a_figure_from_nothing(text, monkeypatch):
 
     first = files()
     assert set(first) == {f'{n}.{end}' for n in argv[:2] for end in ('png', 'csv', 'md')}
-    run = reproduce.do_run
-    monkeypatch.setattr(reproduce, 'do_run', lambda task: pytest.fail('trained again'))
+    run = reproduce.run_side_by_side
+    monkeypatch.setattr(reproduce, 'run_side_by_side', lambda *_: pytest.fail('trained again'))
     reproduce.main(argv)
     assert files() == first
     (task,) = reproduce.own_runs(scale, ['cem-2'], ['s1'], [1])
@@ -361,7 +399,7 @@ def test_a_figure_from_nothing(text, monkeypatch):
     assert inside['mlp'][0][1] < inside['mlp'][0][0]  # the first step goes down
 
     os.rename('out/reproduce', 'out/before')
-    monkeypatch.setattr(reproduce, 'do_run', run)
+    monkeypatch.setattr(reproduce, 'run_side_by_side', run)
     reproduce.main(argv)
     assert files() == first
 
@@ -370,7 +408,7 @@ def test_asked_to_stop_its_runs_write_checkpoints(text, monkeypatch):
     """SIGTERM to reproduce.py: its runs stop with a checkpoint, it says so, and goes on later."""
     code = ('import sys, reproduce; from dataclasses import replace; '
             'from nanocem.ladder import SCALES; '
-            f'tiny = {{"s1": {TINY.format(n=1)!r} + " --tokens=4M"}}; '
+            f'tiny = {{"s1": {TINY.format(n=1)!r} + " --tokens_per_param=400"}}; '
             'SCALES["ladder"] = replace(SCALES["ladder"], sizes=tiny, sweep_sizes=tiny, '
             'seeds=(1,), rate=0.004); sys.argv[0] = "reproduce.py"; '
             'reproduce.main(["fig_energy", "--jobs=1"])')
