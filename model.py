@@ -106,7 +106,7 @@ class ModelConfig:
             require(cem or value == if_llama or name in LLAMA_TOO,
                     f'{name}={value} acts on CEM sublayers only: set {where}=cem')
         for kind in ('attn', 'mlp'):
-            if getattr(self, f'{kind}_step_size') is None:  # T steps start as long as one
+            if getattr(self, f'{kind}_step_size') is None:  # T steps are as long as one was
                 setattr(self, f'{kind}_step_size', 1 / max(1, getattr(self, f'{kind}_steps')))
         if self.extra_layers is None:
             self.extra_layers = 2 if self.size == '256m' and self.attn == self.mlp == 'cem' else 0
@@ -179,12 +179,12 @@ class Preconditioner(nn.Module):
 
     def __init__(self, n: int, dim: int, rank: int):
         super().__init__()
-        self.p = nn.Parameter(torch.full((n, dim), dim ** -0.5))  # d starts at 1
+        self.p = nn.Parameter(torch.full((n, dim), dim ** -0.5))  # d starts at 1, P at 1.31 I
         self.U = drawn(n, dim, rank, std=0.02) if rank else None
         self.V = nn.Parameter(torch.zeros(n, dim, rank)) if rank else None
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Each row times its P: (..., n, m, D) -> (..., n, m, D)."""
+        """P applied to each row: (..., n, m, D) -> (..., n, m, D)."""
         out = rows * F.softplus(self.p * self.p.shape[1] ** 0.5)[:, None]
         if self.U is not None:
             out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
@@ -266,7 +266,7 @@ class Attention(nn.Module):
                     h, k, v = cache.context(self, t, h_i, pos)   # behind those of the past
                 way = fast.choose_way(self, k, pos)
                 bias = None if way in fast.MAKES_ITS_BIAS else self.bias(pos)
-                x, u = start(self.residual, self.norm, x, h_i)   # x_i <- h_i
+                x, u = start(self.residual, self.norm, x, h_i)   # x_i <- h_i, if normed; u_i
                 x_start = x
             else:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
@@ -352,7 +352,7 @@ class MLP(nn.Module):
             if t == 0 or not self.cem:
                 h = self.norm(x)                                 # h_i <- rms(h_i)
                 gamma = F.linear(h, self.W)                      # gamma = W h_i
-                x, u = start(self.residual, self.norm, x, h)     # x_i <- h_i
+                x, u = start(self.residual, self.norm, x, h)     # x_i <- h_i, if normed; u_i
                 x_start = x
             else:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
