@@ -303,7 +303,7 @@ def test_finished_runs_are_skipped_and_failed_ones_named(here, monkeypatch, caps
     printed = capsys.readouterr().out
     assert printed.count('FAILED: the disk is on fire') == 4 and 'test perplexity 5.0' in printed
     table = (here / 'out/results/ladder/fig_attn.md').read_text()
-    assert '| Llama |' in table and 'CEM attention' not in table  # the rest went on
+    assert '| Llama |' in table and '| CEM attention |' not in table  # the rest went on
     asked.clear()
     reproduce.FAILED.clear()
     with pytest.raises(SystemExit, match='4 runs failed'):
