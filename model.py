@@ -261,7 +261,7 @@ class Attention(nn.Module):
                 if cache is None:
                     h = h_i                                      # h_1:J
                     k = self.project(h, self.W_K, pos)           # k_j <- W_k^K h_j, (B, K, J, R)
-                    v = k if self.cem else self.project(h, self.W_V)  # v_j <- W_k^K h_j
+                    v = k if self.cem else self.project(h, self.W_V)  # v_j <- k_j; Llama: W_V h_j
                 else:
                     h, k, v = cache.context(self, t, h_i, pos)   # behind those of the past
                 way = fast.choose_way(self, k, pos)
@@ -280,7 +280,7 @@ class Attention(nn.Module):
             if self.cem and self.rope:
                 # values are turned keys: o_i becomes sum_j alpha_ijk R(i)^T R(j) W_k^K h_j
                 o = rotate(o, pos, inverse=True)
-            dx = o.transpose(1, 2).flatten(-2) @ W_out           # sum_k P_k W_k^Q^T o_i
+            dx = o.transpose(1, 2).flatten(-2) @ W_out           # sum_k P_k W_k^Q^T o_i: see W_out
             if self.cfg.exact_update:
                 # sum_k P_k (d_k * sum_j alpha_ijk h_j), which Algorithm 1 leaves out
                 dx = dx + self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
@@ -432,7 +432,7 @@ class Transformer(nn.Module):
                 if name in getattr(module, 'decayed', ())]
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
-        """Change T after training; None leaves it. ValueError below 1."""
+        """Change T after training, eta as it was; None leaves T. ValueError below 1."""
         for name, steps in (('attn', attn_steps), ('mlp', mlp_steps)):
             require(steps is None or steps >= 1, f'{name}_steps={steps}: expected at least 1')
             for block in self.blocks:

@@ -1,4 +1,5 @@
-"""Generation with a cache: D numbers a token and layer for CEM, half of Llama's."""
+"""Generation with a cache: D numbers a token and layer for CEM, half of Llama's (with rope and a
+diagonal 2 D)."""
 from typing import Any
 
 import torch
