@@ -218,7 +218,8 @@ def test_other_steps_at_test_time(place: Path) -> None:
     assert [row[0] for row in rows] == ['1', '2, as trained', '3']
     parts = torch.tensor([256, *TEXT.encode()]).unfold(0, LENGTH + 1, LENGTH)
     for T, row in enumerate(rows, 1):
-        right = model_of(attn_steps=T, mlp_steps=T)(parts[:, :-1], parts[:, 1:])[1]
+        eta = dict(attn_step_size=0.5, mlp_step_size=0.5)  # 1 / T of training
+        right = model_of(attn_steps=T, mlp_steps=T, **eta)(parts[:, :-1], parts[:, 1:])[1]
         assert float(row[1]) == pytest.approx(float(right), abs=1e-4)
     assert len({row[1] for row in rows}) == 3
     assert (place / 'out/run/steps.png').exists()
@@ -229,7 +230,8 @@ def test_llama_sublayers_keep_their_steps(place: Path) -> None:
     write_run(place / 'out/mixed', place / 'data', model_of(attn='llama'))
     evaluate.main(['--steps=1,3', '--energies', '--device=cpu', '--out_dir=out/mixed'])
     parts = torch.tensor([256, *TEXT.encode()]).unfold(0, LENGTH + 1, LENGTH)
-    right = model_of(attn='llama', mlp_steps=3)(parts[:, :-1], parts[:, 1:])[1]
+    as_trained = model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5)
+    right = as_trained(parts[:, :-1], parts[:, 1:])[1]
     assert float(cells(place / 'out/mixed/steps.md')[1][1]) == pytest.approx(float(right), abs=1e-4)
     energies = cells(place / 'out/mixed/energies.md')
     assert [(row[0], len(row)) for row in energies] == [('mlp 1', 5), ('mlp 2', 5)]
