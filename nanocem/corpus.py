@@ -25,7 +25,7 @@ def package_files(requirements: str) -> Iterator[tuple[str, str]]:
             found = files(package) or []
         except PackageNotFoundError:
             fail(f'{package} is not installed: pip install -r {requirements}')
-        for file in sorted(found):
+        for file in sorted(found, key=str):
             if file.suffix in SUFFIXES and '..' not in file.parts:
                 yield f'{package}/{file}', str(file.locate())
 
