@@ -402,14 +402,14 @@ def main(argv: list[str]) -> int:
         resume, cfg.out_dir = world.once(lambda: (resume, out_dir))
         if resume:
             world.once(runs.hold, cfg.out_dir, held)
-        text = None if resume else cfg.text  # prepared already
-        cfg.data = world.once(find_data, cfg.data, text, cfg.tokenizer)
+        cfg.data = world.once(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
         trainer, code = Trainer(cfg, model_options, world), 0
         if not resume:
             cfg.out_dir = world.once(runs.claim, out_dir, name, held)
         if not (resume and world.once(runs.is_finished, cfg.out_dir, trainer.schedule.steps)):
             trainer.begin_with(world.once(runs.where_it_stood, cfg.out_dir) if resume else None)
             code = world.once(int, trainer.train(signals))
+        del trainer  # before its process group, whose end can wait for it for ever
         if world.size > 1:
             dist.barrier()  # leave together: rank 0 was still writing
             dist.destroy_process_group()
