@@ -17,8 +17,8 @@ same numbers are in nanocem/fast.py, decoding with a cache in nanocem/decode.py.
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h, K heads, R = D / K.
 """
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
 import torch.nn as nn
@@ -97,9 +97,8 @@ class ModelConfig:
         for name, value in SIZES[self.size].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        kinds = {'attn': {self.attn}, 'mlp': {self.mlp}, 'attn or mlp': {self.attn, self.mlp}}
         for name, (where, if_cem, if_llama) in CEM_OPTIONS.items():
-            cem = 'cem' in kinds[where]
+            cem = 'cem' in [getattr(self, sublayer) for sublayer in where.split(' or ')]
             if getattr(self, name) is None:
                 setattr(self, name, if_cem if cem else if_llama)
             value = getattr(self, name)
@@ -111,16 +110,19 @@ class ModelConfig:
         if self.extra_layers is None:
             self.extra_layers = 2 if self.size == '256m' and self.attn == self.mlp == 'cem' else 0
         if self.init_std is None:
-            self.init_std = 0.02 * math.sqrt(768 / self.d_model)
-        for name in ('d_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length',
-                     'attn_steps', 'mlp_steps', 'attn_rank', 'mlp_rank', 'extra_layers'):
-            value = getattr(self, name)
-            least = 0 if name == 'extra_layers' else 1
-            require(least <= value <= 10**6, f'{name}={value}: expected {least} to 1,000,000')
-        for name in ('attn_step_size', 'mlp_step_size', 'init_std', 'rope_theta', 'norm_eps'):
-            value = getattr(self, name)
-            require(0 < value < math.inf, f'{name}={value}: expected a finite number above 0')
-        require(math.isfinite(self.kq_diag_init), f'kq_diag_init={self.kq_diag_init}: not finite')
+            self.init_std = 0.02 * math.sqrt(768 / max(1, self.d_model))
+        for field in fields(self):
+            name, value, parts = field.name, getattr(self, field.name), get_args(field.type)
+            kind = parts[0] if type(None) in parts else field.type  # X, where it is X | None
+            if get_origin(kind) is Literal:
+                allowed = get_args(kind)
+                require(value in allowed, f'{name}={value}: expected one of {", ".join(allowed)}')
+            if kind is int:
+                least = 0 if name == 'extra_layers' else 1
+                require(least <= value <= 10**6, f'{name}={value}: expected {least} to 1,000,000')
+            if kind is float:
+                least = -math.inf if name == 'kq_diag_init' else 0
+                require(least < value < math.inf, f'{name}={value}: expected finite, above {least}')
         D, K = self.d_model, self.n_head
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,
@@ -163,8 +165,7 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 
     normed: at h, as Algorithm 1 is printed; but then no skip leads past the norm.
     raw: at x0, as in Llama's pre-norm layer; but the larger x0, the less a step moves u.
-    displacement: at h without its gain, which norm puts back; with the skip of raw, as the sublayer
-        returns x0 + (x - x_start), and the steps of normed."""
+    displacement: at h without its gain, which norm puts back; x0 + (x - x_start) keeps the skip."""
     if residual == 'raw':
         return x0, h
     if residual == 'normed':
@@ -231,8 +232,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
-        self.cfg, self.K = cfg, K
-        self.cem = cfg.attn == 'cem'
+        self.cfg, self.K, self.cem = cfg, K, cfg.attn == 'cem'
         self.residual = cfg.residual if self.cem else 'raw'
         self.steps, self.eta = cfg.attn_steps, cfg.attn_step_size
         self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)  # temperature of scores
@@ -250,25 +250,23 @@ class Attention(nn.Module):
         if not self.rope:
             self.b_self, self.b_cross = (nn.Parameter(torch.zeros(K)) for _ in range(2))
 
-    def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None) -> Tensor:
-        """Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
+    def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None, n: int = 0) -> Tensor:
+        """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). n: the pass of plain reuse."""
         W_out = self.output_weight() if cache is None else cache.output_weight(self)
-        x = x0
-        for t in range(self.steps):
-            if t == 0 or not self.cem:
-                # Main Block: the context, of all steps (a reused Llama layer makes it anew)
-                h_i = self.norm(x)                               # h_i <- rms(h_i), (B, I, D)
-                if cache is None:
-                    h = h_i                                      # h_1:J
-                    k = self.project(h, self.W_K, pos)           # k_j <- W_k^K h_j, (B, K, J, R)
-                    v = k if self.cem else self.project(h, self.W_V)  # v_j <- k_j; Llama: W_V h_j
-                else:
-                    h, k, v = cache.context(self, t, h_i, pos)   # behind those of the past
-                way = fast.choose_way(self, k, pos)
-                bias = None if way in fast.MAKES_ITS_BIAS else self.bias(pos)
-                x, u = start(self.residual, self.norm, x, h_i)   # x_i <- h_i, if normed; u_i
-                x_start = x
-            else:
+        # Main Block: the context, the same in all steps
+        h_i = self.norm(x0)                                      # h_i <- rms(h_i), (B, I, D)
+        if cache is None:
+            h = h_i                                              # h_1:J
+            k = self.project(h, self.W_K, pos)                   # k_j <- W_k^K h_j, (B, K, J, R)
+            v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j; Llama: W_V h_j
+        else:
+            h, k, v = cache.context(self, n, h_i, pos)           # behind those of the past
+        way = fast.choose_way(self, k, pos)
+        bias = None if way in fast.MAKES_ITS_BIAS else self.bias(pos)
+        x_start, u = start(self.residual, self.norm, x0, h_i)    # x_i <- h_i, if normed; u_i
+        x = x_start
+        for t in range(self.steps if self.cem else 1):           # Llama's T is Block's
+            if t > 0:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
             q = self.project(u, self.W_Q, pos)                   # q_i <- W_k^Q u_i, (B, K, I, R)
             if way == 'readable':
@@ -347,14 +345,12 @@ class MLP(nn.Module):
     def forward(self, x0: Tensor, cache: Any = None) -> Tensor:
         """Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
         W_out = self.output_weight() if cache is None else cache.output_weight(self)
-        x = x0
-        for t in range(self.steps):
-            if t == 0 or not self.cem:
-                h = self.norm(x)                                 # h_i <- rms(h_i)
-                gamma = F.linear(h, self.W)                      # gamma = W h_i
-                x, u = start(self.residual, self.norm, x, h)     # x_i <- h_i, if normed; u_i
-                x_start = x
-            else:
+        h = self.norm(x0)                                        # h_i <- rms(h_i)
+        gamma = F.linear(h, self.W)                              # gamma = W h_i
+        x_start, u = start(self.residual, self.norm, x0, h)      # x_i <- h_i, if normed; u_i
+        x = x_start
+        for t in range(self.steps if self.cem else 1):           # Llama's T is Block's
+            if t > 0:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
             z = F.linear(u, self.V)
             if self.sign_convex:
@@ -385,13 +381,17 @@ def straight_through_sign(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer (Algorithm 1, Main Block)."""
+    """One layer (Algorithm 1, Main Block). Plain reuse: Llama's sublayers pass T times."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.attn, self.mlp = Attention(cfg), MLP(cfg)
 
     def forward(self, x: Tensor, pos: PositionTables, cache: Any = None) -> Tensor:
-        return self.mlp(self.attn(x, pos, cache), cache)
+        for n in range(1 if self.attn.cem else self.attn.steps):
+            x = self.attn(x, pos, cache, n)
+        for _ in range(1 if self.mlp.cem else self.mlp.steps):
+            x = self.mlp(x, cache)
+        return x
 
 
 class Transformer(nn.Module):

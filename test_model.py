@@ -369,17 +369,15 @@ def test_gradients_reach_every_parameter(options: dict) -> None:
 def test_a_llama_sublayer_with_steps_is_the_same_sublayer_again() -> None:
     cfg = ModelConfig(**TINY, attn='llama', mlp='llama', attn_steps=3, mlp_steps=2)
     model = randomize(Transformer(cfg), seed=12)
-    once, x = model.blocks[0], torch.randn(2, 8, 24, dtype=torch.float64)
+    block, x = model.blocks[0], torch.randn(2, 8, 24, dtype=torch.float64)
     pos = position_tables(cfg, x)
-    expected = once.attn(x, pos)
+    reused = block(x, pos)
     model.set_steps(1, 1)
+    once = block(x, pos)
+    torch.testing.assert_close(block.mlp(block.attn(x, pos)), once)
     for _ in range(3):
-        x = once.attn(x, pos)
-    torch.testing.assert_close(x, expected)
-    model.set_steps(3, 2)
-    expected = once.mlp(x)
-    model.set_steps(1, 1)
-    torch.testing.assert_close(once.mlp(once.mlp(x)), expected)
+        x = block.attn(x, pos)
+    torch.testing.assert_close(block.mlp(block.mlp(x)), reused)
 
 
 def test_steps_change_at_test_time() -> None:
@@ -461,6 +459,11 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
 
 @pytest.mark.parametrize('options, message', [
     (dict(size='7b'), 'expected one of nano'),
+    (dict(attn='gpt'), 'attn=gpt: expected one of llama, cem'),
+    (dict(preconditioner='low_rank'), 'preconditioner=low_rank: expected one of none, diag, '),
+    (dict(residual='post'), 'residual=post: expected one of displacement, normed, raw'),
+    (dict(attn_impl='math'), 'attn_impl=math: expected one of auto, readable'),
+    (dict(d_model=0), 'd_model=0: expected 1 to'),
     (dict(d_model=65), 'multiple of n_head'),
     (dict(n_layer=0), 'n_layer=0'),
     (dict(extra_layers=-1), 'extra_layers'),
