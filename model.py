@@ -14,7 +14,8 @@ energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is o
 Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. Faster ways to the
 same numbers are in nanocem/fast.py, decoding with a cache in nanocem/decode.py.
 
-Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h, K heads, R = D / K.
+Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width, K
+heads R = D_r = D / K wide. A subscript k is a head, k_j a key.
 """
 import math
 from dataclasses import dataclass, fields
@@ -41,22 +42,22 @@ SIZES: dict[str, dict[str, int]] = {
     '256m': dict(d_model=1056, n_layer=14, n_head=12, d_mlp=2816),
 }
 
-# Options whose default depends on a sublayer: on which; the default where it is CEM; where Llama.
-CEM_OPTIONS: dict[str, tuple[str, Any, Any]] = {
-    'positions': ('attn', 'alibi', 'rope'),
-    'attn_steps': ('attn', 2, 1),
-    'mlp_steps': ('mlp', 2, 1),
-    'attn_step_size': ('attn', None, 1.0),  # None: 1 / T
-    'mlp_step_size': ('mlp', None, 1.0),
-    'residual': ('attn or mlp', 'displacement', 'raw'),
-    'preconditioner': ('attn or mlp', 'diag_lowrank', 'none'),
-    'kq_diag': ('attn', 'shared', 'none'),
-    'score_scale': ('attn', 'model', 'head'),
-    'exact_update': ('attn', False, False),
-    'mlp_energy': ('mlp', 'gated', 'gated'),
-    'mlp_match': ('mlp', 'dims', 'dims'),
+# Options of these sublayers: the default if one of them is CEM; if none is.
+CEM_OPTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
+    'positions': (('attn',), 'alibi', 'rope'),
+    'attn_steps': (('attn',), 2, 1),
+    'mlp_steps': (('mlp',), 2, 1),
+    'attn_step_size': (('attn',), None, 1.0),  # None: 1 / T
+    'mlp_step_size': (('mlp',), None, 1.0),
+    'residual': (('attn', 'mlp'), 'displacement', 'raw'),
+    'preconditioner': (('attn', 'mlp'), 'diag_lowrank', 'none'),
+    'kq_diag': (('attn',), 'shared', 'none'),
+    'score_scale': (('attn',), 'model', 'head'),
+    'exact_update': (('attn',), False, False),
+    'mlp_energy': (('mlp',), 'gated', 'gated'),
+    'mlp_match': (('mlp',), 'dims', 'dims'),
 }
-LLAMA_TOO = ('positions', 'attn_steps', 'mlp_steps')  # Llama sublayers take other values of these
+LLAMA_TOO = ('positions', 'attn_steps', 'mlp_steps')  # a Llama sublayer may have others of these
 
 
 @dataclass
@@ -97,13 +98,13 @@ class ModelConfig:
         for name, value in SIZES[self.size].items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        for name, (where, if_cem, if_llama) in CEM_OPTIONS.items():
-            cem = 'cem' in [getattr(self, sublayer) for sublayer in where.split(' or ')]
+        for name, (sublayers, if_cem, if_llama) in CEM_OPTIONS.items():
+            cem = any(getattr(self, sublayer) == 'cem' for sublayer in sublayers)
             if getattr(self, name) is None:
                 setattr(self, name, if_cem if cem else if_llama)
             value = getattr(self, name)
             require(cem or value == if_llama or name in LLAMA_TOO,
-                    f'{name}={value} acts on CEM sublayers only: set {where}=cem')
+                    f'{name}={value} acts on CEM sublayers only: set {" or ".join(sublayers)}=cem')
         for kind in ('attn', 'mlp'):
             if getattr(self, f'{kind}_step_size') is None:  # T steps are as long as one was
                 setattr(self, f'{kind}_step_size', 1 / max(1, getattr(self, f'{kind}_steps')))
@@ -166,16 +167,14 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
     normed: at h, as Algorithm 1 is printed; but then no skip leads past the norm.
     raw: at x0, as in Llama's pre-norm layer; but the larger x0, the less a step moves u.
     displacement: at h without its gain, which norm puts back; x0 + (x - x_start) keeps the skip."""
-    if residual == 'raw':
-        return x0, h
     if residual == 'normed':
         return h, norm(h)
-    return F.rms_norm(x0, norm.gain.shape, eps=norm.eps), h
+    return x0 if residual == 'raw' else F.rms_norm(x0, norm.gain.shape, eps=norm.eps), h
 
 
 class Preconditioner(nn.Module):
-    """n matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), d = sqrt(D) p (Eq. 13; its V is not
-    the MLP's). They are never formed. rank 0: the diagonal alone."""
+    """n symmetric matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), never formed (Eq. 13; its
+    V is not the MLP's). d = sqrt(D) p: a step of Adam moves d by more. rank 0: no U and V."""
     decayed = ('U', 'V')  # by weight decay; what a class does not name here is not
 
     def __init__(self, n: int, dim: int, rank: int):
@@ -195,7 +194,7 @@ class Preconditioner(nn.Module):
 def preconditioner(cfg: ModelConfig, n: int, rank: int) -> nn.Module:
     if cfg.preconditioner == 'none':
         return nn.Identity()
-    return Preconditioner(n, cfg.d_model, rank if cfg.preconditioner == 'diag_lowrank' else 0)
+    return Preconditioner(n, cfg.d_model, {'diag': 0, 'diag_lowrank': rank}[cfg.preconditioner])
 
 
 class PositionTables(NamedTuple):
@@ -218,7 +217,7 @@ def position_tables(cfg: ModelConfig, x: Tensor, past: int = 0) -> PositionTable
 
 
 def rotate(x: Tensor, pos: PositionTables, inverse: bool = False) -> Tensor:
-    """R(i) x at every position i, or R(i)^T x: x (B, K, I, R); feature r turns with r + R / 2."""
+    """Rot(i) x at each i, or Rot(i)^T x: x (B, K, I, R); feature r turns with r + R / 2."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = pos.cos, -pos.sin if inverse else pos.sin
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
@@ -252,7 +251,6 @@ class Attention(nn.Module):
 
     def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None, n: int = 0) -> Tensor:
         """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). n: the pass of plain reuse."""
-        W_out = self.output_weight() if cache is None else cache.output_weight(self)
         # Main Block: the context, the same in all steps
         h_i = self.norm(x0)                                      # h_i <- rms(h_i), (B, I, D)
         if cache is None:
@@ -260,12 +258,13 @@ class Attention(nn.Module):
             k = self.project(h, self.W_K, pos)                   # k_j <- W_k^K h_j, (B, K, J, R)
             v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j; Llama: W_V h_j
         else:
-            h, k, v = cache.context(self, n, h_i, pos)           # behind those of the past
+            h, k, v = cache.context(self, n, h_i, pos)           # of the past and of x0
+        W_out = self.output_weight() if cache is None else cache.output_weight(self)
         way = fast.choose_way(self, k, pos)
         bias = None if way in fast.MAKES_ITS_BIAS else self.bias(pos)
-        x_start, u = start(self.residual, self.norm, x0, h_i)    # x_i <- h_i, if normed; u_i
+        x_start, u = start(self.residual, self.norm, x0, h_i)    # x_i <- h_i: see start
         x = x_start
-        for t in range(self.steps if self.cem else 1):           # Llama's T is Block's
+        for t in range(self.steps if self.cem else 1):           # Llama is repeated by Block
             if t > 0:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
             q = self.project(u, self.W_Q, pos)                   # q_i <- W_k^Q u_i, (B, K, I, R)
@@ -276,9 +275,9 @@ class Attention(nn.Module):
             else:
                 o, alpha = fast.attend(way, self, q, u, k, v, h, bias)
             if self.cem and self.rope:
-                # values are turned keys: o_i becomes sum_j alpha_ijk R(i)^T R(j) W_k^K h_j
+                # v_j is k_j, turned by Rot(j): o_i <- sum_j alpha_ijk Rot(i)^T Rot(j) W_k^K h_j
                 o = rotate(o, pos, inverse=True)
-            dx = o.transpose(1, 2).flatten(-2) @ W_out           # sum_k P_k W_k^Q^T o_i: see W_out
+            dx = o.transpose(1, 2).flatten(-2) @ W_out           # dx_i <- sum_k P_k W_k^Q^T o_i
             if self.cfg.exact_update:
                 # sum_k P_k (d_k * sum_j alpha_ijk h_j), which Algorithm 1 leaves out
                 dx = dx + self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
@@ -286,13 +285,13 @@ class Attention(nn.Module):
         return x0 + (x - x_start) if self.residual == 'displacement' else x
 
     def project(self, x: Tensor, W: Tensor, pos: PositionTables | None = None) -> Tensor:
-        """The heads of W x, (B, K, I, R), with rope turned by R(i) where `pos` is given."""
+        """The heads of W x, (B, K, I, R), with rope turned by Rot(i) if `pos` is given."""
         heads = F.linear(x, W).unflatten(-1, (self.K, -1)).transpose(1, 2)
         return rotate(heads, pos) if self.rope and pos is not None else heads
 
     def scores(self, q: Tensor, u: Tensor, k: Tensor, h: Tensor, bias: Tensor) -> Tensor:
         """a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk, -inf where j > i: (B, K, I, J)."""
-        if self.kq_diag is not None:
+        if self.kq_diag is not None:  # rope does not turn its term
             du = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
             bias = du @ h[:, None].mT + bias
         return q / self.tau @ k.mT + bias
@@ -308,13 +307,13 @@ class Attention(nn.Module):
         return pos.mask + b - m[:, None, None] * pos.distance
 
     def output_weight(self) -> Tensor:
-        """K blocks W_k^Q P_k, (R, D): o_k times them is P_k W_k^Q^T o_k (Eq. 14)."""
+        """W_k^Q P_k of all k, (K R, D): o times it is sum_k P_k W_k^Q^T o_k (Eq. 14)."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1) if self.cem else self.W_O
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u and h,
         (B, J, D) -> (B, J). If P = I, and there is no diagonal or exact_update is on, dx is minus
-        its gradient in u with h held fixed; it is not the gradient in h, of which u is made too."""
+        its gradient in u; h is held fixed, though u is made of it."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set attn=cem')
         pos = position_tables(self.cfg, h)
         q, k = self.project(u, self.W_Q, pos), self.project(h, self.W_K, pos)
@@ -347,9 +346,9 @@ class MLP(nn.Module):
         W_out = self.output_weight() if cache is None else cache.output_weight(self)
         h = self.norm(x0)                                        # h_i <- rms(h_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i
-        x_start, u = start(self.residual, self.norm, x0, h)      # x_i <- h_i, if normed; u_i
+        x_start, u = start(self.residual, self.norm, x0, h)      # x_i <- h_i: see start
         x = x_start
-        for t in range(self.steps if self.cem else 1):           # Llama's T is Block's
+        for t in range(self.steps if self.cem else 1):           # Llama is repeated by Block
             if t > 0:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
             z = F.linear(u, self.V)
@@ -360,13 +359,13 @@ class MLP(nn.Module):
         return x0 + (x - x_start) if self.residual == 'displacement' else x
 
     def output_weight(self) -> Tensor:
-        """V P, (D_v, D): g times it is P V^T g (Eq. 15)."""
+        """V P, (D_v, D): g times it is P V^T g, P being symmetric (Eq. 15)."""
         return self.P(self.V[None])[0] if self.cem else self.W_d
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or -|gamma| . phi(sign(gamma) * V u)
         (sign_convex): normed u and h, (B, J, D) -> (B, J). If P = I, the step is minus its gradient
-        in u with h held fixed; in h, autograd goes straight through the sign, which has none."""
+        in u, h held fixed; the gradient that the sign lacks is taken to be the identity's."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set mlp=cem')
         gamma, z = F.linear(h, self.W), F.linear(u, self.V)
         if self.sign_convex:

@@ -38,15 +38,19 @@ def note(ax: Axes, x: float, y: float, text: str, colour: str = INK, size: float
     ax.text(x, y, text, ha=ha, va='center', fontsize=size, color=colour, zorder=5)
 
 
+def plus(ax: Axes, x: float) -> None:
+    circle = dict(boxstyle='circle,pad=0.12', facecolor='white', edgecolor=INK, linewidth=0.9)
+    ax.text(x, 1.6, '+', ha='center', va='center_baseline', fontsize=12, color=INK, zorder=4,
+            bbox=circle)
+
+
 def stream(ax: Axes) -> None:
     """Into the sublayer's norm, and past it to its sum."""
     note(ax, 0.05, 1.6, 'x', size=11)
     line(ax, (0.3, 1.6), (0.75, 1.6))
     box(ax, 1.2, 1.6, 'norm', 'norm', 0.9)
     line(ax, (0.3, 1.6), (0.3, 3.4), (9.4, 3.4), (9.4, 1.88))
-    circle = dict(boxstyle='circle,pad=0.12', facecolor='white', edgecolor=INK, linewidth=0.9)
-    ax.text(9.4, 1.6, '+', ha='center', va='center_baseline', fontsize=12, color=INK, zorder=4,
-            bbox=circle)
+    plus(ax, 9.4)
     line(ax, (9.66, 1.6), (10.1, 1.6))
 
 
@@ -62,8 +66,11 @@ def steps(ax: Axes) -> None:
     line(ax, (1.65, 1.6), (1.95, 1.6), (1.95, 1.0), (2.1, 1.0))
     box(ax, 2.55, 1.0, 'norm', 'norm', 0.9)
     line(ax, (3.0, 1.0), (3.52, 1.0))
-    line(ax, (8.5, 1.6), (8.5, 0.2), (2.55, 0.2), (2.55, 0.7), colour=RED)
-    note(ax, 5.5, -0.02, 'T steps with the same weights', RED)
+    line(ax, (8.05, 1.6), (8.3, 1.6))
+    plus(ax, 8.55)
+    line(ax, (8.8, 1.6), (9.12, 1.6))
+    line(ax, (8.55, 1.34), (8.55, 0.2), (2.55, 0.2), (2.55, 0.7), colour=RED)
+    note(ax, 5.5, -0.02, 'T steps add up, with the same weights', RED)
 
 
 def llama_attention(ax: Axes) -> None:
@@ -93,8 +100,7 @@ def cem_attention(ax: Axes) -> None:
     line(ax, (4.68, 1.0), (5.0, 1.0), (5.0, 1.6), (5.07, 1.6))
     box(ax, 5.8, 1.6, 'softmax', 'op', 1.45)
     line(ax, (6.53, 1.6), (6.85, 1.6))
-    box(ax, 7.5, 1.6, '$P\\;W_Q^\\mathsf{T}$', 'W_Q', 1.3)
-    line(ax, (8.15, 1.6), (9.12, 1.6))
+    box(ax, 7.45, 1.6, '$P\\;W_Q^\\mathsf{T}$', 'W_Q', 1.2)
 
 
 def llama_mlp(ax: Axes) -> None:
@@ -125,8 +131,7 @@ def cem_mlp(ax: Axes) -> None:
     line(ax, (6.05, 1.0), (6.3, 1.0), (6.3, 1.35))
     note(ax, 6.3, 1.58, '$\\odot$', size=17)
     line(ax, (6.55, 1.6), (6.85, 1.6))
-    box(ax, 7.5, 1.6, '$P\\;V^\\mathsf{T}$', 'V', 1.3)
-    line(ax, (8.15, 1.6), (9.12, 1.6))
+    box(ax, 7.45, 1.6, '$P\\;V^\\mathsf{T}$', 'V', 1.2)
 
 
 PANELS = (('Llama: attention, four matrices', llama_attention),

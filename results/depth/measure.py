@@ -49,6 +49,8 @@ FINAL = {
 }
 # One seed each: what closes the gap to Llama, and what does not
 CHOICES = {
+    'cem-2-rope-diag-raw': f'{DIAG} --residual=raw',
+    'cem-1-rope-diag-normed': f'{T1} {DIAG} {NORMED}',
     'cem-2-alibi': ALIBI,
     'cem-2-alibi-normed': f'{ALIBI} {NORMED}',
     'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
