@@ -8,7 +8,7 @@ energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is o
     h = norm(x0)                                 the context: keys = values = W_K h, gamma = W h
     x = x_start = x0 / rms(x0)                   Algorithm 1 prints h; see the function `start`
     for t in range(T):
-        x = x + eta * P * update(norm(x) | h)    update: minus the energy's gradient in norm(x)
+        x = x + eta * P * update(norm(x) | h)    minus the energy's gradient: see exact_update
     return x0 + (x - x_start)                    the layer's skip; residual='displacement'
 
 Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. Faster ways to the
@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, int]] = {
     '256m': dict(d_model=1056, n_layer=14, n_head=12, d_mlp=2816),
 }
 
-# Options of these sublayers: the default if one of them is CEM; if none is.
+# option: the sublayers it acts on, its default where one of them is CEM, its value where none is
 CEM_OPTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
     'positions': (('attn',), 'alibi', 'rope'),
     'attn_steps': (('attn',), 2, 1),
@@ -166,10 +166,11 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 
     normed: at h, as Algorithm 1 is printed; but then no skip leads past the norm.
     raw: at x0, as in Llama's pre-norm layer; but the larger x0, the less a step moves u.
-    displacement: at h without its gain, which norm puts back; x0 + (x - x_start) keeps the skip."""
+    displacement: at h less its gain, so that norm(x) = h; x0 + (x - x_start) keeps the skip."""
     if residual == 'normed':
         return h, norm(h)
-    return x0 if residual == 'raw' else F.rms_norm(x0, norm.gain.shape, eps=norm.eps), h
+    x = x0 if residual == 'raw' else F.rms_norm(x0, norm.gain.shape, eps=norm.eps)
+    return x, h
 
 
 class Preconditioner(nn.Module):
@@ -250,21 +251,21 @@ class Attention(nn.Module):
             self.b_self, self.b_cross = (nn.Parameter(torch.zeros(K)) for _ in range(2))
 
     def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None, n: int = 0) -> Tensor:
-        """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). n: the pass of plain reuse."""
+        """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). n: see Block, cache."""
         # Main Block: the context, the same in all steps
         h_i = self.norm(x0)                                      # h_i <- rms(h_i), (B, I, D)
         if cache is None:
             h = h_i                                              # h_1:J
             k = self.project(h, self.W_K, pos)                   # k_j <- W_k^K h_j, (B, K, J, R)
-            v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j; Llama: W_V h_j
+            v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j (rope: turned)
         else:
             h, k, v = cache.context(self, n, h_i, pos)           # of the past and of x0
         W_out = self.output_weight() if cache is None else cache.output_weight(self)
-        way = fast.choose_way(self, k, pos)
+        way = fast.choose_way(self, k, pos)                      # attn_impl; auto: the best here
         bias = None if way in fast.MAKES_ITS_BIAS else self.bias(pos)
         x_start, u = start(self.residual, self.norm, x0, h_i)    # x_i <- h_i: see start
         x = x_start
-        for t in range(self.steps if self.cem else 1):           # Llama is repeated by Block
+        for t in range(self.steps if self.cem else 1):           # Llama's T: see Block
             if t > 0:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
             q = self.project(u, self.W_Q, pos)                   # q_i <- W_k^Q u_i, (B, K, I, R)
@@ -275,7 +276,7 @@ class Attention(nn.Module):
             else:
                 o, alpha = fast.attend(way, self, q, u, k, v, h, bias)
             if self.cem and self.rope:
-                # v_j is k_j, turned by Rot(j): o_i <- sum_j alpha_ijk Rot(i)^T Rot(j) W_k^K h_j
+                # q_i and v_j were turned: o_i <- sum_j alpha_ijk Rot(i)^T Rot(j) W_k^K h_j
                 o = rotate(o, pos, inverse=True)
             dx = o.transpose(1, 2).flatten(-2) @ W_out           # dx_i <- sum_k P_k W_k^Q^T o_i
             if self.cfg.exact_update:
@@ -297,7 +298,7 @@ class Attention(nn.Module):
         return q / self.tau @ k.mT + bias
 
     def bias(self, pos: PositionTables) -> Tensor:
-        """b_ijk = -m_k |i - j| + b_self [i = j] + b_cross [i != j], m_k = 2^(-8k/K); with rope 0;
+        """b_ijk = -m_k |i - j| + b_self [i = j] + b_cross [i != j], m_k = 2^(-8k/K); 0 with rope;
         -inf where j > i: (K, I, J) or (I, J)."""
         if self.rope:
             return pos.mask
@@ -307,7 +308,7 @@ class Attention(nn.Module):
         return pos.mask + b - m[:, None, None] * pos.distance
 
     def output_weight(self) -> Tensor:
-        """W_k^Q P_k of all k, (K R, D): o times it is sum_k P_k W_k^Q^T o_k (Eq. 14)."""
+        """W_k^Q P_k of all k, (K R, D): o^T W P = (P W^T o)^T, as P = P^T (Eq. 14)."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1) if self.cem else self.W_O
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -328,7 +329,7 @@ class MLP(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         D = cfg.d_model
-        width = cfg.d_mlp * 3 // 2 if cfg.mlp_match == 'params' else cfg.d_mlp
+        width = cfg.d_mlp * 3 // 2 if cfg.mlp_match == 'params' else cfg.d_mlp  # 2 matrices, not 3
         self.cem = cfg.mlp == 'cem'
         self.residual = cfg.residual if self.cem else 'raw'
         self.sign_convex = cfg.mlp_energy == 'sign_convex'
@@ -348,7 +349,7 @@ class MLP(nn.Module):
         gamma = F.linear(h, self.W)                              # gamma = W h_i
         x_start, u = start(self.residual, self.norm, x0, h)      # x_i <- h_i: see start
         x = x_start
-        for t in range(self.steps if self.cem else 1):           # Llama is repeated by Block
+        for t in range(self.steps if self.cem else 1):           # Llama's T: see Block
             if t > 0:
                 u = self.norm(x)                                 # u_i <- rms(x_i)
             z = F.linear(u, self.V)
@@ -359,7 +360,7 @@ class MLP(nn.Module):
         return x0 + (x - x_start) if self.residual == 'displacement' else x
 
     def output_weight(self) -> Tensor:
-        """V P, (D_v, D): g times it is P V^T g, P being symmetric (Eq. 15)."""
+        """V P, (D_v, D): g^T V P = (P V^T g)^T, as P = P^T (Eq. 15)."""
         return self.P(self.V[None])[0] if self.cem else self.W_d
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -380,7 +381,7 @@ def straight_through_sign(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer (Algorithm 1, Main Block). Plain reuse: Llama's sublayers pass T times."""
+    """One layer (Algorithm 1, Main Block). Plain reuse: a Llama sublayer acts T times."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.attn, self.mlp = Attention(cfg), MLP(cfg)
