@@ -166,7 +166,7 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 
     normed: at h, as Algorithm 1 is printed; but then no skip leads past the norm.
     raw: at x0, as in Llama's pre-norm layer; but the larger x0, the less a step moves u.
-    displacement: at h less its gain, so that norm(x) = h; x0 + (x - x_start) keeps the skip."""
+    displacement: at x0 / rms(x0), whose norm is h; the layer's skip is x0 + (x - x_start)."""
     if residual == 'normed':
         return h, norm(h)
     x = x0 if residual == 'raw' else F.rms_norm(x0, norm.gain.shape, eps=norm.eps)
@@ -175,7 +175,7 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 
 class Preconditioner(nn.Module):
     """n symmetric matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), never formed (Eq. 13; its
-    V is not the MLP's). d = sqrt(D) p: a step of Adam moves d by more. rank 0: no U and V."""
+    V is not the MLP's). Adam moves d = sqrt(D) p faster than it moves p. rank 0: no U, V."""
     decayed = ('U', 'V')  # by weight decay; what a class does not name here is not
 
     def __init__(self, n: int, dim: int, rank: int):
@@ -250,8 +250,8 @@ class Attention(nn.Module):
         if not self.rope:
             self.b_self, self.b_cross = (nn.Parameter(torch.zeros(K)) for _ in range(2))
 
-    def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None, n: int = 0) -> Tensor:
-        """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). n: see Block, cache."""
+    def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None, use: int = 0) -> Tensor:
+        """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). use: which one of Block's."""
         # Main Block: the context, the same in all steps
         h_i = self.norm(x0)                                      # h_i <- rms(h_i), (B, I, D)
         if cache is None:
@@ -259,11 +259,11 @@ class Attention(nn.Module):
             k = self.project(h, self.W_K, pos)                   # k_j <- W_k^K h_j, (B, K, J, R)
             v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j (rope: turned)
         else:
-            h, k, v = cache.context(self, n, h_i, pos)           # of the past and of x0
+            h, k, v = cache.context(self, use, h_i, pos)         # of the past and of x0
         W_out = self.output_weight() if cache is None else cache.output_weight(self)
         way = fast.choose_way(self, k, pos)                      # attn_impl; auto: the best here
         bias = None if way in fast.MAKES_ITS_BIAS else self.bias(pos)
-        x_start, u = start(self.residual, self.norm, x0, h_i)    # x_i <- h_i: see start
+        x_start, u = start(self.residual, self.norm, x0, h_i)    # printed: x_i <- h_i
         x = x_start
         for t in range(self.steps if self.cem else 1):           # Llama's T: see Block
             if t > 0:
@@ -308,13 +308,13 @@ class Attention(nn.Module):
         return pos.mask + b - m[:, None, None] * pos.distance
 
     def output_weight(self) -> Tensor:
-        """W_k^Q P_k of all k, (K R, D): o^T W P = (P W^T o)^T, as P = P^T (Eq. 14)."""
+        """P_k times each row of W_k^Q, (K R, D): o^T times it is (P_k W_k^Q^T o)^T (Eq. 14)."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1) if self.cem else self.W_O
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u and h,
-        (B, J, D) -> (B, J). If P = I, and there is no diagonal or exact_update is on, dx is minus
-        its gradient in u; h is held fixed, though u is made of it."""
+        (B, J, D) -> (B, J). Where P = I, with exact_update or without a diagonal, dx is minus its
+        gradient in u; h is held fixed, though u is made of it."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set attn=cem')
         pos = position_tables(self.cfg, h)
         q, k = self.project(u, self.W_Q, pos), self.project(h, self.W_K, pos)
@@ -347,7 +347,7 @@ class MLP(nn.Module):
         W_out = self.output_weight() if cache is None else cache.output_weight(self)
         h = self.norm(x0)                                        # h_i <- rms(h_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i
-        x_start, u = start(self.residual, self.norm, x0, h)      # x_i <- h_i: see start
+        x_start, u = start(self.residual, self.norm, x0, h)      # printed: x_i <- h_i
         x = x_start
         for t in range(self.steps if self.cem else 1):           # Llama's T: see Block
             if t > 0:
@@ -360,7 +360,7 @@ class MLP(nn.Module):
         return x0 + (x - x_start) if self.residual == 'displacement' else x
 
     def output_weight(self) -> Tensor:
-        """V P, (D_v, D): g^T V P = (P V^T g)^T, as P = P^T (Eq. 15)."""
+        """P times each row of V, (D_v, D): g^T times it is (P V^T g)^T (Eq. 15)."""
         return self.P(self.V[None])[0] if self.cem else self.W_d
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -387,8 +387,8 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(cfg), MLP(cfg)
 
     def forward(self, x: Tensor, pos: PositionTables, cache: Any = None) -> Tensor:
-        for n in range(1 if self.attn.cem else self.attn.steps):
-            x = self.attn(x, pos, cache, n)
+        for use in range(1 if self.attn.cem else self.attn.steps):
+            x = self.attn(x, pos, cache, use)
         for _ in range(1 if self.mlp.cem else self.mlp.steps):
             x = self.mlp(x, cache)
         return x

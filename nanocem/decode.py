@@ -19,23 +19,23 @@ class Cache:
         self.buffers: dict[tuple[Any, int, str], Tensor] = {}
         self.output_weights: dict[Any, Tensor] = {}
 
-    def context(self, attn: Any, n: int, h: Tensor, pos: Any,
+    def context(self, attn: Any, use: int, h: Tensor, pos: Any,
                 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """h, k, v of past and new tokens, from the new tokens' h in the sublayer's n-th pass; k and
-        v are None where W_K is absorbed."""
+        """h, k, v of past and new tokens, from the new tokens' h; k and v are None where W_K is
+        absorbed. use: of a reused Llama sublayer, which keeps keys of each."""
         diagonal = attn.kq_diag is not None
         h_new = h
         if diagonal:
-            h = self.append((attn, n, 'h'), h)
+            h = self.append((attn, use, 'h'), h)
             if not attn.rope and self.length > 0:
                 return h, None, None
         k = attn.project(h_new, attn.W_K, pos)
         if attn.rope or not diagonal:
-            k = heads(self.append((attn, n, 'k'), merge(k)), attn.K)
+            k = heads(self.append((attn, use, 'k'), merge(k)), attn.K)
         if attn.cem:
             return h, k, k
         v = attn.project(h_new, attn.W_V)
-        return h, k, heads(self.append((attn, n, 'v'), merge(v)), attn.K)
+        return h, k, heads(self.append((attn, use, 'v'), merge(v)), attn.K)
 
     def append(self, name: tuple[Any, int, str], new: Tensor) -> Tensor:
         """Store `new` (B, I, D) behind the past and return both, (B, length + I, D)."""

@@ -36,71 +36,86 @@ T1 = '--attn_steps=1 --mlp_steps=1'
 ROPE = '--positions=rope --kq_diag=none --score_scale=head'
 DIAG = '--positions=rope --kq_diag=shared --score_scale=head'
 ALIBI = '--positions=alibi --kq_diag=shared --score_scale=model'
-NORMED = '--residual=normed'
+NORMED, SKIP = '--residual=normed', '--residual=displacement'
 SEEDS = (1337, 1, 2)
 DEPTHS = (2, 4, 8, 12, 16)
 
 # Three seeds, each model at the best of the rates looked at
 FINAL = {
     'llama': LLAMA,
-    'cem-1-rope-diag': f'{T1} {DIAG}',
-    'cem-2-rope-diag': DIAG,
+    'cem-1-rope-diag-normed': f'{T1} {DIAG} {NORMED}',
     'cem-2-rope-diag-normed': f'{DIAG} {NORMED}',
 }
 # One seed each: what closes the gap to Llama, and what does not
+HALF = '--attn_step_size=0.5 --mlp_step_size=0.5'
+QUARTER = '--attn_step_size=0.25 --mlp_step_size=0.25'
+EIGHTH = '--attn_step_size=0.125 --mlp_step_size=0.125'
+ONES = '--attn_step_size=1 --mlp_step_size=1'
 CHOICES = {
+    # residual, step size
+    'cem-1-normed-quarter': f'{T1} {DIAG} {NORMED} {QUARTER}',
+    'cem-2-normed-quarter': f'{DIAG} {NORMED} {QUARTER}',
+    'cem-1-normed-half': f'{T1} {DIAG} {NORMED} {HALF}',
+    'cem-1-rope-diag': f'{T1} {DIAG} {SKIP}',
+    'cem-2-rope-diag': f'{DIAG} {SKIP}',
     'cem-2-rope-diag-raw': f'{DIAG} --residual=raw',
-    'cem-1-rope-diag-normed': f'{T1} {DIAG} {NORMED}',
-    'cem-2-alibi': ALIBI,
+    'cem-2-normed-eighth': f'{DIAG} {NORMED} {EIGHTH}',
+    'cem-2-normed-one': f'{DIAG} {NORMED} {ONES}',
+    # positions
     'cem-2-alibi-normed': f'{ALIBI} {NORMED}',
-    'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
-    'cem-1-rope-diag-half': f'{T1} {DIAG} --attn_step_size=0.5 --mlp_step_size=0.5',
-    'cem-2-rope-diag-quarter': f'{DIAG} --attn_step_size=0.25 --mlp_step_size=0.25',
-    'cem-1-rope-diag-8e-3': f'{T1} {DIAG} --learning_rate=8e-3',
-    'cem-2-rope-diag-8e-3': f'{DIAG} --learning_rate=8e-3',
-    'cem-2-rope-diag-normed-8e-3': f'{DIAG} {NORMED} --learning_rate=8e-3',
-    'llama-2e-3': f'{LLAMA} --learning_rate=2e-3',
-    'cem-1-rope-diag-2e-3': f'{T1} {DIAG} --learning_rate=2e-3',
-    'cem-2-rope-diag-2e-3': f'{DIAG} --learning_rate=2e-3',
-    'cem-2-rope-diag-normed-2e-3': f'{DIAG} {NORMED} --learning_rate=2e-3',
-    'cem-1-rope': f'{T1} {ROPE}',
-    'cem-2-rope': ROPE,
-    'cem-1-alibi': f'{T1} {ALIBI}',
-    'cem-2-alibi-eta1': f'{ALIBI} --attn_step_size=1 --mlp_step_size=1',
+    'cem-1-alibi-normed': f'{T1} {ALIBI} {NORMED}',
     'cem-2-rope-normed': f'{ROPE} {NORMED}',
-    'cem-1-init': f'{T1} {DIAG} --init_std=0.14',
-    'cem-1-decay': f'{T1} {DIAG} --weight_decay=0',
-    'cem-1-heads-32': f'{T1} {DIAG} --n_head=2',
+    'cem-1-rope': f'{T1} {ROPE} {SKIP}',
+    'cem-2-rope': f'{ROPE} {SKIP}',
+    'cem-1-alibi': f'{T1} {ALIBI} {SKIP}',
+    'cem-2-alibi-eta1': f'{ALIBI} {SKIP} {ONES}',
+    # learning rate
+    'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
+    'cem-1-normed-8e-3': f'{T1} {DIAG} {NORMED} --learning_rate=8e-3',
+    'cem-2-normed-8e-3': f'{DIAG} {NORMED} --learning_rate=8e-3',
+    'llama-2e-3': f'{LLAMA} --learning_rate=2e-3',
+    'cem-1-normed-2e-3': f'{T1} {DIAG} {NORMED} --learning_rate=2e-3',
+    'cem-2-normed-2e-3': f'{DIAG} {NORMED} --learning_rate=2e-3',
+    # which sublayer
+    'cem-attn-1': f'{T1} {DIAG} {NORMED} --mlp=llama',
+    'cem-attn-2': f'{DIAG} {NORMED} --mlp=llama --mlp_steps=1',
+    'cem-mlp-1': f'--attn=llama {T1} {NORMED}',
+    'cem-mlp-2': f'--attn=llama --attn_steps=1 {NORMED}',
+    # weights, heads
+    'cem-1-init': f'{T1} {DIAG} {NORMED} --init_std=0.14',
+    'cem-1-decay': f'{T1} {DIAG} {NORMED} --weight_decay=0',
+    'llama-decay': f'{LLAMA} --weight_decay=0',
+    'cem-1-plain': f'{T1} {DIAG} {NORMED} --preconditioner=none',
+    'cem-1-heads-32': f'{T1} {DIAG} {NORMED} --n_head=2',
     'llama-heads-32': f'{LLAMA} --n_head=2',
-    'cem-1-heads-64': f'{T1} {DIAG} --n_head=1',
+    'cem-1-heads-64': f'{T1} {DIAG} {NORMED} --n_head=1',
     'llama-heads-64': f'{LLAMA} --n_head=1',
-    'cem-1-plain': f'{T1} {DIAG} --preconditioner=none',
-    'cem-attn-1': f'{T1} {DIAG} --mlp=llama',
-    'cem-attn-2': f'{DIAG} --mlp=llama',
-    'cem-mlp-1': '--attn=llama --attn_steps=1 --mlp_steps=1',
-    'cem-mlp-2': '--attn=llama --attn_steps=1',
 }
 # Twice the width, one seed
 WIDTH = '--d_model=128 --n_head=8 --d_mlp=344 --tokens=0.8M --learning_rate=2.8e-3'
 WIDE = {
     'wide-llama': f'{LLAMA} {WIDTH}',
-    'wide-cem-1': f'{T1} {DIAG} {WIDTH}',
-    'wide-cem-2': f'{DIAG} {WIDTH}',
+    'wide-cem-1-normed': f'{T1} {DIAG} {NORMED} {WIDTH}',
     'wide-cem-2-normed': f'{DIAG} {NORMED} {WIDTH}',
+    'wide-cem-2': f'{DIAG} {SKIP} {WIDTH}',
 }
 # One seed at every depth of DEPTHS
 BY_DEPTH = {
     'llama': LLAMA,
-    'cem-1': f'{T1} {DIAG}',
-    'cem-2': DIAG,
+    'cem-1-normed': f'{T1} {DIAG} {NORMED}',
     'cem-2-normed': f'{DIAG} {NORMED}',
-    'cem-2-normed-eta1': f'{DIAG} {NORMED} --attn_step_size=1 --mlp_step_size=1',
+    'cem-2-normed-eta1': f'{DIAG} {NORMED} {ONES}',
+    'cem-2': f'{DIAG} {SKIP}',
 }
 SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch_size=16 '
          '--dtype=bfloat16 --tokens=409600 --warmup=0.25 --log_interval=1 --eval_interval=50 '
          '--eval_tokens=20000 --test_tokens=100000 --tensorboard=False --checkpoint_interval=100 '
          '--keep_checkpoints=1')
-SHAPES = {'shape-cem': 'config/cem_t2.py', 'shape-llama': 'config/llama.py'}
+SHAPES = {
+    'shape-llama': 'config/llama.py',
+    'shape-cem-normed': f'config/cem_t2.py {NORMED}',
+    'shape-cem': f'config/cem_t2.py {SKIP}',
+}
 
 
 def out_dir(name: str, seed: int) -> str:
