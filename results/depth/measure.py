@@ -62,7 +62,10 @@ CHOICES = {
     'cem-2-normed-eighth': f'{DIAG} {NORMED} {EIGHTH}',
     'cem-2-normed-one': f'{DIAG} {NORMED} {ONES}',
     # positions
+    'cem-2-alibi': f'{ALIBI} {SKIP}',
     'cem-2-alibi-normed': f'{ALIBI} {NORMED}',
+    'cem-2-alibi-normed-quarter': f'{ALIBI} {NORMED} {QUARTER}',
+    'cem-1-alibi-normed-quarter': f'{T1} {ALIBI} {NORMED} {QUARTER}',
     'cem-1-alibi-normed': f'{T1} {ALIBI} {NORMED}',
     'cem-2-rope-normed': f'{ROPE} {NORMED}',
     'cem-1-rope': f'{T1} {ROPE} {SKIP}',
