@@ -487,7 +487,10 @@ def first_day(cfg: BenchConfig) -> None:
     """The parts that are not in the file yet, then all in one page."""
     name = torch.cuda.get_device_name() if cfg.device == 'cuda' else 'rehearsal'
     name = ''.join(c if c.isalnum() else '_' for c in name.lower())
-    os.makedirs('out/results/bench', exist_ok=True)
+    try:
+        os.makedirs('out/results/bench', exist_ok=True)
+    except OSError as error:
+        fail(f'out/results/bench: {error.strerror}; expected a folder to write in')
     path = cfg.json or f'out/results/bench/{name}.json'
     where = f'rehearsal, tiny: {machine(cfg)}' if cfg.rehearse else machine(cfg)
     day = own_json(path) or {'machine': where, 'parts': {}}

@@ -32,7 +32,7 @@ from nanocem.files import lock, read_json, say, write_whole
 from nanocem.shards import FORMAT, read_meta
 from nanocem.sources import HUB, SUFFIXES, File, Source, ask_hub, find_source
 from nanocem.tokenizers import LlamaTokenizer, load_tokenizer, make_tokenizer
-from nanocem.writer import OUR_SHARD, SPLITS, Writer, look_at
+from nanocem.writer import OUR_SHARD, SPLITS, Writer, is_whole, look_at
 
 DOWNLOADS = '.download'  # a folder in out_dir
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
@@ -148,6 +148,8 @@ def prepare(o: PrepareConfig) -> None:
             if OUR_SHARD.fullmatch(name) or name == DOWNLOADS]
     if meta or state:
         check_identity(o, meta or state)
+        if not meta and not is_whole(state):
+            fail(f'{path("progress.json")} is damaged: {remedy}')
         if meta:
             check_input(o, meta)
             say(f'{o.out_dir} is prepared already')
@@ -168,7 +170,7 @@ def prepare(o: PrepareConfig) -> None:
         names = ', '.join(source.left_out[:5]) + ', ...' * (len(source.left_out) > 5)
         say(f'left out: {len(source.left_out):,} files that are not '
             f'{", ".join(SUFFIXES)}: {names}')
-    if state and state['listing'] != source.listing():
+    if state and (state['listing'] != source.listing() or state['file'] > len(source.files)):
         fail(f'the files of {o.input} have changed since {o.out_dir} was begun: delete it and '
              'start again')
 
@@ -417,8 +419,8 @@ def peek(data_dir: str, split: str) -> None:
     ids = np.memmap(os.path.join(data_dir, shards[0]['file']), dtype, 'r')
     starts = [*np.flatnonzero(ids[:1 << 22] == tokenizer.bos)[:6], len(ids)]
     for begin, end in list(pairwise(starts))[:5]:
-        print(f'--- {end - begin:,} tokens: {ids[begin:begin + 12].tolist()} ...')
-        print(tokenizer.decode(ids[begin:min(end, begin + 200)].tolist()))
+        say(f'--- {end - begin:,} tokens: {ids[begin:begin + 12].tolist()} ...')
+        say(tokenizer.decode(ids[begin:min(end, begin + 200)].tolist()))
 
 
 def main(argv: list[str]) -> None:
@@ -432,8 +434,6 @@ def main(argv: list[str]) -> None:
             verify(o.out_dir)
         if o.peek:
             peek(o.out_dir, o.peek)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # | head has seen enough
     except OSError as error:
         fail(f'{error.filename or o.out_dir}: {error.strerror or error}')
     except (KeyError, TypeError, ValueError, AttributeError):

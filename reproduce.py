@@ -33,7 +33,7 @@ from model import ModelConfig, Transformer
 from nanocem import claims, ladder
 from nanocem.corpus import CORPUS, make_corpus
 from nanocem.figures import FIGURES, Cell, figure_files
-from nanocem.files import read_json, say, write_whole
+from nanocem.files import say, write_whole
 from nanocem.jobs import run_side_by_side
 from nanocem.ladder import FAMILIES, LLAMA, MODELS, SCALES, Scale, Task, canonical
 from nanocem.options import new_options
@@ -103,17 +103,14 @@ def finished(task: Task) -> dict[str, Any] | None:
     """A run's result.json, with what the tables need beside it; None until it is finished.
     SystemExit if what the folder holds was begun with other settings: a config file or a default
     has changed since."""
-    if config := read_json(f'{task.folder}/config.json'):
-        saved = {**config['train'], **config['model']}
+    if saved := ladder.read_settings(task.folder):
         own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
         if changed := [k for k, v in settings(task.options).items()
                        if k not in own and k in saved and saved[k] != v]:
             fail(f'{task.folder} holds a run of another {", ".join(changed)}: remove it to train '
                  'it anew')
-    result = read_json(f'{task.folder}/result.json')
-    if not result or not math.isfinite(result.get('test_perplexity') or math.inf):
-        return None
-    return {**result, 'seed': task.seed, 'rate': task.rate, 'out_dir': task.folder,
+    result = ladder.read_result(task.folder)
+    return result and {**result, 'seed': task.seed, 'rate': task.rate, 'out_dir': task.folder,
             'weights': cost(task.shape).weights}
 
 
@@ -178,11 +175,10 @@ def choose_rates(scale: Scale) -> dict[str, Any]:
 
 
 def chosen_rates(scale: Scale) -> dict[str, Any] | None:
-    """What the sweeps chose, None until they are finished. What is published holds."""
+    """What the sweeps chose, None until they are finished."""
     if scale.rate:
         return {'rates': {family: dict.fromkeys(scale.sizes, scale.rate) for family in FAMILIES}}
-    published = read_json(f'results/{scale.name}/rates.json')
-    return published or read_json(f'out/results/{scale.name}/rates.json')
+    return ladder.read_rates(scale)
 
 
 def own_runs(scale: Scale, models: Sequence[str], sizes: Iterable[str], seeds: Iterable[int],
@@ -492,6 +488,8 @@ def main(argv: list[str]) -> None:
         write_out(figures, scale, everything or 'claims' in names, cfg.publish)
     except KeyboardInterrupt:
         fail('stopped; the same command goes on')
+    except OSError as error:
+        fail(f'{error.filename}: {error.strerror}; the same command goes on')
     if FAILED:
         fail(f'{len(FAILED)} runs failed; they are named above, the same command tries them again')
 

@@ -35,9 +35,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from configurator import build, fail, read_options
-from nanocem.files import write_whole
+from nanocem.files import say, write_whole
 from nanocem.gp_kernels import gibbs, matern, periodic, rational_quadratic, rbf
-from nanocem.gp_report import TITLES, Cells, Key, read_cell, report, trained_steps
+from nanocem.gp_report import TITLES, Cells, Key, read_cell, report, tested_steps, trained_steps
 from nanocem.workers import run_jobs, workers
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are of a forward pass over 200 inputs
@@ -384,8 +384,7 @@ def train_cell(o: Options, k: str, model: str, data: Data) -> dict[str, Any]:
     if not math.isfinite(sum(cell['train'] + cell['test'])):
         raise ValueError(f'{TITLES[k]} {model} diverged: a learning_rate below {o.learning_rate} '
                          'would be right')
-    if 'V' in w:
-        most = 2 * max(trained_steps(model), 8)
+    if most := tested_steps(model):
         cell['test_steps'] = [rmse(o, w, *data[2:], t) for t in range(1, most + 1)]
     write_whole(cell_path(o, k, model), json.dumps(cell).encode())
     return cell
@@ -399,7 +398,7 @@ def draw_arrays(*arguments: Any) -> Data:
 def run_table(o: Options) -> Cells:
     """All cells of the table, trained where they are not there yet."""
     keys = [(k, m) for k in o.kernels for m in o.models]
-    cells: dict[Key, Any] = {key: read_cell(cell_path(o, *key), o.repeats) for key in keys}
+    cells: dict[Key, Any] = {key: read_cell(cell_path(o, *key), key[1], o.repeats) for key in keys}
     # what the progress bar counts: multiply-adds, backward passes included
     cost = {m: 3 * o.steps * o.repeats * o.batch_size // ROWS * sizes(o, m)[1] for m in o.models}
     draw_cost = o.repeats * (o.points + o.test_points) ** 3 // 3
@@ -421,8 +420,8 @@ def run_table(o: Options) -> Cells:
     return cells
 
 
-def main() -> None:
-    given = read_options(sys.argv[1:], Options)
+def main(argv: list[str]) -> None:
+    given = read_options(argv, Options)
     blind = {} if given.get('protocol') == 'inferred' else BLIND
     o = build(Options, blind | (QUICK if given.get('quick') else {}) | given)
     # products this small gain little from threads and, on a busy machine, wait for them
@@ -443,8 +442,8 @@ def main() -> None:
         died = isinstance(error, BrokenProcessPool)
         fail(('a process died (out of memory?)' if died else 'interrupted') +
              f'; finished cells are in {o.out_dir}/cells, and the same command goes on')
-    print(f'{time.perf_counter() - start:.0f} s on {o.device}')
+    say(f'{time.perf_counter() - start:.0f} s on {o.device}')
 
 
 if __name__ == '__main__':
-    main()
+    main(sys.argv[1:])

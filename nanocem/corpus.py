@@ -18,6 +18,8 @@ SUFFIXES = ('.py', '.md', '.rst', '.txt')
 
 def package_files(requirements: str) -> Iterator[tuple[str, str]]:
     """(name, path) of the text files of the packages pinned in a requirements file, by name."""
+    if not os.path.isfile(requirements):
+        fail(f'{requirements} is missing: start in the project\'s folder')
     with open(requirements, encoding='utf-8') as file:
         packages = [re.split(r'[=;<>~ ]', line)[0] for line in file if re.match(r'\w', line)]
     for package in packages:

@@ -1,4 +1,5 @@
 """What reproduce.py draws of its runs: each figure is a table of models and a way to draw them."""
+import contextlib
 import csv
 import io
 import json
@@ -287,11 +288,9 @@ def read_log(result: dict[str, Any]) -> list[dict[str, Any]]:
     path = os.path.join(result['out_dir'], 'log.jsonl')
     with open(path, encoding='utf-8', errors='replace') as file:
         for text in file:
-            try:
+            with contextlib.suppress(ValueError, RecursionError):
                 lines.append(json.loads(text))
-            except ValueError:
-                continue
-    return lines
+    return [line for line in lines if isinstance(line, dict) and 'step' in line]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from nanocem.files import write_whole
+from nanocem.files import say, write_whole
 
 TITLES = {
     'rbf': 'RBF',
@@ -77,15 +77,22 @@ def trained_steps(model: str) -> int:
     return int(model.removeprefix('CEM-T')) if model.startswith('CEM-T') else 1
 
 
-def read_cell(path: str, repeats: int) -> dict[str, Any] | None:
+def tested_steps(model: str) -> int:
+    """Up to how many steps a model is tested: at T alone, CEM beyond."""
+    return 2 * max(trained_steps(model), 8) if model.startswith('CEM-T') else 0
+
+
+def read_cell(path: str, model: str, repeats: int) -> dict[str, Any] | None:
     """A finished cell; None where there is none, or a damaged one."""
     try:
         with open(path, encoding='utf-8') as file:
             cell = json.load(file)
         lists = [cell['train'], cell['test'], *cell.get('test_steps', [])]
+        numbers = all(type(value) is float for values in lists for value in values)
         finite = math.isfinite(sum(cell['train'] + cell['test']))
-        return cell if finite and all(len(values) == repeats for values in lists) else None
-    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        whole = [*map(len, lists)] == [repeats] * (2 + tested_steps(model))
+        return cell if numbers and finite and whole else None
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -284,7 +291,7 @@ def report(caption: str, cells: Cells, sizes: Sizes, out_dir: str) -> None:
     draw_rmse(ours, f'{out_dir}/figure.png')
     if any(m.startswith('CEM') for _, m in cells):
         draw_test_steps(cells, f'{out_dir}/test_steps.png')
-    if sys.stdout.isatty():
+    if sys.stdout and sys.stdout.isatty():
         aligned = re.sub(r'\*\*(.+?)\*\*', '\033[1m\\1\033[0m    ', aligned)
     files = ', '.join(sorted(name for name in os.listdir(out_dir) if '.' in name))
-    print(caption, aligned, *found, f'Written to {out_dir}: {files}', sep='\n')
+    say('\n'.join([caption, aligned, *found, f'Written to {out_dir}: {files}']))

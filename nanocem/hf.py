@@ -3,6 +3,7 @@ import os
 from typing import Any
 
 from huggingface_hub import PyTorchModelHubMixin
+from safetensors import SafetensorError
 from torch import Tensor
 
 from configurator import fail
@@ -109,5 +110,6 @@ def export(model: Transformer, folder: str, data: dict[str, Any]) -> None:
         if os.listdir(folder):
             fail(f'export={folder} is not empty; expected a new folder')
         to_hub(model).save_pretrained(folder, model_card_kwargs={'about': about})
-    except OSError as error:
-        fail(f'export={folder}: {error.strerror}; expected a folder to write in')
+    except (OSError, SafetensorError) as error:  # a full disk is safetensors' own error
+        words = getattr(error, 'strerror', None) or error
+        fail(f'export={folder}: {words}; expected a folder to write in')

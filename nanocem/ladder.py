@@ -1,7 +1,11 @@
 """What reproduce.py trains: models by name, as train.py's options, and the scales they come in."""
+import math
 import sys
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from configurator import fail
+from nanocem.files import read_json
 
 LLAMA = '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1'
 ROPE = '--positions=rope --kq_diag=none --score_scale=head'
@@ -125,3 +129,40 @@ class Task(NamedTuple):
     def folder(self) -> str:
         return (f'out/reproduce/{self.scale}/{self.size}/'
                 f'{self.model}_rate={self.rate:g}_seed={self.seed}')
+
+
+# What a run and the sweeps leave. A file that is damaged is named; SystemExit.
+
+def above_zero(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def read_settings(folder: str) -> dict[str, Any]:
+    """A run's options, from its config.json; {} where it is not begun."""
+    config = read_json(f'{folder}/config.json')
+    parts = [{}] if config is None else [config.get('train'), config.get('model')]
+    if not all(isinstance(part, dict) for part in parts):
+        fail(f'{folder}/config.json is damaged: delete the folder')
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def read_result(folder: str) -> dict[str, Any] | None:
+    """A run's result.json; None where a number is missing: where steps were skipped it is null."""
+    result = read_json(f'{folder}/result.json') or {}
+    names = ('test_perplexity', 'val_perplexity', 'parameters', 'tokens', 'flops_per_token',
+             'seconds')
+    return result if all(above_zero(result.get(name)) for name in names) else None
+
+
+def read_rates(scale: Scale) -> dict[str, Any] | None:
+    """What the sweeps chose; None until they have. What is published holds."""
+    for path in (f'results/{scale.name}/rates.json', f'out/results/{scale.name}/rates.json'):
+        if chosen := read_json(path):
+            try:
+                rates = [chosen['rates'][of][size] for of in FAMILIES for size in scale.sizes]
+            except (KeyError, TypeError):
+                rates = [None]
+            if not all(map(above_zero, rates)):
+                fail(f'{path} lacks rates: delete it, and the sweeps choose them anew')
+            return chosen
+    return None

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import build
+from configurator import build, check_values
 from model import Attention, ModelConfig, Transformer
 from nanocem.energy import energies_along
 from nanocem.fast import LOGITS_AT_ONCE
@@ -142,23 +142,31 @@ class History(NamedTuple):
     parameters: int
 
 
+def is_number(value: Any) -> bool:
+    """A log's nan is null, and a damaged one may hold anything."""
+    return type(value) in (int, float)
+
+
 def read_history(out_dir: str) -> History | None:
     """None where there is no run, or none that has logged a step."""
     config, lines = read_config(out_dir), []
     with contextlib.suppress(OSError), open(os.path.join(out_dir, 'log.jsonl'), 'rb') as file:
         for line in file:
-            with contextlib.suppress(ValueError):  # a run in progress may be writing it
-                lines.append(json.loads(line))
-    steps = [line for line in lines if 'tokens_per_s' in line and line['loss'] is not None]
+            with contextlib.suppress(ValueError, RecursionError):  # a run may be writing it
+                found = json.loads(line)
+                lines += [found] if isinstance(found, dict) else []
+    needed = ('tokens', 'tokens_per_s', 'loss')
+    steps = [line for line in lines if all(is_number(line.get(name)) for name in needed)]
     if config is None or not steps:
         return None
     with torch.device('meta'):
-        model = Transformer(build(ModelConfig, config['model']))
+        given = check_values(config['model'], f'{out_dir}/config.json', ModelConfig)
+        model = Transformer(build(ModelConfig, given))
     tokens = np.array([line['tokens'] for line in steps], dtype=float)
     seconds = np.diff(tokens, prepend=0) / [line['tokens_per_s'] for line in steps]
-    val_losses = [line['val_loss'] for line in lines if line.get('val_loss') is not None]
-    result = read_json(os.path.join(out_dir, 'result.json')) or {}
+    val_losses = [line['val_loss'] for line in lines if is_number(line.get('val_loss'))]
+    test_loss = (read_json(os.path.join(out_dir, 'result.json')) or {}).get('test_loss')
     return History(
         tokens, tokens * model.flops_per_token(), np.cumsum(seconds) / 3600,
         np.array([line['loss'] for line in steps]), [math.nan, *val_losses][-1],
-        result.get('test_loss', math.nan), model.num_params())
+        test_loss if is_number(test_loss) else math.nan, model.num_params())

@@ -13,6 +13,15 @@ SPLITS = ('train', 'val', 'test')
 OUR_SHARD = re.compile(r'(?:train_\d{5,}|val|test)\.bin(?:\.part)?')
 
 
+def is_whole(state: dict[str, Any]) -> bool:
+    """Whether a progress.json is what a stopped run leaves."""
+    kinds = dict(source=str, listing=str, by_position=bool, file=int, tokens=dict, last=dict,
+                 skipped=dict)
+    return all(type(state.get(name)) is kind for name, kind in kinds.items()) and all(
+        type(n) is int and n >= 0
+        for n in (state['file'], *map(state['tokens'].get, SPLITS), *state['last'].values()))
+
+
 class Writer:
     """The shards of a folder. They grow as NAME.part and get their names together, at the end."""
     def __init__(self, folder: str, dtype: np.dtype, bos: int, shard_tokens: int):

@@ -26,7 +26,8 @@ from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context('forkserver')  # children start with torch already imported
-FORK.set_forkserver_preload(['train'])
+FORK.set_forkserver_preload(['train', 'evaluate', 'synthetic_gp', 'reproduce', 'bench',
+                             'pytest'])
 VOCAB, LENGTH, BATCH = 30, 8, 4
 TINY = (
     f'--d_model=8 --n_layer=1 --n_head=2 --d_mlp=8 --context_length={LENGTH} --batch_size={BATCH} '
@@ -102,7 +103,9 @@ class Run:
     def wait(self, timeout: float = 600) -> 'Run':
         for process in self.processes:
             process.join(timeout)
-            assert process.exitcode is not None, f'still running: {self.text}'
+            hangs = process.exitcode is None
+            process.kill()
+            assert not hangs, f'still running: {self.text}'
         return self
 
     @property

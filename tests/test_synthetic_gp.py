@@ -350,7 +350,7 @@ def test_the_gradient_of_a_repeat_is_clipped_to_norm_one(monkeypatch):
 
 def run(monkeypatch, *args: str) -> None:
     monkeypatch.setattr(sys, 'argv', ['synthetic_gp.py', *args])
-    gp.main()
+    gp.main([*args])
 
 
 @pytest.mark.parametrize('arg, says', [
