@@ -89,6 +89,7 @@ class ModelConfig:
     mlp_energy: Literal['gated', 'sign_convex'] | None = None  # Eq. 7, or the Hopfield appendix's
     mlp_match: Literal['dims', 'params'] | None = None  # Llama's MLP width, or its parameter count
     init_std: float | None = None  # weights ~ N(0, init_std); default: 0.02 sqrt(768 / D_h)
+    embedding_std: float = 1.0  # the token embedding ~ N(0, embedding_std)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     norm_eps: float = 1e-5  # RMSNorm's epsilon
     attn_impl: Literal['auto', 'readable', 'sdpa', 'rows', 'triton'] = 'auto'  # see nanocem/fast.py
@@ -313,8 +314,7 @@ class Attention(nn.Module):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u and h,
-        (B, J, D) -> (B, J). Where P = I, with exact_update or without a diagonal, dx is minus its
-        gradient in u; h is held fixed, though u is made of it."""
+        (B, J, D) -> (B, J). If P = I, with exact_update or no diagonal, dx = -d eps/du, h fixed."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set attn=cem')
         pos = position_tables(self.cfg, h)
         q, k = self.project(u, self.W_Q, pos), self.project(h, self.W_K, pos)
@@ -401,7 +401,7 @@ class Transformer(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg, self.activation_checkpointing = cfg, False
-        self.embedding = drawn(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
+        self.embedding = drawn(cfg.vocab_size, cfg.d_model, std=cfg.embedding_std)
         self.head = drawn(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer + cfg.extra_layers))
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
