@@ -7,6 +7,7 @@ What a CEM model needs to train at twelve layers: the runs, the table and the pi
 Runs live in out/depth/ and are train.py's; each row of the tables is its options.
 """
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -33,82 +34,82 @@ BASE = ('--size=mini --n_layer=12 --n_head=4 --context_length=64 --tokens=1.5M '
         '--checkpoint_interval=100000 --eval_interval=1000000')
 LLAMA = '--attn=llama --mlp=llama'
 T1 = '--attn_steps=1 --mlp_steps=1'
-ROPE = '--positions=rope --kq_diag=none --score_scale=head'
-DIAG = '--positions=rope --kq_diag=shared --score_scale=head'
-ALIBI = '--positions=alibi --kq_diag=shared --score_scale=model'
-NORMED, SKIP = '--residual=normed', '--residual=displacement'
+ROPE = '--positions=rope --kq_diag=shared --score_scale=head'
+SMALL = '--embedding_std=0.0693'  # as all other weights at this width
+QUARTER = '--attn_step_size=0.25 --mlp_step_size=0.25'
+ONES = '--attn_step_size=1 --mlp_step_size=1'
+WIDE = '--d_model=128 --n_head=8 --d_mlp=344 --tokens=0.8M --learning_rate=2.8e-3'
 SEEDS = (1337, 1, 2)
 DEPTHS = (2, 4, 8, 12, 16)
 
-# Three seeds, each model at the best of the rates looked at
+# Rows: options over BASE and the defaults. Three seeds:
 FINAL = {
     'llama': LLAMA,
-    'cem-1-rope-diag-normed': f'{T1} {DIAG} {NORMED}',
-    'cem-2-rope-diag-normed': f'{DIAG} {NORMED}',
+    'cem-1': T1,
+    'cem-2': '',
 }
-# One seed each: what closes the gap to Llama, and what does not
-HALF = '--attn_step_size=0.5 --mlp_step_size=0.5'
-QUARTER = '--attn_step_size=0.25 --mlp_step_size=0.25'
-EIGHTH = '--attn_step_size=0.125 --mlp_step_size=0.125'
-ONES = '--attn_step_size=1 --mlp_step_size=1'
+# One seed each, by question
 CHOICES = {
-    # residual, step size
-    'cem-1-normed-quarter': f'{T1} {DIAG} {NORMED} {QUARTER}',
-    'cem-2-normed-quarter': f'{DIAG} {NORMED} {QUARTER}',
-    'cem-1-normed-half': f'{T1} {DIAG} {NORMED} {HALF}',
-    'cem-1-rope-diag': f'{T1} {DIAG} {SKIP}',
-    'cem-2-rope-diag': f'{DIAG} {SKIP}',
-    'cem-2-rope-diag-raw': f'{DIAG} --residual=raw',
-    'cem-2-normed-eighth': f'{DIAG} {NORMED} {EIGHTH}',
-    'cem-2-normed-one': f'{DIAG} {NORMED} {ONES}',
-    # positions
-    'cem-2-alibi': f'{ALIBI} {SKIP}',
-    'cem-2-alibi-normed': f'{ALIBI} {NORMED}',
-    'cem-2-alibi-normed-quarter': f'{ALIBI} {NORMED} {QUARTER}',
-    'cem-1-alibi-normed-quarter': f'{T1} {ALIBI} {NORMED} {QUARTER}',
-    'cem-1-alibi-normed': f'{T1} {ALIBI} {NORMED}',
-    'cem-2-rope-normed': f'{ROPE} {NORMED}',
-    'cem-1-rope': f'{T1} {ROPE} {SKIP}',
-    'cem-2-rope': f'{ROPE} {SKIP}',
-    'cem-1-alibi': f'{T1} {ALIBI} {SKIP}',
-    'cem-2-alibi-eta1': f'{ALIBI} {SKIP} {ONES}',
-    # learning rate
-    'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
-    'cem-1-normed-8e-3': f'{T1} {DIAG} {NORMED} --learning_rate=8e-3',
-    'cem-2-normed-8e-3': f'{DIAG} {NORMED} --learning_rate=8e-3',
-    'llama-2e-3': f'{LLAMA} --learning_rate=2e-3',
-    'cem-1-normed-2e-3': f'{T1} {DIAG} {NORMED} --learning_rate=2e-3',
-    'cem-2-normed-2e-3': f'{DIAG} {NORMED} --learning_rate=2e-3',
-    # which sublayer
-    'cem-attn-1': f'{T1} {DIAG} {NORMED} --mlp=llama',
-    'cem-attn-2': f'{DIAG} {NORMED} --mlp=llama --mlp_steps=1',
-    'cem-mlp-1': f'--attn=llama {T1} {NORMED}',
-    'cem-mlp-2': f'--attn=llama --attn_steps=1 {NORMED}',
-    # weights, heads
-    'cem-1-init': f'{T1} {DIAG} {NORMED} --init_std=0.14',
-    'cem-1-decay': f'{T1} {DIAG} {NORMED} --weight_decay=0',
-    'llama-decay': f'{LLAMA} --weight_decay=0',
-    'cem-1-plain': f'{T1} {DIAG} {NORMED} --preconditioner=none',
-    'cem-1-heads-32': f'{T1} {DIAG} {NORMED} --n_head=2',
-    'llama-heads-32': f'{LLAMA} --n_head=2',
-    'cem-1-heads-64': f'{T1} {DIAG} {NORMED} --n_head=1',
-    'llama-heads-64': f'{LLAMA} --n_head=1',
+    'the embedding': {
+        'llama-small': f'{LLAMA} {SMALL}',
+        'cem-1-small': f'{T1} {SMALL}',
+        'cem-2-small': f'{SMALL}',
+        'cem-1-rope-small': f'{T1} {ROPE} {SMALL}',
+    },
+    'residual and step size, small embedding': {
+        'cem-2-small-one': f'{SMALL} {ONES}',
+        'cem-2-rope-small': f'{ROPE} {SMALL}',
+        'cem-2-rope-small-raw': f'{ROPE} {SMALL} --residual=raw',
+        'cem-1-rope-small-normed': f'{T1} {ROPE} {SMALL} --residual=normed',
+        'cem-1-rope-small-normed-quarter': f'{T1} {ROPE} {SMALL} --residual=normed {QUARTER}',
+        'cem-2-rope-small-normed': f'{ROPE} {SMALL} --residual=normed',
+        'cem-2-rope-small-normed-quarter': f'{ROPE} {SMALL} --residual=normed {QUARTER}',
+        'cem-2-small-normed': f'{SMALL} --residual=normed',
+    },
+    'residual and step size': {
+        'cem-2-raw': '--residual=raw',
+        'cem-2-quarter': QUARTER,
+        'cem-2-one': ONES,
+    },
+    'learning rate': {
+        'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
+        'llama-2e-3': f'{LLAMA} --learning_rate=2e-3',
+        'cem-1-8e-3': f'{T1} --learning_rate=8e-3',
+        'cem-1-2e-3': f'{T1} --learning_rate=2e-3',
+        'cem-2-8e-3': '--learning_rate=8e-3',
+        'cem-2-2e-3': '--learning_rate=2e-3',
+    },
+    'positions': {
+        'cem-1-rope': f'{T1} {ROPE}',
+        'llama-alibi': f'{LLAMA} --positions=alibi',
+        'cem-1-no-diagonal': f'{T1} --kq_diag=none',
+    },
+    'one sublayer': {
+        'attn-1': f'{T1} --mlp=llama',
+        'mlp-1': f'{T1} --attn=llama',
+    },
+    'weights': {
+        'cem-1-init': f'{T1} --init_std=0.139',
+        'cem-1-decay': f'{T1} --weight_decay=0',
+        'cem-1-plain': f'{T1} --preconditioner=none',
+    },
+    'heads': {
+        'cem-1-heads-32': f'{T1} --n_head=2',
+        'llama-heads-32': f'{LLAMA} --n_head=2',
+        'cem-1-heads-64': f'{T1} --n_head=1',
+        'llama-heads-64': f'{LLAMA} --n_head=1',
+    },
+    'twice the width, 0.8 M bytes': {
+        'wide-llama': f'{LLAMA} {WIDE}',
+        'wide-cem-1': f'{T1} {WIDE}',
+        'wide-cem-2': WIDE,
+    },
 }
-# Twice the width, one seed
-WIDTH = '--d_model=128 --n_head=8 --d_mlp=344 --tokens=0.8M --learning_rate=2.8e-3'
-WIDE = {
-    'wide-llama': f'{LLAMA} {WIDTH}',
-    'wide-cem-1-normed': f'{T1} {DIAG} {NORMED} {WIDTH}',
-    'wide-cem-2-normed': f'{DIAG} {NORMED} {WIDTH}',
-    'wide-cem-2': f'{DIAG} {SKIP} {WIDTH}',
-}
-# One seed at every depth of DEPTHS
+# One seed at every depth of DEPTHS, 0.6 M bytes
 BY_DEPTH = {
     'llama': LLAMA,
-    'cem-1-normed': f'{T1} {DIAG} {NORMED}',
-    'cem-2-normed': f'{DIAG} {NORMED}',
-    'cem-2-normed-eta1': f'{DIAG} {NORMED} {ONES}',
-    'cem-2': f'{DIAG} {SKIP}',
+    'cem-1': T1,
+    'cem-2': '',
 }
 SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch_size=16 '
          '--dtype=bfloat16 --tokens=409600 --warmup=0.25 --log_interval=1 --eval_interval=50 '
@@ -116,8 +117,18 @@ SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch
          '--keep_checkpoints=1')
 SHAPES = {
     'shape-llama': 'config/llama.py',
-    'shape-cem-normed': f'config/cem_t2.py {NORMED}',
-    'shape-cem': f'config/cem_t2.py {SKIP}',
+    'shape-cem': 'config/cem_t2.py',
+    'shape-llama-small': 'config/llama.py --embedding_std=0.02',
+    'shape-cem-small': 'config/cem_t2.py --embedding_std=0.02',
+    'shape-cem-small-raw': 'config/cem_t2.py --embedding_std=0.02 --residual=raw --stop_step=100',
+    'shape-cem-small-normed':
+        'config/cem_t2.py --embedding_std=0.02 --residual=normed --stop_step=77',
+    'shape-cem-small-normed-quarter':
+        f'config/cem_t2.py --embedding_std=0.02 --residual=normed {QUARTER} --stop_step=78',
+    'shape-86m-llama': 'config/llama.py --size=86m --stop_step=40',
+    'shape-86m-cem': 'config/cem_t2.py --size=86m --stop_step=40',
+    'shape-162m-llama': 'config/llama.py --size=162m --stop_step=40',
+    'shape-162m-cem': 'config/cem_t2.py --size=162m --stop_step=40',
 }
 
 
@@ -152,11 +163,11 @@ def train(name: str, options: str, seed: int) -> None:
 def rows() -> dict[str, tuple[str, tuple[int, ...]]]:
     """Every run but the paper's shape: name -> options over BASE, and seeds."""
     found = {name: (options, SEEDS) for name, options in FINAL.items()}
-    found |= {name: (options, SEEDS[:1]) for name, options in CHOICES.items()}
-    found |= {name: (options, SEEDS[:1]) for name, options in WIDE.items()}
+    for table in CHOICES.values():
+        found |= {name: (options, SEEDS[:1]) for name, options in table.items()}
     for kind, options in BY_DEPTH.items():
         for layers in DEPTHS:
-            found[f'{kind}-{layers}'] = (
+            found[f'{kind}-{layers}-layers'] = (
                 f'{options} --n_layer={layers} --tokens=0.6M', SEEDS[:1])
     return found
 
@@ -173,22 +184,31 @@ def cell(name: str, seeds: Sequence[int]) -> str:
     return f'{statistics.fmean(values):.3f}{spread}'
 
 
+def row(name: str, beside: str = 'llama') -> list[str]:
+    """A line of a table, or none: options, seeds, perplexity, and how far it is over `beside`."""
+    options, seeds = rows()[name]
+    seeds = [seed for seed in seeds if perplexity(name, seed) and perplexity(beside, seed)]
+    if not seeds:
+        return []
+    gap = statistics.fmean(perplexity(name, seed) / perplexity(beside, seed) for seed in seeds) - 1
+    shown = f'`{options}`' if options else 'the defaults'
+    return [f'| {shown} | {len(seeds)} | {cell(name, seeds)} | {gap:+.1%} |']
+
+
 def write_tables() -> None:
-    lines = ['| 12 layers, 64 wide, 1.5 M bytes | seeds | test perplexity | over Llama |',
-             '|---|---|---|---|']
-    for name, options in {**FINAL, **CHOICES}.items():
-        seeds = [seed for seed in rows()[name][1]
-                 if perplexity(name, seed) is not None and perplexity('llama', seed) is not None]
-        if not seeds:
-            continue
-        pairs = [(perplexity(name, seed), perplexity('llama', seed)) for seed in seeds]
-        gap = statistics.fmean(a / b - 1 for a, b in pairs)
-        lines.append(f'| `{options}` | {len(seeds)} | {cell(name, seeds)} | {gap:+.1%} |')
-    write_whole_text('gap.md', '\n'.join(lines) + '\n')
+    """gap.md and depth.md, of the runs that are finished."""
+    lines = []
+    for title, names in {'each at 4e-3': FINAL, **CHOICES}.items():
+        beside = 'wide-llama' if 'wide-llama' in names else 'llama'
+        found = [line for name in names for line in row(name, beside)]
+        if found:
+            lines += [f'| {title} | seeds | test perplexity | over Llama |', '|---|---|---|---|',
+                      *found, '']
+    write_whole_text('gap.md', '\n'.join(lines))
     heads = ' | '.join(f'{n} layers' for n in DEPTHS)
     lines = [f'| 64 wide, 0.6 M bytes | {heads} |', '|---' * (len(DEPTHS) + 1) + '|']
     for kind, options in BY_DEPTH.items():
-        cells = (cell(f'{kind}-{n}', SEEDS[:1]) for n in DEPTHS)
+        cells = (cell(f'{kind}-{n}-layers', SEEDS[:1]) for n in DEPTHS)
         lines.append(f'| `{options}` | {" | ".join(cells)} |')
     write_whole_text('depth.md', '\n'.join(lines) + '\n')
 
@@ -228,12 +248,14 @@ def profile(options: dict, steps: int = 100, rate: float = 2e-3) -> dict[int, tu
 
 
 def draw_profile() -> None:
-    """Gradient norms and update sizes by layer, for the three residuals and Llama."""
-    llama = dict(attn='llama', mlp='llama')
-    paper = dict(positions='alibi', kq_diag='shared', score_scale='model', attn_step_size=1.0,
-                 mlp_step_size=1.0)
-    kinds = {'Llama': llama, **{f'CEM, T = 2, {r}': dict(paper, residual=r)
-                                for r in ('normed', 'raw', 'displacement')}}
+    """Gradient norms and update sizes by layer."""
+    small = dict(embedding_std=0.0693)
+    kinds = {'Llama': dict(attn='llama', mlp='llama'),
+             'CEM, T = 1': dict(attn_steps=1, mlp_steps=1),
+             'CEM, T = 2': {},
+             'CEM, T = 2, small embedding': small,
+             'CEM, T = 2, normed, steps of one': dict(
+                 small, residual='normed', attn_step_size=1.0, mlp_step_size=1.0)}
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True)
     for kind, options in kinds.items():
         for column, (step, values) in enumerate(profile(options).items()):
@@ -255,18 +277,46 @@ def read_log(folder: str) -> list[dict]:
 
 
 def draw_shape() -> None:
-    """The paper's shape: config/cem_t2.py beside config/llama.py, loss by step."""
-    figure, ax = plt.subplots(figsize=(6.4, 4))
-    for name, label in (('shape-llama', 'Llama'), ('shape-cem', 'CEM, T = 2')):
-        folder = out_dir(name, 1)
-        if not os.path.exists(os.path.join(folder, 'log.jsonl')):
-            continue
-        log = [line for line in read_log(folder) if 'lr' in line]
-        ax.plot([line['step'] for line in log], [line['loss'] for line in log], label=label)
-    ax.set(xlabel='step of 2,048 bytes', ylabel='training loss, nats a byte')
-    ax.legend()
+    """The paper's shape: config/cem_t2.py beside config/llama.py; and the residuals tried there."""
+    small = ', embedding N(0, 0.02)'
+    panels = (
+        ('config/cem_t2.py and config/llama.py', {
+            'shape-llama': 'Llama', 'shape-cem': 'CEM, T = 2',
+            'shape-llama-small': 'Llama' + small, 'shape-cem-small': 'CEM, T = 2' + small}),
+        ('residuals of CEM, T = 2' + small, {
+            'shape-cem-small': 'displacement', 'shape-cem-small-raw': 'raw',
+            'shape-cem-small-normed': 'normed',
+            'shape-cem-small-normed-quarter': 'normed, steps of 1/4'}))
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for ax, (title, names) in zip(axes, panels, strict=True):
+        for name, label in names.items():
+            if os.path.exists(os.path.join(out_dir(name, 1), 'log.jsonl')):
+                log = [line for line in read_log(out_dir(name, 1)) if 'lr' in line]
+                losses = [line['loss'] for line in log]
+                means = [statistics.fmean(losses[max(0, i - 4):i + 1]) for i in range(len(losses))]
+                style = '--' if title.startswith('config') and small in label else '-'
+                ax.plot([line['step'] for line in log], means, style, label=label)
+        ax.set(xlabel='step of 2,048 bytes', title=title, ylim=(1.7, 4))
+        ax.legend(fontsize=8)
+    axes[0].set_ylabel('training loss, nats a byte, mean of 5 steps')
     figure.tight_layout()
     figure.savefig(os.path.join(HERE, 'shape.png'), dpi=120)
+
+
+def write_shapes() -> None:
+    """shapes.md: the paper's shapes beside Llama's."""
+    lines = ['| 2,048 bytes a step, seed 1 | step 50 | 100 | 150 | test loss | perplexity |',
+             '|---|---|---|---|---|---|']
+    for name, options in SHAPES.items():
+        if not os.path.exists(os.path.join(out_dir(name, 1), 'log.jsonl')):
+            continue
+        vals = {line['step']: line['val_loss'] for line in read_log(out_dir(name, 1))
+                if line.get('val_loss') is not None}
+        cells = [f'{vals[step]:.3f}' if step in vals else '' for step in (50, 100, 150)]
+        p = perplexity(name, 1)
+        cells += [f'{math.log(p):.3f}', f'{p:.3f}'] if p else ['', '']
+        lines.append(f'| `{options}` | {" | ".join(cells)} |')
+    write_whole_text('shapes.md', '\n'.join(lines) + '\n')
 
 
 def main() -> None:
@@ -279,8 +329,9 @@ def main() -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda run: train(*run), runs))
     write_tables()
-    draw_profile()
+    write_shapes()
     draw_shape()
+    draw_profile()
 
 
 if __name__ == '__main__':
