@@ -67,7 +67,8 @@ class EvaluateConfig:
 def sequences_of_text(path: str, tokenizer: Any, length: int) -> list[Tensor]:
     """All of a text file behind BOS; each sequence begins with the last token of the one before,
     the last one may be shorter."""
-    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):  # a pipe
+    regular = os.path.isfile(path) or os.path.isdir(path)
+    if os.path.exists(path) and not regular:  # a pipe would be waited for, for ever
         fail(f'text={path} is no file; expected a text file')
     try:
         with open(path, encoding='utf-8', newline='') as file:

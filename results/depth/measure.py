@@ -73,11 +73,11 @@ CHOICES = {
     },
     'learning rate': {
         'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
-        'llama-2e-3': f'{LLAMA} --learning_rate=2e-3',
+        'llama-16e-3': f'{LLAMA} --learning_rate=16e-3',
         'cem-1-8e-3': f'{T1} --learning_rate=8e-3',
-        'cem-1-2e-3': f'{T1} --learning_rate=2e-3',
+        'cem-1-16e-3': f'{T1} --learning_rate=16e-3',
         'cem-2-8e-3': '--learning_rate=8e-3',
-        'cem-2-2e-3': '--learning_rate=2e-3',
+        'cem-2-16e-3': '--learning_rate=16e-3',
     },
     'positions': {
         'cem-1-rope': f'{T1} {ROPE}',
@@ -296,7 +296,7 @@ def draw_shape() -> None:
                 means = [statistics.fmean(losses[max(0, i - 4):i + 1]) for i in range(len(losses))]
                 style = '--' if title.startswith('config') and small in label else '-'
                 ax.plot([line['step'] for line in log], means, style, label=label)
-        ax.set(xlabel='step of 2,048 bytes', title=title, ylim=(1.7, 4))
+        ax.set(xlabel='step of 2,048 bytes', title=title, ylim=(1.5, 4))
         ax.legend(fontsize=8)
     axes[0].set_ylabel('training loss, nats a byte, mean of 5 steps')
     figure.tight_layout()
