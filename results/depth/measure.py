@@ -42,11 +42,12 @@ WIDE = '--d_model=128 --n_head=8 --d_mlp=344 --tokens=0.8M --learning_rate=2.8e-
 SEEDS = (1337, 1, 2)
 DEPTHS = (2, 4, 8, 12, 16)
 
-# Rows: options over BASE and the defaults. Three seeds:
+RATE, WIDER = '--learning_rate=8e-3', 'twice the width, 0.8 M bytes'
+# Rows: options over BASE and the defaults. Three seeds, at the best rate:
 FINAL = {
-    'llama': LLAMA,
-    'cem-1': T1,
-    'cem-2': '',
+    'llama-8e-3': f'{LLAMA} {RATE}',
+    'cem-1-8e-3': f'{T1} {RATE}',
+    'cem-2-8e-3': RATE,
 }
 # One seed each, by question
 CHOICES = {
@@ -71,12 +72,12 @@ CHOICES = {
         'cem-2-quarter': QUARTER,
         'cem-2-one': ONES,
     },
-    'learning rate': {
-        'llama-8e-3': f'{LLAMA} --learning_rate=8e-3',
+    'other rates': {
+        'llama': LLAMA,
+        'cem-1': T1,
+        'cem-2': '',
         'llama-16e-3': f'{LLAMA} --learning_rate=16e-3',
-        'cem-1-8e-3': f'{T1} --learning_rate=8e-3',
         'cem-1-16e-3': f'{T1} --learning_rate=16e-3',
-        'cem-2-8e-3': '--learning_rate=8e-3',
         'cem-2-16e-3': '--learning_rate=16e-3',
     },
     'positions': {
@@ -99,7 +100,7 @@ CHOICES = {
         'cem-1-heads-64': f'{T1} --n_head=1',
         'llama-heads-64': f'{LLAMA} --n_head=1',
     },
-    'twice the width, 0.8 M bytes': {
+    WIDER: {
         'wide-llama': f'{LLAMA} {WIDE}',
         'wide-cem-1': f'{T1} {WIDE}',
         'wide-cem-2': WIDE,
@@ -198,8 +199,8 @@ def row(name: str, beside: str = 'llama') -> list[str]:
 def write_tables() -> None:
     """gap.md and depth.md, of the runs that are finished."""
     lines = []
-    for title, names in {'each at 4e-3': FINAL, **CHOICES}.items():
-        beside = 'wide-llama' if 'wide-llama' in names else 'llama'
+    for title, names in {'at the best rate': FINAL, **CHOICES}.items():
+        beside = {'at the best rate': 'llama-8e-3', WIDER: 'wide-llama'}.get(title, 'llama')
         found = [line for name in names for line in row(name, beside)]
         if found:
             lines += [f'| {title} | seeds | test perplexity | over Llama |', '|---|---|---|---|',
