@@ -206,6 +206,8 @@ def write_tables() -> None:
             lines += [f'| {title} | seeds | test perplexity | over Llama |', '|---|---|---|---|',
                       *found, '']
     write_whole_text('gap.md', '\n'.join(lines))
+    if not any(cell(f'{kind}-{n}-layers', SEEDS[:1]) for kind in BY_DEPTH for n in DEPTHS):
+        return
     heads = ' | '.join(f'{n} layers' for n in DEPTHS)
     lines = [f'| 64 wide, 0.6 M bytes | {heads} |', '|---' * (len(DEPTHS) + 1) + '|']
     for kind, options in BY_DEPTH.items():
