@@ -1,5 +1,4 @@
 """What reproduce.py draws of its runs: each figure is a table of models and a way to draw them."""
-import contextlib
 import csv
 import io
 import json
@@ -17,7 +16,7 @@ from scipy.interpolate import Akima1DInterpolator
 
 from model import MLP, Attention
 from nanocem.energy import energies_along
-from nanocem.files import read_json, write_whole
+from nanocem.files import read_json, read_json_lines, write_whole
 from nanocem.runs import load_run
 from nanocem.scaling import akima_optimum
 from nanocem.shards import Sequences
@@ -283,14 +282,9 @@ def draw_curves(cells: list[Cell]) -> plt.Figure:
 
 
 def read_log(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines that a finished run logged; a half-written one is passed over."""
-    lines = []
-    path = os.path.join(result['out_dir'], 'log.jsonl')
-    with open(path, encoding='utf-8', errors='replace') as file:
-        for text in file:
-            with contextlib.suppress(ValueError, RecursionError):
-                lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict) and 'step' in line]
+    """The steps that a finished run logged."""
+    lines = read_json_lines(os.path.join(result['out_dir'], 'log.jsonl'))
+    return [line for line in lines if 'step' in line]
 
 
 @torch.no_grad()

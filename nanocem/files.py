@@ -71,6 +71,17 @@ def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
     return content
 
 
+def read_json_lines(path: str) -> list[dict[str, Any]]:
+    """The objects in a file of one to a line; damaged or half-written lines are passed over.
+    OSError."""
+    found = []
+    with open(path, encoding='utf-8', errors='replace') as file:
+        for line in file:
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+    return [content for content in found if isinstance(content, dict)]
+
+
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
     """As JSON, where NaN and infinity, which JSON does not have, become null."""
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value

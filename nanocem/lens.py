@@ -1,6 +1,5 @@
 """What evaluate.py shows: losses by position, energies, attention maps, the history of a run."""
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from configurator import build, check_values
 from model import Attention, ModelConfig, Transformer
 from nanocem.energy import energies_along
 from nanocem.fast import LOGITS_AT_ONCE
-from nanocem.files import read_json
+from nanocem.files import read_json, read_json_lines
 from nanocem.runs import read_config
 
 # Loss
@@ -150,11 +149,8 @@ def is_number(value: Any) -> bool:
 def read_history(out_dir: str) -> History | None:
     """None where there is no run, or none that has logged a step."""
     config, lines = read_config(out_dir), []
-    with contextlib.suppress(OSError), open(os.path.join(out_dir, 'log.jsonl'), 'rb') as file:
-        for line in file:
-            with contextlib.suppress(ValueError, RecursionError):  # a run may be writing it
-                found = json.loads(line)
-                lines += [found] if isinstance(found, dict) else []
+    with contextlib.suppress(OSError):
+        lines = read_json_lines(os.path.join(out_dir, 'log.jsonl'))
     needed = ('tokens', 'tokens_per_s', 'loss')
     steps = [line for line in lines if all(is_number(line.get(name)) for name in needed)]
     if config is None or not steps:

@@ -6,7 +6,6 @@ What a CEM model needs to train at twelve layers: the runs, the table and the pi
 
 Runs live in out/depth/ and are train.py's; each row of the tables is its options.
 """
-import json
 import math
 import os
 import statistics
@@ -25,7 +24,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
 
 from model import ModelConfig, Transformer  # noqa: E402
-from nanocem.files import write_whole  # noqa: E402
+from nanocem.files import read_json, read_json_lines, write_whole  # noqa: E402
 from nanocem.shards import Sequences  # noqa: E402
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -115,7 +114,7 @@ BY_DEPTH = {
 SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch_size=16 '
          '--dtype=bfloat16 --tokens=409600 --warmup=0.25 --log_interval=1 --eval_interval=50 '
          '--eval_tokens=20000 --test_tokens=100000 --tensorboard=False --checkpoint_interval=100 '
-         '--keep_checkpoints=1')
+         '--keep_checkpoints=1 --sample_tokens=0')
 SHAPES = {
     'shape-llama': 'config/llama.py',
     'shape-cem': 'config/cem_t2.py',
@@ -139,20 +138,16 @@ def out_dir(name: str, seed: int) -> str:
 
 def perplexity(name: str, seed: int) -> float | None:
     """Test perplexity of a finished run."""
-    path = os.path.join(out_dir(name, seed), 'result.json')
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding='utf-8') as file:
-        return json.load(file)['test_perplexity']
+    result = read_json(os.path.join(out_dir(name, seed), 'result.json'))
+    return result and result['test_perplexity']
 
 
 def train(name: str, options: str, seed: int) -> None:
     """Do or finish a run, on one thread."""
     folder = out_dir(name, seed)
     base = SHAPE if name in SHAPES else BASE
-    given = {word.partition('=')[0]: word for word in f'{options} {base}'.split()}
-    given |= {word.partition('=')[0]: word for word in options.split()}  # a run's own win
-    command = [sys.executable, 'train.py', *given.values(), f'--seed={seed}', f'--out_dir={folder}']
+    command = [sys.executable, 'train.py', *base.split(), *options.split(), f'--seed={seed}',
+               f'--out_dir={folder}']  # of an option given twice the later one holds
     if os.path.exists(os.path.join(folder, 'config.json')):
         command.append('--init_from=resume')
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, 'OMP_NUM_THREADS': '1'},
@@ -185,6 +180,10 @@ def cell(name: str, seeds: Sequence[int]) -> str:
     return f'{statistics.fmean(values):.3f}{spread}'
 
 
+def shown(options: str) -> str:
+    return f'`{options}`' if options else 'the defaults'
+
+
 def row(name: str, beside: str = 'llama') -> list[str]:
     """A line of a table, or none: options, seeds, perplexity, and how far it is over `beside`."""
     options, seeds = rows()[name]
@@ -192,8 +191,7 @@ def row(name: str, beside: str = 'llama') -> list[str]:
     if not seeds:
         return []
     gap = statistics.fmean(perplexity(name, seed) / perplexity(beside, seed) for seed in seeds) - 1
-    shown = f'`{options}`' if options else 'the defaults'
-    return [f'| {shown} | {len(seeds)} | {cell(name, seeds)} | {gap:+.1%} |']
+    return [f'| {shown(options)} | {len(seeds)} | {cell(name, seeds)} | {gap:+.1%} |']
 
 
 def write_tables() -> None:
@@ -212,7 +210,7 @@ def write_tables() -> None:
     lines = [f'| 64 wide, 0.6 M bytes | {heads} |', '|---' * (len(DEPTHS) + 1) + '|']
     for kind, options in BY_DEPTH.items():
         cells = (cell(f'{kind}-{n}-layers', SEEDS[:1]) for n in DEPTHS)
-        lines.append(f'| `{options}` | {" | ".join(cells)} |')
+        lines.append(f'| {shown(options)} | {" | ".join(cells)} |')
     write_whole_text('depth.md', '\n'.join(lines) + '\n')
 
 
@@ -262,9 +260,9 @@ def draw_profile() -> None:
     figure, axes = plt.subplots(2, 2, figsize=(9, 6), sharex=True)
     for kind, options in kinds.items():
         for column, (step, values) in enumerate(profile(options).items()):
-            for row in (0, 1):
-                axes[row, column].semilogy(range(1, 13), values[row], marker='.', label=kind)
-                axes[0, column].set_title('at the start' if step == 0 else f'after {step} steps')
+            axes[0, column].set_title('at the start' if step == 0 else f'after {step} steps')
+            for ax, by_layer in zip(axes[:, column], values, strict=True):
+                ax.semilogy(range(1, 13), by_layer, marker='.', label=kind)
     axes[0, 0].set_ylabel('gradient norm of a layer')
     axes[1, 0].set_ylabel("a layer's update over its input")
     for ax in axes[1]:
@@ -274,9 +272,10 @@ def draw_profile() -> None:
     figure.savefig(os.path.join(HERE, 'profile.png'), dpi=120)
 
 
-def read_log(folder: str) -> list[dict]:
-    with open(os.path.join(folder, 'log.jsonl'), encoding='utf-8') as file:
-        return [json.loads(line) for line in file]
+def read_log(name: str) -> list[dict]:
+    """What the first run of a shape logged; nothing where it is not begun."""
+    path = os.path.join(out_dir(name, 1), 'log.jsonl')
+    return read_json_lines(path) if os.path.exists(path) else []
 
 
 def draw_shape() -> None:
@@ -293,12 +292,12 @@ def draw_shape() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for ax, (title, names) in zip(axes, panels, strict=True):
         for name, label in names.items():
-            if os.path.exists(os.path.join(out_dir(name, 1), 'log.jsonl')):
-                log = [line for line in read_log(out_dir(name, 1)) if 'lr' in line]
-                losses = [line['loss'] for line in log]
-                means = [statistics.fmean(losses[max(0, i - 4):i + 1]) for i in range(len(losses))]
-                style = '--' if title.startswith('config') and small in label else '-'
-                ax.plot([line['step'] for line in log], means, style, label=label)
+            if not (log := [line for line in read_log(name) if 'lr' in line]):
+                continue
+            losses = [line['loss'] for line in log]
+            means = [statistics.fmean(losses[max(0, i - 4):i + 1]) for i in range(len(losses))]
+            style = '--' if small in label else '-'
+            ax.plot([line['step'] for line in log], means, style, label=label)
         ax.set(xlabel='step of 2,048 bytes', title=title, ylim=(1.5, 4))
         ax.legend(fontsize=8)
     axes[0].set_ylabel('training loss, nats a byte, mean of 5 steps')
@@ -311,9 +310,9 @@ def write_shapes() -> None:
     lines = ['| 2,048 bytes a step, seed 1 | step 50 | 100 | 150 | test loss | perplexity |',
              '|---|---|---|---|---|---|']
     for name, options in SHAPES.items():
-        if not os.path.exists(os.path.join(out_dir(name, 1), 'log.jsonl')):
+        if not (log := read_log(name)):
             continue
-        vals = {line['step']: line['val_loss'] for line in read_log(out_dir(name, 1))
+        vals = {line['step']: line['val_loss'] for line in log
                 if line.get('val_loss') is not None}
         cells = [f'{vals[step]:.3f}' if step in vals else '' for step in (50, 100, 150)]
         p = perplexity(name, 1)
