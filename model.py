@@ -32,9 +32,9 @@ from nanocem.energy import Phi
 
 # The paper's Table 1. 256m is ours: the paper says only that its CEM model has two layers more.
 SIZES: dict[str, dict[str, int]] = {
-    'nano': dict(d_model=32, n_layer=2, n_head=8, d_mlp=86),
-    'micro': dict(d_model=48, n_layer=2, n_head=8, d_mlp=128),
-    'mini': dict(d_model=64, n_layer=3, n_head=8, d_mlp=172),
+    'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
+    'micro': dict(d_model=48, n_layer=2, n_head=3, d_mlp=128),
+    'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
     '86m': dict(d_model=672, n_layer=8, n_head=8, d_mlp=1792),
     '108m': dict(d_model=672, n_layer=12, n_head=12, d_mlp=1792),
     '134m': dict(d_model=768, n_layer=12, n_head=12, d_mlp=2048),

@@ -303,7 +303,7 @@ def test_folded_preconditioner_equals_the_dense_one(kind: str, exact: bool) -> N
 def test_preconditioner_starts_as_the_paper_says() -> None:
     model = Transformer(ModelConfig(size='mini', vocab_size=50))
     P = model.blocks[0].mlp.P
-    assert P.U.shape == (1, 64, 16) and model.blocks[0].attn.P.U.shape == (8, 64, 4)
+    assert P.U.shape == (1, 64, 16) and model.blocks[0].attn.P.U.shape == (4, 64, 4)
     softplus_of_1 = torch.full((1, 64), math.log(1 + math.e))
     torch.testing.assert_close(F.softplus(8 * P.p), softplus_of_1)
     assert P.U.std().item() == pytest.approx(0.02, rel=0.2) and not P.V.any()

@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
-from nanocem import runs
-from nanocem.fast import attention_path, peak_flops, prove
+from nanocem import fast, runs
 from nanocem.files import say
 from nanocem.health import Health, perplexity
 from nanocem.options import in_range, new_options, resumed_options
@@ -72,8 +71,8 @@ class TrainConfig:
     max_minutes: float | None = None  # stop after this time, checkpoint written
     max_skipped: int = 10  # give up after this many steps in a row without a finite gradient
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: bfloat16 on a GPU
-    compile: bool | None = None  # torch.compile; default: on a GPU
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: see fast.py
+    compile: bool | None = None  # torch.compile; default: on a GPU, in long runs on a CPU
     activation_checkpointing: bool = False  # recompute a block going back: less memory, more time
     deterministic: bool = False  # refuse GPU operations that are not reproducible to the bit
     timeout_minutes: float = 10.0  # how long a process waits for the others
@@ -140,14 +139,16 @@ class Trainer:
             os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
             torch.use_deterministic_algorithms(True)
         on_gpu = world.device.type == 'cuda'
-        bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-        if cfg.dtype != 'auto':
-            bf16 = cfg.dtype == 'bfloat16'
-        self.dtype = torch.bfloat16 if bf16 else torch.float32
+        flops = steps * self.tokens_per_step * self.model.flops_per_token()
+        self.dtype, compiled = fast.precision_and_compiler(
+            world.device, cfg.dtype, cfg.compile, flops)
+        bf16 = self.dtype == torch.bfloat16
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
-        prove(self.model, world.device, self.dtype, cfg.micro_batch_size)
-        compiled = on_gpu if cfg.compile is None else cfg.compile
-        self.compiled = self.parallel = torch.compile(self.model) if compiled else self.model
+        fast.prove(self.model, world.device, self.dtype, cfg.micro_batch_size)
+        self.path = fast.attention_path(self.model, world.device, self.dtype, compiled)
+        self.compiled = self.parallel = self.model
+        if compiled:
+            self.compiled = self.parallel = fast.compile_for(world.device, self.model)
         if world.size > 1:
             self.parallel = DistributedDataParallel(
                 self.compiled, device_ids=[world.device] if on_gpu else None,
@@ -249,7 +250,7 @@ class Trainer:
         self.model.eval()
         for at in range(0, len(mine), size):
             x, y = data.batch(mine[at:at + size])
-            with self.autocast:
+            with self.autocast, fast.eager(len(x) < size):  # a last few are not worth compiling
                 loss = self.compiled(x.to(world.device), y.to(world.device))[1]
             total += float(loss) * len(x)
         self.model.train()
@@ -284,7 +285,7 @@ class Trainer:
             f'{self.tokens_per_step:,} tokens = {self.schedule.steps * self.tokens_per_step:,}, '
             f'{self.world.size} x {self.world.device.type}, '
             f'{str(self.dtype).removeprefix("torch.")}, '
-            f'{attention_path(self.model, self.world.device, self.dtype)}; '
+            f'{self.path}; '
             f'{len(self.data["train"]):,} sequences an epoch')
 
     def train(self, signals: runs.Signals) -> int:
@@ -292,7 +293,7 @@ class Trainer:
         cfg, world, steps = self.cfg, self.world, self.schedule.steps
         if world.rank == 0:
             self.open_folder()
-        peak = peak_flops(world.device, self.dtype) * world.size
+        peak = fast.peak_flops(world.device, self.dtype) * world.size
         self.begin = time.monotonic()
         spent, since = 0.0, self.step  # seconds in steps since the last line, and where it was
         while self.step < steps:
@@ -350,8 +351,9 @@ class Trainer:
         """A text of the model's, on the screen and in the log."""
         if self.world.rank == 0 and self.cfg.sample_tokens:
             self.model.eval()
-            text = sample_text(self.model, self.cfg.data, '', self.cfg.sample_tokens, 0.8, None,
-                               self.cfg.seed)
+            with fast.eager():
+                text = sample_text(self.model, self.cfg.data, '', self.cfg.sample_tokens, 0.8,
+                                   None, self.cfg.seed)
             self.model.train()
             self.tell(text, sample=text)
 

@@ -19,12 +19,16 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configurator import fail
+
+WORTH_COMPILING = 2e12  # FLOPs; a run of fewer, a minute on a CPU, ends before that pays
 LOGITS_AT_ONCE = 2 ** 26  # the loss of more logits than this is taken a few rows at a time
 SCORES_AT_ONCE = 2 ** 20  # of rows: 4 MB, for a CPU's cache
 HAS_TRITON = importlib.util.find_spec('triton') is not None
@@ -38,16 +42,19 @@ def choose_way(attn: Any, k: Tensor | None, pos: Any) -> str:
     if k is None:
         return 'absorbed'
     I, J = pos.mask.shape
-    return way_for(attn, k.device, k.dtype, whole=I == J)
+    return way_for(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
 
 
 def way_for(attn: Any, device: torch.device, dtype: torch.dtype, whole: bool = True,
-            batch_size: int = 1) -> str:
+            compiled: bool = False, batch_size: int = 1) -> str:
     """readable, sdpa, rows or triton; whole: no past in a cache. batch_size: see prove."""
     cfg = attn.cfg
     biased = attn.kq_diag is not None or not attn.rope
     # only the readable way gives alpha away
     if cfg.attn_impl == 'readable' or cfg.exact_update:
+        return 'readable'
+    # on a CPU torch.compile makes one loop of a short context's softmax and what is around it
+    if cfg.attn_impl == 'auto' and compiled and device.type == 'cpu' and cfg.context_length <= 256:
         return 'readable'
     if cfg.attn_impl == 'sdpa':
         return 'sdpa'
@@ -91,9 +98,10 @@ def runs_rows(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == 'cpu' and dtype in (torch.bfloat16, torch.float32, torch.float64)
 
 
-def attention_path(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+def attention_path(model: Any, device: torch.device, dtype: torch.dtype,
+                   compiled: bool = False) -> str:
     """How the model attends to whole sequences there, in words."""
-    way = way_for(model.blocks[0].attn, device, dtype)
+    way = way_for(model.blocks[0].attn, device, dtype, compiled=compiled)
     words = {
         'readable': 'attention by readable softmax',
         'sdpa': "attention by torch's fused kernel",
@@ -104,7 +112,51 @@ def attention_path(model: Any, device: torch.device, dtype: torch.dtype) -> str:
     asked = model.cfg.attn_impl
     if asked in needs and asked != way:
         words += f' (attn_impl={asked} needs {needs[asked]}, and CEM attention with a bias)'
-    return words
+    return words + (', compiled: the first step takes half a minute' if compiled else '')
+
+
+# Precision, and torch.compile
+
+def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | None, flops: float,
+                           ) -> tuple[torch.dtype, bool]:
+    """What train.py's dtype and compile mean for a run of so many FLOPs. On a CPU bfloat16 pays
+    where it is multiplied in hardware and what lies between the products is compiled."""
+    on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
+    if compiled and not compiles(device):
+        fail(f'compile=True: torch.compile does not work here on {device.type}; does it find a '
+             'C++ compiler?')
+    if compiled is None:
+        compiled = (on_gpu or (on_cpu and flops > WORTH_COMPILING)) and compiles(device)
+    if dtype == 'auto':
+        bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
+                or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
+        dtype = 'bfloat16' if bf16 else 'float32'
+    return getattr(torch, dtype), compiled
+
+
+@cache
+def compiles(device: torch.device) -> bool:
+    """Whether torch.compile works there, which asks for a C++ compiler."""
+    try:
+        torch.compile(torch.relu)(torch.ones(64, device=device))
+    except Exception:  # of many kinds: nothing depends on which
+        return False
+    return True
+
+
+def compile_for(device: torch.device, model: Any) -> Any:
+    """The compiled model: on a GPU all of it; elsewhere its blocks, which are alike, so that what
+    is compiled for one serves all."""
+    if device.type == 'cuda':
+        return torch.compile(model)
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    return model
+
+
+def eager(yes: bool = True) -> Any:
+    """A context in which nothing is compiled."""
+    return torch.compiler.set_stance('force_eager' if yes else 'default')
 
 
 # Attention

@@ -30,7 +30,7 @@ from nanocem.shards import Sequences  # noqa: E402
 HERE = os.path.dirname(os.path.abspath(__file__))
 BASE = ('--size=mini --n_layer=12 --n_head=4 --context_length=64 --tokens=1.5M '
         '--learning_rate=4e-3 --data=data/builtin --sample_tokens=0 --tensorboard=False '
-        '--checkpoint_interval=100000 --eval_interval=1000000')
+        '--checkpoint_interval=100000 --eval_interval=1000000 --dtype=float32')
 LLAMA = '--attn=llama --mlp=llama'
 T1 = '--attn_steps=1 --mlp_steps=1'
 ROPE = '--positions=rope --kq_diag=shared --score_scale=head'
