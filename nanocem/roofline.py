@@ -7,7 +7,7 @@ flash attention, which has no bias, and by torch's with the bias formed: counted
 
 A kernel's bound is the longest of three: its products on the tensor cores, its exponentials on the
 special function units, its bytes at the memory's rate. Counted are whole tiles, as they run: those
-that the diagonal cuts, and heads padded to a power of two. Every matrix comes from memory once;
+that the diagonal cuts, and heads padded to powers of two. Every matrix comes from memory once;
 what is read again, by other tiles or by other heads, comes from the cache.
 """
 import sys
@@ -32,7 +32,6 @@ FORWARD, DQ, DK, DBIAS = TILES[80]
 PRODUCTS = {FORWARD: 2, DQ: 3, DK: 4, DBIAS: 2}  # with a tile of scores
 FLASH_WIDTHS = (32, 64, 96, 128)  # what flash attention pads heads to
 FLASH_TILE = 128
-SPLIT = 16  # if heads were cut into pieces of powers of two: what they would be padded to
 
 
 class Cost(NamedTuple):
@@ -58,12 +57,11 @@ def scores_computed(kernel: Any, J: int, BM: int, BN: int) -> int:
     return sum(BM * BN * len(range(0, min(i + BM, J), BN)) for i in range(0, J, BM))
 
 
-def kernel_cost(kernel: Any, arch: int, B: int, J: int, K: int, R: int,
-                split: bool = False) -> Cost:
-    """One of ours, with a diagonal that heads share and ALiBi. split: heads in pieces."""
+def kernel_cost(kernel: Any, arch: int, B: int, J: int, K: int, R: int) -> Cost:
+    """One of ours, with a diagonal that heads share and ALiBi."""
     tile = settings(kernel, arch, R)
     scores = B * K * scores_computed(kernel, J, tile['BM'], tile['BN'])
-    width = -(-R // SPLIT) * SPLIT if split else tile['BR']
+    width = tile['BR'] + tile['BT']
     matrix, column, bias = 2 * B * J * K * R, 4 * B * J * K, B * (-(-J // PAD) * PAD) ** 2
     moved = {
         FORWARD: 3 * matrix + column + bias,  # q, k, o; log-sum-exp; the bias's lower half
@@ -124,9 +122,6 @@ def report(B: int = 8, J: int = 2048, compiled: bool = False) -> str:
                     **{kernel.__name__: [cost] for kernel, cost in ours.items()},
                     'ours, both ways': [*ours.values(), *bias], 'flash, both ways': flash,
                     "torch's, bias formed": [formed_cost(*shape)]}
-            if R & (R - 1):
-                rows['ours, heads in pieces'] = [
-                    *(kernel_cost(kernel, gpu.arch, *shape, split=True) for kernel in ours), *bias]
             for name, costs in rows.items():
                 # kernels run one after the other
                 seconds = sum(cost.bound(gpu)[0] for cost in costs)

@@ -21,9 +21,9 @@ Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j
 Each sum has one kernel, and one program for each of its tiles: nothing is atomic, so that results
 are the same to the bit. Scores live in base 2: exp2 is what the hardware has.
 
-Shapes: B batch, J positions, K heads, R = D / K, BR = R padded to a power of two. Matrices are
-(B, J, D), head k in columns k R to (k + 1) R; what is one number a row, such as the scores'
-log-sum-exp, is (B, K, J).
+Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k in columns k R to
+(k + 1) R; what is one number a row, such as the scores' log-sum-exp, is (B, K, J). Tiles are powers
+of two wide, so a head of 72 is held in two pieces, 64 and 16 wide: BR columns, and BT more, or 0.
 """
 import contextlib
 import io
@@ -47,20 +47,57 @@ PAD = 128  # the bias's width is a multiple of this, so that a tile of it is who
 
 
 @triton.jit
-def load_rows(x, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
-    """Rows i of one head's matrix x, (len(i), BR): zero beyond row J and column R."""
-    r = tl.arange(0, BR)
+def load_columns(x, i, J, first: tl.constexpr, n: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
+    """Rows i of n of one head's columns, (len(i), n): zero beyond row J and column R."""
+    r = first + tl.arange(0, n)
     mask = i[:, None] < J
-    if BR != R:
+    if first + n > R:
         mask = mask & (r < R)[None, :]
     return tl.load(x + i[:, None] * D + r[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def store_rows(x, value, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
-    r = tl.arange(0, BR)
+def load_rows(x, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
+    """Rows i of one head's matrix x, in its pieces."""
+    rows = load_columns(x, i, J, 0, BR, D, R)
+    return rows, load_columns(x, i, J, BR, BT, D, R) if BT else rows
+
+
+@triton.jit
+def store_columns(x, value, i, J, first: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
+                  R: tl.constexpr):
+    r = first + tl.arange(0, n)
     mask = (i < J)[:, None] & (r < R)[None, :]
     tl.store(x + i[:, None] * D + r[None, :], value.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_rows(x, rows, scale, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+               BT: tl.constexpr):
+    """scale times rows, (len(i), 1)."""
+    store_columns(x, rows[0] * scale, i, J, 0, BR, D, R)
+    if BT:
+        store_columns(x, rows[1] * scale, i, J, BR, BT, D, R)
+
+
+@triton.jit
+def zero_rows(n: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
+    """Where a sum over rows starts; without a second piece its part is never touched."""
+    return tl.zeros((n, BR), tl.float32), tl.zeros((n, BT if BT else 1), tl.float32)
+
+
+@triton.jit
+def products(a, b, BT: tl.constexpr):
+    """a_i . b_j, (len(i), len(j)), of rows in their pieces."""
+    s = tl.dot(a[0], tl.trans(b[0]))
+    return tl.dot(a[1], tl.trans(b[1]), s) if BT else s
+
+
+@triton.jit
+def add_weighted(acc, p, rows, BT: tl.constexpr):
+    """acc_i + sum_j p_ij rows_j."""
+    p = p.to(rows[0].dtype)
+    return tl.dot(p, rows[0], acc[0]), tl.dot(p, rows[1], acc[1]) if BT else acc[1]
 
 
 @triton.jit
@@ -91,8 +128,8 @@ def rest_of_score(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.co
 
 @triton.jit
 def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr, N: tl.constexpr,
-                   R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                   BIAS: tl.constexpr, ALIBI: tl.constexpr):
+                   R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+                   BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
     """o and the log-sum-exp of the scores, in base 2. Grid: heads, batch, blocks of rows, the
     longest first."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -103,31 +140,32 @@ def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr,
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
-    q = load_rows(Q + at, i, J, D, R, BR)
+    q = load_rows(Q + at, i, J, D, R, BR, BT)
     top = tl.full((BM,), -float('inf'), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, BR), tl.float32)
+    acc = zero_rows(BM, BR, BT)
     for DIAGONAL in tl.static_range(2):
         for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
             s = rest_of_score(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
-            k = load_rows(Keys + at, j, J, D, R, BR)
-            s += tl.dot(q, tl.trans(k)) * (scale * LOG2E)
+            k = load_rows(Keys + at, j, J, D, R, BR, BT)
+            s += products(q, k, BT) * (scale * LOG2E)
             new_top = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(k.dtype), k, acc * shrink[:, None])
+            shrunk = acc[0] * shrink[:, None], acc[1] * shrink[:, None] if BT else acc[1]
+            acc = add_weighted(shrunk, p, k, BT)
             top = new_top
-    store_rows(O + at, acc / total[:, None], i, J, D, R, BR)
+    store_rows(O + at, acc, 1 / total[:, None], i, J, D, R, BR, BT)
     tl.store(LSE + row + i, top + tl.log2(total) - m * (i - i0), mask=i < J)
 
 
 @triton.jit
 def dq_kernel(Q, Keys, Bias, B_k, O, DO, LSE, Delta, DQ, DB, J, width, scale, K: tl.constexpr,
-              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-              BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+              BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
     """dq, delta for the other two kernels, and ds_ii. Grid: as the forward kernel's."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
@@ -137,32 +175,35 @@ def dq_kernel(Q, Keys, Bias, B_k, O, DO, LSE, Delta, DQ, DB, J, width, scale, K:
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
-    q, do = load_rows(Q + at, i, J, D, R, BR), load_rows(DO + at, i, J, D, R, BR)
-    delta = tl.sum(do.to(tl.float32) * load_rows(O + at, i, J, D, R, BR).to(tl.float32), 1)
+    q, do = load_rows(Q + at, i, J, D, R, BR, BT), load_rows(DO + at, i, J, D, R, BR, BT)
+    o = load_rows(O + at, i, J, D, R, BR, BT)
+    delta = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
+    if BT:
+        delta += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
     tl.store(Delta + row + i, delta, mask=i < J)
     lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
-    acc = tl.zeros((BM, BR), tl.float32)
+    acc = zero_rows(BM, BR, BT)
     db = tl.zeros((BM,), tl.float32)
     for DIAGONAL in tl.static_range(2):
         for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
             s = rest_of_score(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
-            k = load_rows(Keys + at, j, J, D, R, BR)
-            s += tl.dot(q, tl.trans(k)) * (scale * LOG2E)
-            ds = tl.exp2(s - lse[:, None]) * (tl.dot(do, tl.trans(k)) - delta[:, None])
-            acc = tl.dot(ds.to(k.dtype), k, acc)
+            k = load_rows(Keys + at, j, J, D, R, BR, BT)
+            s += products(q, k, BT) * (scale * LOG2E)
+            ds = tl.exp2(s - lse[:, None]) * (products(do, k, BT) - delta[:, None])
+            acc = add_weighted(acc, ds, k, BT)
             if DIAGONAL and ALIBI:
                 db += tl.sum(tl.where(i[:, None] == j[None, :], ds, 0.0), 1)
-    store_rows(DQ + at, acc * scale, i, J, D, R, BR)
+    store_rows(DQ + at, acc, scale, i, J, D, R, BR, BT)
     if ALIBI:
         tl.store(DB + row + i, db, mask=i < J)
 
 
 @triton.jit
 def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.constexpr,
-              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-              BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+              BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
     """dk, as keys and as values. Scores are transposed, (j, i). Grid: heads, batch, blocks of keys,
     the longest first."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -173,28 +214,28 @@ def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.con
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     j = j0 + tl.arange(0, BN)
-    k = load_rows(Keys + at, j, J, D, R, BR)
-    acc = tl.zeros((BN, BR), tl.float32)
+    k = load_rows(Keys + at, j, J, D, R, BR, BT)
+    acc = zero_rows(BN, BR, BT)
     for BELOW in tl.static_range(2):
         for i0 in range(j0 + BN if BELOW else j0, J if BELOW else min(j0 + BN, J), BM):
             i = i0 + tl.arange(0, BM)
             s = load_bias(bias, i[None, :], j[:, None], width, BIAS)
             s = rest_of_score(s, i[None, :], j[:, None], i0, m, b, ALIBI, not BELOW)
             lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
-            q = load_rows(Q + at, i, J, D, R, BR)
-            p = tl.exp2(s + tl.dot(k, tl.trans(q)) * (scale * LOG2E) - lse[None, :])
-            do = load_rows(DO + at, i, J, D, R, BR)
-            acc = tl.dot(p.to(do.dtype), do, acc)
+            q = load_rows(Q + at, i, J, D, R, BR, BT)
+            p = tl.exp2(s + products(k, q, BT) * (scale * LOG2E) - lse[None, :])
+            do = load_rows(DO + at, i, J, D, R, BR, BT)
+            acc = add_weighted(acc, p, do, BT)
             delta = tl.load(Delta + row + i, mask=i < J, other=0.0)
-            ds = p * (tl.dot(k, tl.trans(do)) * scale - delta[None, :] * scale)
-            acc = tl.dot(ds.to(q.dtype), q, acc)
-    store_rows(DK + at, acc, j, J, D, R, BR)
+            ds = p * (products(k, do, BT) * scale - delta[None, :] * scale)
+            acc = add_weighted(acc, ds, q, BT)
+    store_rows(DK + at, acc, 1.0, j, J, D, R, BR, BT)
 
 
 @triton.jit
 def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: tl.constexpr,
-                 N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr,
-                 BN: tl.constexpr, ALIBI: tl.constexpr):
+                 N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+                 BM: tl.constexpr, BN: tl.constexpr, ALIBI: tl.constexpr):
     """The bias's gradient: ds summed over the heads that share it, zero above the diagonal. Grid:
     tiles (j, i), B N."""
     j0, i0 = tl.program_id(0) * BN, tl.program_id(1) * BM
@@ -213,14 +254,15 @@ def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: 
                 s = rest_of_score(bias, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
                 lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
                 delta = tl.load(Delta + row + i, mask=i < J, other=0.0)
-                q, k = load_rows(Q + at, i, J, D, R, BR), load_rows(Keys + at, j, J, D, R, BR)
-                p = tl.exp2(s + tl.dot(q, tl.trans(k)) * (scale * LOG2E) - lse[:, None])
-                do = load_rows(DO + at, i, J, D, R, BR)
-                acc += p * (tl.dot(do, tl.trans(k)) - delta[:, None])
+                q = load_rows(Q + at, i, J, D, R, BR, BT)
+                k = load_rows(Keys + at, j, J, D, R, BR, BT)
+                p = tl.exp2(s + products(q, k, BT) * (scale * LOG2E) - lse[:, None])
+                do = load_rows(DO + at, i, J, D, R, BR, BT)
+                acc += p * (products(do, k, BT) - delta[:, None])
     tl.store(DBias + tile + i[:, None] * width + j[None, :], acc.to(DBias.dtype.element_ty))
 
 
-# Rows BM and columns BN of a tile, warps, stages of the pipeline: by GPU, kernel and BR (up to 64,
+# Rows BM and columns BN of a tile, warps, stages of the pipeline: by GPU, kernel and R (up to 64,
 # 128). Chosen so that shared memory suffices (163 KB on an A100; the first table serves GPUs with
 # 99 KB too) and sums stay in registers. Whichever side a kernel's loop walks along divides the
 # other, and both divide PAD.
@@ -241,10 +283,13 @@ TILES: dict[int, dict[Any, dict[int, tuple[int, int, int, int]]]] = {
 
 
 def settings(kernel: Any, arch: int, R: int) -> dict[str, Any]:
-    """BR and the tile of a kernel at head width R on sm_<arch>."""
-    BR = max(16, triton.next_power_of_2(R))
-    BM, BN, warps, stages = TILES[90 if arch in (90, 100) else 80][kernel][max(64, BR)]
-    return dict(BR=BR, BM=BM, BN=BN, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+    """The pieces and the tile of a kernel at head width R on sm_<arch>."""
+    BR, BT = max(16, triton.next_power_of_2(R)), 0
+    if 64 < R <= 96:
+        BR, BT = 64, max(16, triton.next_power_of_2(R - 64))
+    BM, BN, warps, stages = TILES[90 if arch in (90, 100) else 80][kernel][64 if R <= 64 else 128]
+    return dict(BR=BR, BT=BT, BM=BM, BN=BN, num_warps=warps, num_stages=stages,
+                enable_fp_fusion=True)
 
 
 def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, b: Tensor | None,
@@ -344,13 +389,13 @@ def compile_ahead(kernel: Any, arch: int, R: int, n_head: int = 12) -> dict[str,
 def report(archs: tuple[int, ...], widths: tuple[int, ...]) -> None:
     """A row of compile_ahead a kernel, GPU and head width."""
     print(f'triton {triton.__version__}, bfloat16, with bias and ALiBi')
-    print('kernel          arch    R   BR   BM   BN warps stages  registers  shared  spilled')
+    print('kernel          arch    R   BR   BT   BM   BN warps stages  registers  shared  spilled')
     for kernel in TILES[80]:
         for arch in archs:
             for R in widths:
                 s, got = settings(kernel, arch, R), compile_ahead(kernel, arch, R)
-                print(f'{kernel.__name__:<14} sm_{arch}{R:>5}{s["BR"]:>5}{s["BM"]:>5}{s["BN"]:>5}'
-                      f'{s["num_warps"]:>6}{s["num_stages"]:>7}{got["registers"]:>11}'
+                print(f'{kernel.__name__:<14} sm_{arch}{R:>5}{s["BR"]:>5}{s["BT"]:>5}{s["BM"]:>5}'
+                      f'{s["BN"]:>5}{s["num_warps"]:>6}{s["num_stages"]:>7}{got["registers"]:>11}'
                       f'{got["shared"]:>8}{got["spilled"]:>9}', flush=True)
 
 
