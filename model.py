@@ -261,9 +261,10 @@ class Attention(nn.Module):
             v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j (rope: turned)
         else:
             h, k, v = cache.context(self, use, h_i, pos)         # of the past and of x0
-        W_out = self.output_weight() if cache is None else cache.output_weight(self)
+        own = self if cache is None else cache.of(self)          # decoding makes these two once
+        W_out = own.output_weight()
         way = fast.choose_way(self, k, pos)                      # attn_impl; auto: the best here
-        bias = None if way in fast.MAKES_ITS_BIAS else self.bias(pos)
+        bias = None if way in fast.MAKES_ITS_BIAS else own.bias(pos)
         x_start, u = start(self.residual, self.norm, x0, h_i)    # printed: x_i <- h_i
         x = x_start
         for t in range(self.steps if self.cem else 1):           # Llama's T: see Block
@@ -344,7 +345,7 @@ class MLP(nn.Module):
 
     def forward(self, x0: Tensor, cache: Any = None) -> Tensor:
         """Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
-        W_out = self.output_weight() if cache is None else cache.output_weight(self)
+        W_out = (self if cache is None else cache.of(self)).output_weight()
         h = self.norm(x0)                                        # h_i <- rms(h_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i
         x_start, u = start(self.residual, self.norm, x0, h)      # printed: x_i <- h_i

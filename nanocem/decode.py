@@ -6,18 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import position_tables
 from nanocem.fast import heads, merge
 
 
 class Cache:
     """What decoding keeps of the past, in buffers (B, max_length, D) filled up to `length`: keys
     for CEM, or h where a diagonal reads it (W_K is then absorbed into query and output), or both
-    with rope; keys and values for Llama. And the output weights, P folded in."""
+    with rope; keys and values for Llama. And what a sublayer need make but once."""
     def __init__(self, max_length: int):
         self.max_length = max_length
         self.length = 0
         self.buffers: dict[tuple[Any, int, str], Tensor] = {}
-        self.output_weights: dict[Any, Tensor] = {}
+        self.made: dict[Any, MadeOnce] = {}
 
     def context(self, attn: Any, use: int, h: Tensor, pos: Any,
                 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -46,13 +47,38 @@ class Cache:
         self.buffers[name][:, self.length:self.length + I] = new
         return self.buffers[name][:, :self.length + I]
 
-    def output_weight(self, sublayer: Any) -> Tensor:
-        if sublayer not in self.output_weights:
-            self.output_weights[sublayer] = as_multiplied(sublayer.output_weight())
-        return self.output_weights[sublayer]
+    def of(self, sublayer: Any) -> 'MadeOnce':
+        if sublayer not in self.made:
+            self.made[sublayer] = MadeOnce(sublayer, self.max_length)
+        return self.made[sublayer]
 
     def floats_per_token(self) -> int:
         return sum(buffer.shape[-1] for buffer in self.buffers.values())
+
+
+class MadeOnce:
+    """A sublayer's output weight and bias, for as long as its weights stay."""
+    def __init__(self, sublayer: Any, max_length: int):
+        self.sublayer, self.max_length = sublayer, max_length
+        self.W_out: Tensor | None = None
+        self.last_row: Tensor | None = None  # the bias of the last token that fits, (K or 1, J)
+
+    def output_weight(self) -> Tensor:
+        """P folded in."""
+        if self.W_out is None:
+            self.W_out = as_multiplied(self.sublayer.output_weight())
+        return self.W_out
+
+    def bias(self, pos: Any) -> Tensor:
+        """Attention.bias. It depends on distances alone: one token's is the end of the last's."""
+        I, J = pos.mask.shape
+        if I > 1:
+            return self.sublayer.bias(pos)
+        if self.last_row is None:
+            x = pos.mask.new_empty(1, 1, 0)
+            last = position_tables(self.sublayer.cfg, x, past=self.max_length - 1)
+            self.last_row = self.sublayer.bias(last)
+        return self.last_row[..., -J:]
 
 
 def as_multiplied(x: Tensor) -> Tensor:

@@ -177,12 +177,12 @@ def attend(way: str, attn: Any, q: Tensor, u: Tensor, k: Tensor | None, v: Tenso
 
 
 def absorbed(attn: Any, q: Tensor, du: Tensor, h: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """k_j . q_i = h_j . (W_K^T q_i), so that h alone need be kept."""
-    W_K = attn.W_K.unflatten(0, (attn.K, -1))  # (K, R, D)
-    h = h[:, None]
-    scores = q / attn.tau @ W_K @ h.mT + (du @ h.mT + bias)
-    alpha = scores.softmax(dim=-1)
-    return alpha @ h @ W_K.mT, alpha
+    """k_j . q_i = h_j . (W_K^T q_i), so that h alone need be kept; and read once for all heads,
+    which are rows of one product."""
+    W_K, I = attn.W_K.unflatten(0, (attn.K, -1)), q.shape[2]  # (K, R, D)
+    reads = (q / attn.tau @ W_K + du).flatten(1, 2)  # (B, K I, D)
+    alpha = ((reads @ h.mT).unflatten(1, (-1, I)) + bias).softmax(dim=-1)
+    return (alpha.flatten(1, 2) @ h).unflatten(1, (-1, I)) @ W_K.mT, alpha
 
 
 def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, du: Tensor | None, h: Tensor, bias: Tensor,
