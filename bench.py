@@ -193,7 +193,11 @@ def train_table(cfg: BenchConfig) -> list[Row]:
     runs, memory = {}, {}
     for name, model in models.items():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        forward = torch.compile(model, dynamic=False) if cfg.compile else model
+        forward = model
+        if cfg.compile and name in VARIANTS:
+            forward = fast.compile_for(torch.device(cfg.device), model)  # as train.py does
+        elif cfg.compile:
+            forward = torch.compile(model, dynamic=False)
 
         def step(forward: Any = forward, optimizer: Any = optimizer,
                  ours: bool = name in VARIANTS) -> None:

@@ -46,7 +46,7 @@ SWEEP_SEED = 1  # the rates come from it alone, so that they hold still while ot
 LOWEST_RATE, HIGHEST_RATE = 0.0005, 0.064
 # What the plans reckon with: a core's speed, a layer of the ladder, as it was seen; A100s; and what
 # all the paper's results took, by its appendix.
-CORE_FLOPS_A_LAYER = 6e9
+CORE_FLOPS_A_LAYER = 11e9
 MFU, A100_FLOPS, PAPER_GPU_HOURS = 0.4, 312e12, 10_000
 
 Found = dict[Task, dict[str, Any]]  # the results of the finished runs

@@ -10,3 +10,4 @@ learning_rate = 8e-3
 eval_interval = 250
 eval_tokens = 250_000
 checkpoint_interval = 250
+sample_interval = 500
