@@ -7,6 +7,7 @@ Every figure of the paper, and a few of our own: the runs each needs, done where
     python reproduce.py fig_attn             one figure
     python reproduce.py claims               the paper's claims, from the runs that are finished
     python reproduce.py claims --publish     the same into results/ and the README's table
+    python reproduce.py ladder --scale=gpu   the claims at 3 and 10 M weights, on a GPU
     python reproduce.py all --scale=paper    the plan at the paper's sizes; --run does it
 
 A run is train.py with the options in nanocem/ladder.py, in out/reproduce/: figures share runs,
@@ -205,8 +206,9 @@ def stages(scale: Scale) -> list[Stage]:
     sizes, first, further = list(scale.sizes), scale.seeds[:1], scale.seeds[1:]
     swept = ['llama', 'cem-2']
     if scale.rate:
+        models = FAMILIES if scale.name == 'gpu' else [*MODELS]
         plan = [Stage('the sweep', all_sweeps(scale, SWEEP_SEED, swept)),
-                Stage('every model', runs([*MODELS], sizes, scale.seeds))]
+                Stage('every model', runs(models, sizes, scale.seeds))]
         return [Stage(title, asked(tasks, scale)) for title, tasks in plan]
     check = [task._replace(rate=float(f'{task.rate * factor:.2g}'))
              for task in runs(swept, sizes[2:3], first) for factor in (0.5, 2)]
@@ -402,10 +404,10 @@ def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
 @dataclass
 class ReproduceConfig:
     """Which runs, and how."""
-    scale: Literal['ladder', 'paper'] = 'ladder'  # 50 thousand to a million weights, or the paper's
+    scale: Literal['ladder', 'gpu', 'paper'] = 'ladder'  # to a million weights; to ten; the paper's
     seeds: tuple[int, ...] | None = None  # every run once a seed; default: the scale's
     sizes: tuple[str, ...] | None = None  # of the scale's model sizes; default: all
-    jobs: int | None = None  # runs side by side; default: one a core at the ladder, one at paper
+    jobs: int | None = None  # runs side by side; default: one a core at the ladder, else one
     run: bool = False  # at scale=paper: execute the commands instead of printing them
     list: bool = False  # print the runs and whether they are finished, and do nothing
     plan: bool = False  # print the stages and what they take, and do nothing
@@ -442,7 +444,7 @@ def show_list(names: Sequence[str], scale: Scale) -> None:
 def run_plan(names: Sequence[str], scale: Scale, everything: bool, jobs: int) -> None:
     """The stages one after the other: of the whole plan, or of what the figures draw. A sweep may
     ask for more once it is done."""
-    if not scale.rate:
+    if scale.name != 'paper':
         make_corpus()
         settle_rates(scale, jobs)
     for n in range(len(stages(scale))):
@@ -483,8 +485,8 @@ def main(argv: list[str]) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
             signal.signal(number, stop)
     try:
-        if figures:
-            run_plan(figures, scale, everything and cfg.scale == 'ladder', cfg.jobs)
+        if figures or everything:
+            run_plan(figures, scale, everything and cfg.scale != 'paper', cfg.jobs)
         write_out(figures, scale, everything or 'claims' in names, cfg.publish)
     except KeyboardInterrupt:
         fail('stopped; the same command goes on')

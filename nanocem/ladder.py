@@ -91,10 +91,17 @@ LADDER = {
     '387k': 'config/ladder.py --n_layer=5 --d_model=80 --n_head=5 --d_mlp=216',
     '664k': 'config/ladder.py --n_layer=6 --d_model=96 --n_head=6 --d_mlp=256',
     '1.05m': 'config/ladder.py --n_layer=7 --d_model=112 --n_head=7 --d_mlp=296'}
+# The next two, for a GPU: in larger batches and at one rate for all.
+LARGER = {
+    '3.06m': 'config/ladder.py --n_layer=10 --d_model=160 --n_head=10 --d_mlp=424',
+    '10.4m': 'config/ladder.py --n_layer=15 --d_model=240 --n_head=15 --d_mlp=640'}
+LARGER = {size: f'{shape} --batch_size=128 --micro_batch_size=128'
+          for size, shape in LARGER.items()}
 PAPER = {size: f'--size={size}' for size in ('86m', '108m', '134m', '162m')}
 SCALES = {
     'ladder': Scale('ladder', LADDER, (0.004, 0.008, 0.016), None,
                     {size: LADDER[size] for size in ('83k', '195k')}, (1, 2, 3), (sys.executable,)),
+    'gpu': Scale('gpu', LARGER, (0.004,), 0.004, {}, (1,), (sys.executable,)),
     'paper': Scale('paper', PAPER, (0.0005, 0.001, 0.002, 0.004, 0.008), 0.002,
                    {**PAPER, '256m': '--size=256m'}, (1,), ('torchrun', '--nproc_per_node=8'))}
 

@@ -265,6 +265,14 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started() -> None:
     assert not alive
 
 
+def test_a_part_that_is_cut_off_may_write_first(tmp_path: Path) -> None:
+    slow = ('import pathlib, signal, sys, time\n'
+            'def end(*_): pathlib.Path(sys.argv[1]).write_text("kept"); sys.exit()\n'
+            'signal.signal(signal.SIGTERM, end)\ntime.sleep(300)')
+    code, _ = first_day.run(['-c', slow, str(tmp_path / 'x')], 10.0)
+    assert code == 'more than 10 s' and (tmp_path / 'x').read_text() == 'kept'
+
+
 def test_a_parts_exit_code_and_output() -> None:
     code, output = first_day.run(['-c', 'import sys; print("x"); sys.exit("y")'], 300.0)
     assert code == 1 and set(output.split()) == {'x', 'y'}

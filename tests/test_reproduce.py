@@ -114,8 +114,8 @@ def test_runs_are_valid(scale, here):
 
 def test_the_ladders_sizes(here):
     """The names are the weights of Llama's blocks, and heads are 16 wide."""
-    scale = SCALES['ladder']
-    for size in scale.sizes:
+    for scale, size in [(SCALES[name], size) for name in ('ladder', 'gpu')
+                        for size in SCALES[name].sizes]:
         name = float(size.replace('k', 'e3').replace('m', 'e6'))
         assert reproduce.weights_at(scale, size) == pytest.approx(name, rel=0.01)
         cfg = reproduce.configs(scale.sizes[size])[1]
@@ -374,6 +374,18 @@ def test_a_closed_pipe_ends_in_silence(here):
     command = f'{sys.executable} reproduce.py --list | head -1'
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.stdout.startswith('fig_ladder: ') and done.stderr == ''
+
+
+def test_the_claims_on_a_gpu(here, monkeypatch, capsys):
+    """Every family at both sizes, once; and then the claims that these answer."""
+    asked = pretend_all(monkeypatch)
+    for _ in range(2):
+        reproduce.main(['ladder', '--scale=gpu'])
+        families = {(size, model) for size in ('3.06m', '10.4m') for model in FAMILIES}
+        assert len(asked) == 18 and {(task.size, task.model) for task in asked} == families
+        assert '| a |' in capsys.readouterr().out
+        page = (here / 'out/results/gpu/ladder.md').read_text()
+        assert all(f'| {family} |' in page for family in FAMILIES)
 
 
 def test_a_figure_from_nothing(text, monkeypatch):
