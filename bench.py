@@ -68,7 +68,7 @@ class BenchConfig:
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: bfloat16 on a GPU
     activation_checkpointing: bool = False  # our models recompute blocks in the backward pass
-    compile: bool | None = None  # torch.compile, ours and peers alike; default: on a GPU
+    compile: bool | None = None  # torch.compile, ours as train.py does; default: on a GPU
     threads: int | None = None  # CPU threads; default: torch's own choice
     json: str | None = None  # also write all numbers to this file
     rehearse: bool = False  # what=gpu: on a CPU, tiny

@@ -261,10 +261,10 @@ class Attention(nn.Module):
             v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j (rope: turned)
         else:
             h, k, v = cache.context(self, use, h_i, pos)         # of the past and of x0
-        own = self if cache is None else cache.of(self)          # decoding makes these two once
-        W_out = own.output_weight()
+        once = self if cache is None else cache.of(self)         # decoding: not at every token
+        W_out = once.output_weight()
         way = fast.choose_way(self, k, pos)                      # attn_impl; auto: the best here
-        bias = None if way in fast.MAKES_ITS_BIAS else own.bias(pos)
+        bias = None if way in fast.MAKES_ITS_BIAS else once.bias(pos)
         x_start, u = start(self.residual, self.norm, x0, h_i)    # printed: x_i <- h_i
         x = x_start
         for t in range(self.steps if self.cem else 1):           # Llama's T: see Block

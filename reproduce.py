@@ -354,7 +354,9 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
         write_figure(name, cells_of(name, scale, plan), whole, folder, whole=True)
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
     if with_claims:
-        claims.into_readme(write_claims(scale, whole, folder))
+        front = write_claims(scale, whole, folder)
+        if scale.name == 'ladder':
+            claims.into_readme(front)
 
 
 def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:
@@ -408,7 +410,7 @@ class ReproduceConfig:
     seeds: tuple[int, ...] | None = None  # every run once a seed; default: the scale's
     sizes: tuple[str, ...] | None = None  # of the scale's model sizes; default: all
     jobs: int | None = None  # runs side by side; default: one a core at the ladder, else one
-    run: bool = False  # at scale=paper: execute the commands instead of printing them
+    run: bool = False  # scale=paper: execute what is printed; scale=gpu: even without a GPU
     list: bool = False  # print the runs and whether they are finished, and do nothing
     plan: bool = False  # print the stages and what they take, and do nothing
     publish: bool = False  # write results/ and the README's table from the stages that are finished
@@ -479,6 +481,8 @@ def main(argv: list[str]) -> None:
     if cfg.plan:
         plan = stages(scale) if everything or not names else wanted(figures, scale)
         return show_plan(plan, scale, cfg.jobs)
+    if cfg.scale == 'gpu' and everything and not (cfg.run or torch.cuda.is_available()):
+        fail('scale=gpu: torch finds no GPU here, and a CPU core would take a week; --run does it')
     if cfg.scale == 'paper' and not cfg.run and figures:
         return show_gpu_plan(figures, scale)
     for number in (signal.SIGTERM, signal.SIGHUP):

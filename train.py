@@ -71,7 +71,7 @@ class TrainConfig:
     max_minutes: float | None = None  # stop after this time, checkpoint written
     max_skipped: int = 10  # give up after this many steps in a row without a finite gradient
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: see fast.py
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: the faster
     compile: bool | None = None  # torch.compile; default: on a GPU, in long runs on a CPU
     activation_checkpointing: bool = False  # recompute a block going back: less memory, more time
     deterministic: bool = False  # refuse GPU operations that are not reproducible to the bit
@@ -140,14 +140,15 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         on_gpu = world.device.type == 'cuda'
         flops = steps * self.tokens_per_step * self.model.flops_per_token()
-        self.dtype, compiled = fast.precision_and_compiler(
-            world.device, cfg.dtype, cfg.compile, flops)
+        self.dtype, compiled = world.once(
+            fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         bf16 = self.dtype == torch.bfloat16
+        self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
         self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
         fast.prove(self.model, world.device, self.dtype, cfg.micro_batch_size)
         self.path = fast.attention_path(self.model, world.device, self.dtype, compiled)
         self.compiled = self.parallel = self.model
-        if compiled:
+        if compiled:  # on a CPU the model itself, block by block
             self.compiled = self.parallel = fast.compile_for(world.device, self.model)
         if world.size > 1:
             self.parallel = DistributedDataParallel(
@@ -184,6 +185,8 @@ class Trainer:
             fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
                  f'{self.step * self.tokens_per_step} already')
         self.tell(f'Resuming {out_dir} after step {self.step}')
+        if state.get('precision', self.precision) != self.precision:
+            self.tell(f'Its steps so far were {state["precision"]}; from here on {self.precision}')
         if steps != self.schedule.steps:
             self.tell(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate goes '
                       f'in a new cosine from where it is, {self.schedule(self.step):.2e}')
@@ -206,7 +209,8 @@ class Trainer:
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             'step': self.step, 'tokens': self.step * self.tokens_per_step,
             'seconds': self.seconds(), 'best': self.best, 'health': vars(self.health),
-            'schedule': asdict(self.schedule), 'data_dir': self.cfg.data, **self.identity()}
+            'schedule': asdict(self.schedule), 'data_dir': self.cfg.data,
+            'precision': self.precision, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
 
     def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -250,7 +254,8 @@ class Trainer:
         self.model.eval()
         for at in range(0, len(mine), size):
             x, y = data.batch(mine[at:at + size])
-            with self.autocast, fast.eager(len(x) < size):  # a last few are not worth compiling
+            last_few = fast.eager() if len(x) < size else contextlib.nullcontext()
+            with self.autocast, last_few:
                 loss = self.compiled(x.to(world.device), y.to(world.device))[1]
             total += float(loss) * len(x)
         self.model.train()
@@ -284,8 +289,7 @@ class Trainer:
         say(f'{out_dir}: {self.model.num_params():,} parameters, {self.schedule.steps:,} steps of '
             f'{self.tokens_per_step:,} tokens = {self.schedule.steps * self.tokens_per_step:,}, '
             f'{self.world.size} x {self.world.device.type}, '
-            f'{str(self.dtype).removeprefix("torch.")}, '
-            f'{self.path}; '
+            f'{self.precision}, {self.path}; '
             f'{len(self.data["train"]):,} sequences an epoch')
 
     def train(self, signals: runs.Signals) -> int:
@@ -376,7 +380,7 @@ class Trainer:
             'parameters': self.model.num_params(), 'steps': self.step,
             'tokens': self.step * self.tokens_per_step,
             'flops_per_token': self.model.flops_per_token(), 'skipped': self.health.skipped,
-            'seconds': seconds})
+            'precision': self.precision, 'seconds': seconds})
         if cfg.sample_tokens:
             say(f'A sample; python sample.py --out_dir={cfg.out_dir} makes more:')
             self.sample()

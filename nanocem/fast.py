@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import fail
+from nanocem.files import say
 
 WORTH_COMPILING = 2e12  # FLOPs; a run of fewer, a minute on a CPU, ends before that pays
 LOGITS_AT_ONCE = 2 ** 26  # the loss of more logits than this is taken a few rows at a time
@@ -112,7 +113,7 @@ def attention_path(model: Any, device: torch.device, dtype: torch.dtype,
     asked = model.cfg.attn_impl
     if asked in needs and asked != way:
         words += f' (attn_impl={asked} needs {needs[asked]}, and CEM attention with a bias)'
-    return words + (', compiled: the first step takes half a minute' if compiled else '')
+    return words + ('; the first step compiles, which takes a while' if compiled else '')
 
 
 # Precision, and torch.compile
@@ -120,13 +121,16 @@ def attention_path(model: Any, device: torch.device, dtype: torch.dtype,
 def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | None, flops: float,
                            ) -> tuple[torch.dtype, bool]:
     """What train.py's dtype and compile mean for a run of so many FLOPs. On a CPU bfloat16 pays
-    where it is multiplied in hardware and what lies between the products is compiled."""
+    where it is multiplied in hardware (AMX) and what lies between the products is compiled."""
     on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
     if compiled and not compiles(device):
         fail(f'compile=True: torch.compile does not work here on {device.type}; does it find a '
              'C++ compiler?')
     if compiled is None:
-        compiled = (on_gpu or (on_cpu and flops > WORTH_COMPILING)) and compiles(device)
+        compiled = on_gpu or (on_cpu and flops > WORTH_COMPILING)
+        if compiled and not compiles(device):
+            compiled = False
+            say('Not compiled: torch.compile does not work here; does it find a C++ compiler?')
     if dtype == 'auto':
         bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
@@ -148,15 +152,15 @@ def compile_for(device: torch.device, model: Any) -> Any:
     """The compiled model: on a GPU all of it; elsewhere its blocks, which are alike, so that what
     is compiled for one serves all."""
     if device.type == 'cuda':
-        return torch.compile(model)
+        return torch.compile(model, dynamic=False)
     for block in model.blocks:
         block.compile(dynamic=False)
     return model
 
 
-def eager(yes: bool = True) -> Any:
-    """A context in which nothing is compiled."""
-    return torch.compiler.set_stance('force_eager' if yes else 'default')
+def eager() -> Any:
+    """A context in which compiled models run as if they were not: for shapes seen once."""
+    return torch.compiler.set_stance('force_eager')
 
 
 # Attention

@@ -57,7 +57,8 @@ def measure_parts(names: Iterable[str], done: dict[str, Any], limit: float, rehe
             own_json = [f'--json={path}'] if command.startswith('bench.py') else []
             words = [f'{ROOT}/{word}' if os.path.exists(f'{ROOT}/{word}') else word
                      for word in command.split()]
-            code, output = run([*words, *own_json], limit)
+            # reproduce.py works in the project's folder
+            code, output = run([*words, *own_json], limit, ROOT if name == 'claims' else None)
             result: dict[str, Any] = {'command': command, 'seconds': time.monotonic() - start}
             with contextlib.suppress(OSError), open(path, encoding='utf-8') as file:
                 result |= json.load(file)
@@ -74,21 +75,29 @@ def measure_parts(names: Iterable[str], done: dict[str, Any], limit: float, rehe
     return wrong
 
 
-def run(arguments: list[str], limit: float) -> tuple[int | str, str]:
+def end(process: subprocess.Popen, number: int) -> None:
+    """A signal to all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def run(arguments: list[str], limit: float, cwd: str | None = None) -> tuple[int | str, str]:
     """The exit code, or why there is none, and the output of python with these arguments. What is
     cut off ends with all that it started, and may write its checkpoint first."""
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors='replace',
+                               stderr=subprocess.STDOUT, text=True, errors='replace', cwd=cwd,
                                start_new_session=True)
     try:
         output, _ = process.communicate(timeout=limit)
         return process.returncode, output
     except BaseException as reason:
-        for number, patience in ((signal.SIGTERM, CHECKPOINT_SECONDS), (signal.SIGKILL, None)):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+        try:
+            end(process, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                output, _ = process.communicate(timeout=patience)
+                process.communicate(timeout=CHECKPOINT_SECONDS)
+        finally:
+            end(process, signal.SIGKILL)
+        output, _ = process.communicate()
         if not isinstance(reason, subprocess.TimeoutExpired):
             raise
         return f'more than {limit:.0f} s', output

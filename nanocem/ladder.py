@@ -86,7 +86,8 @@ class Scale:
 # of 16 RoPE has room (at 4 to 6 it has not), and three are the fewest whose ALiBi slopes see near
 # and far. The names are the weights of Llama's blocks.
 LADDER = {
-    '83k': 'config/ladder.py --n_layer=3 --d_model=48 --n_head=3 --d_mlp=128',
+    '83k': 'config/ladder.py --n_layer=3 --d_model=48 --n_head=3 --d_mlp=128 '
+           '--dtype=float32 --compile=False',  # which does not pay in so short runs
     '195k': 'config/ladder.py --n_layer=4 --d_model=64 --n_head=4 --d_mlp=168',
     '387k': 'config/ladder.py --n_layer=5 --d_model=80 --n_head=5 --d_mlp=216',
     '664k': 'config/ladder.py --n_layer=6 --d_model=96 --n_head=6 --d_mlp=256',

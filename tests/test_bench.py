@@ -179,7 +179,7 @@ def day(monkeypatch: pytest.MonkeyPatch, done: dict, *options: str) -> list[str]
     """The parts that a first day ran, when `done` was in its file; two of them always fail."""
     ran = []
 
-    def run(arguments: list[str], limit: float) -> tuple[int | str, str]:
+    def run(arguments: list[str], limit: float, cwd: str | None) -> tuple[int | str, str]:
         name = next(name for name, command in first_day.PARTS.items()
                     if all(word in ' '.join(arguments) for word in command.split()[1:]))
         ran.append(name)

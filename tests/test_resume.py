@@ -123,7 +123,7 @@ def test_a_config_edited_by_hand_is_checked(halves: tuple[Path, Path], tmp_path:
     config = json.loads((out / 'config.json').read_text())
     for change, words in (
         (dict(seed='many'), ['config.json', 'seed', 'a whole number']),
-        (dict(learning_rate=1.0), ['recipe', 'learning_rate=0.004 (now 1.0)']),
+        (dict(learning_rate=1.0), ['recipe', 'learning_rate=0.008 (now 1.0)']),
         (dict(compile=[1]), ['compile', 'True or False']),
     ):
         edited = {**config, 'train': {**config['train'], **change}}

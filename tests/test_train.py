@@ -1,6 +1,7 @@
 """Training: what it computes, and what happens when things break. Runs are real processes, and the
 damage is real."""
 
+import itertools
 import json
 import math
 import os
@@ -118,18 +119,43 @@ def test_bfloat16_steps_stay_close(data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not fast.compiles(torch.device('cpu')), reason='needs a C++ compiler')
-def test_compiled_steps_stay_close(data: Path, tmp_path: Path) -> None:
-    """And only the last, smaller batch of an evaluation and a sample are not compiled."""
-    plain, compiled = (make_trainer(data, tmp_path / str(c), compile=c) for c in (False, True))
+def test_compiled_steps_stay_close(tmp_path: Path) -> None:
+    """One graph serves all blocks' steps, one their evaluation; smaller batches and sampling run
+    as they are."""
+    data = write_data(tmp_path / 'data', vocab_size=257)
+    plain, compiled = (make_trainer(data, tmp_path / str(c), compile=c, n_layer=2, sample_tokens=4)
+                       for c in (False, True))
+    graphs = [graphs_made()]
     for _ in range(3):
         assert compiled.train_step() == pytest.approx(plain.train_step(), rel=1e-3)
+    graphs.append(graphs_made())
     tokens = 3 * compiled.cfg.micro_batch_size * compiled.model_cfg.context_length // 2
-    graphs = torch._dynamo.utils.counters['stats']['unique_graphs']
-    assert compiled.evaluate('val', tokens) == pytest.approx(plain.evaluate('val', tokens),
-                                                             rel=1e-3)
+    of_both = [trainer.evaluate('val', tokens) for trainer in (compiled, plain)]
+    assert of_both[0] == pytest.approx(of_both[1], rel=1e-3)
+    graphs.append(graphs_made())
     compiled.sample()
-    # one, without gradients, for a block
-    assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= graphs + 1
+    graphs.append(graphs_made())
+    assert [b - a for a, b in itertools.pairwise(graphs)] == [1, 1, 0]
+
+
+def graphs_made() -> int:
+    return torch._dynamo.utils.counters['stats']['unique_graphs']
+
+
+@pytest.mark.skipif(not fast.compiles(torch.device('cpu')), reason='needs a C++ compiler')
+def test_a_compiled_run_resumes_to_the_bit(data: Path, tmp_path: Path) -> None:
+    """In bfloat16; one that goes on otherwise says so."""
+    common = [f'--data={data}', steps(6), '--compile', '--dtype=bfloat16']
+    for name, stops, code in (('whole', (), 0), ('cut', ('--stop_step=3',), train.STOPPED)):
+        run = Run(tmp_path, *common, *stops, f'--out_dir={tmp_path / name}').wait()
+        assert run.codes == [code]
+    shutil.copytree(tmp_path / 'cut', tmp_path / 'changed')
+    again = ['--init_from=resume', '--stop_step=100']
+    assert Run(tmp_path, *again, '--compile', f'--out_dir={tmp_path / "cut"}').wait().codes == [0]
+    same(tmp_path / 'cut', tmp_path / 'whole')
+    changed = Run(tmp_path, *again, f'--out_dir={tmp_path / "changed"}').wait()
+    assert changed.codes == [0]
+    assert 'so far were bfloat16, compiled; from here on bfloat16' in changed.text
 
 
 def test_precision_and_compiler_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +174,11 @@ def test_precision_and_compiler_of_a_run(monkeypatch: pytest.MonkeyPatch) -> Non
         fast.precision_and_compiler(cpu, 'auto', True, 1e13)
 
 
+COMPILED = [('compiled', 2, ['--compile', '--activation_checkpointing'])]
+if not fast.compiles(torch.device('cpu')):
+    COMPILED = []
+
+
 def test_two_processes_and_checkpointing_give_one_processs_losses(
     data: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +187,7 @@ def test_two_processes_and_checkpointing_give_one_processs_losses(
         ('one', 1, []),
         ('two', 2, []),
         ('recomputed', 1, ['--activation_checkpointing']),
+        *COMPILED,
     ):
         out = tmp_path / name
         assert (
@@ -168,6 +200,8 @@ def test_two_processes_and_checkpointing_give_one_processs_losses(
     assert runs['two'][0] == pytest.approx(runs['one'][0], rel=1e-4) and len(runs['one'][0]) == 20
     assert runs['two'][1] == pytest.approx(runs['one'][1], rel=1e-4)
     assert runs['recomputed'] == runs['one']
+    for name, *_ in COMPILED:
+        assert runs[name][0] == pytest.approx(runs['one'][0], rel=2e-3)
 
 
 def test_fresh_runs_with_one_seed_are_equal_to_the_bit(data: Path, tmp_path: Path) -> None:
