@@ -165,7 +165,7 @@ def test_a_finished_run_is_left_as_it_is_or_trained_on(
     assert longer.codes == [0] and '15 steps instead of 12' in longer.text, longer.text
     assert losses(out)[:12] == losses(halves[0]) and len(losses(out)) == 15
     rates = [line['lr'] for line in log(out) if 'lr' in line]
-    assert rates[11:] == pytest.approx([4e-4] * 4)
+    assert rates[11:] == pytest.approx([8e-4] * 4)
     assert json.loads((out / 'result.json').read_text())['tokens'] == 15 * BATCH * LENGTH
     shorter = Run(tmp_path, f'--out_dir={out}', '--init_from=resume', steps(5)).wait()
     assert_one_line(shorter, f'has seen {15 * BATCH * LENGTH} already')
@@ -283,7 +283,7 @@ def test_a_folders_name_says_what_was_changed() -> None:
 
     assert name() == 'mini-cem2-cem2'
     assert (
-        name(device='cpu', learning_rate=4e-3, tokens=6_000_000) == 'mini-cem2-cem2'
+        name(device='cpu', learning_rate=8e-3, tokens=6_000_000) == 'mini-cem2-cem2'
     )  # mini's own
     assert name(residual='raw', seed=2) == 'mini-cem2-cem2-residual=raw-seed=2'
     assert name(attn='llama', mlp='llama', data='a/b/') == 'mini-llama1-llama1-data=b'
