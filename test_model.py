@@ -192,7 +192,7 @@ def slow_energy(attn: Attention, u: torch.Tensor, h: torch.Tensor) -> torch.Tens
                 b = 0.0
                 if cfg.positions == 'alibi':
                     b = attn.b_self[k] if i == j else attn.b_cross[k]
-                    b = b - 2.0 ** (-8 * (k + 1) / K) * (i - j)
+                    b = b - 2.0 ** -(k + 1) * (i - j)
                 scores.append(u[i] @ A @ h[j] / tau + b)
             total.append(-tau * torch.stack(scores).logsumexp(0))
     return torch.stack(total).view(len(h), K).sum(1)

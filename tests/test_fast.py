@@ -39,7 +39,7 @@ def alpha_and_parts(q: Tensor, k: Tensor, n_head: int, du: Tensor | None, h: Ten
     if du is not None:
         scores = scores + du @ h[:, None].mT
     if b is not None:
-        m = 2.0 ** (-8 / n_head * torch.arange(1, n_head + 1, device=q.device, dtype=q.dtype))
+        m = 2.0 ** -torch.arange(1, n_head + 1, device=q.device, dtype=q.dtype)
         scores = scores - m[:, None, None] * (i[:, None] - i).abs()
         scores = scores + torch.where(i[:, None] == i, b[:, None, None], 0)
     return scores.masked_fill(i > i[:, None], -math.inf).softmax(-1), q, k

@@ -36,7 +36,6 @@ T1 = '--attn_steps=1 --mlp_steps=1'
 ROPE = '--positions=rope --kq_diag=shared --score_scale=head'
 SMALL = '--embedding_std=0.0693'  # as all other weights at this width
 QUARTER = '--attn_step_size=0.25 --mlp_step_size=0.25'
-ONES = '--attn_step_size=1 --mlp_step_size=1'
 WIDE = '--d_model=128 --n_head=8 --d_mlp=344 --tokens=0.8M --learning_rate=2.8e-3'
 SEEDS = (1337, 1, 2)
 DEPTHS = (2, 4, 8, 12, 16)
@@ -50,34 +49,12 @@ FINAL = {
 }
 # One seed each, by question
 CHOICES = {
-    'the embedding': {
-        'llama-small': f'{LLAMA} {SMALL}',
-        'cem-1-small': f'{T1} {SMALL}',
-        'cem-2-small': f'{SMALL}',
-        'cem-1-rope-small': f'{T1} {ROPE} {SMALL}',
-    },
-    'residual and step size, small embedding': {
-        'cem-2-small-one': f'{SMALL} {ONES}',
-        'cem-2-rope-small': f'{ROPE} {SMALL}',
-        'cem-2-rope-small-raw': f'{ROPE} {SMALL} --residual=raw',
-        'cem-1-rope-small-normed': f'{T1} {ROPE} {SMALL} --residual=normed',
-        'cem-1-rope-small-normed-quarter': f'{T1} {ROPE} {SMALL} --residual=normed {QUARTER}',
-        'cem-2-rope-small-normed': f'{ROPE} {SMALL} --residual=normed',
-        'cem-2-rope-small-normed-quarter': f'{ROPE} {SMALL} --residual=normed {QUARTER}',
-        'cem-2-small-normed': f'{SMALL} --residual=normed',
-    },
-    'residual and step size': {
-        'cem-2-raw': '--residual=raw',
-        'cem-2-quarter': QUARTER,
-        'cem-2-one': ONES,
-    },
     'other rates': {
         'llama': LLAMA,
         'cem-1': T1,
         'cem-2': '',
         'llama-16e-3': f'{LLAMA} --learning_rate=16e-3',
         'cem-1-16e-3': f'{T1} --learning_rate=16e-3',
-        'cem-2-16e-3': '--learning_rate=16e-3',
     },
     'positions': {
         'cem-1-rope': f'{T1} {ROPE}',
@@ -88,16 +65,22 @@ CHOICES = {
         'attn-1': f'{T1} --mlp=llama',
         'mlp-1': f'{T1} --attn=llama',
     },
-    'weights': {
-        'cem-1-init': f'{T1} --init_std=0.139',
-        'cem-1-decay': f'{T1} --weight_decay=0',
-        'cem-1-plain': f'{T1} --preconditioner=none',
+    'residual and step size': {
+        'cem-2-raw': '--residual=raw',
+        'cem-2-normed': '--residual=normed',
+        'cem-2-quarter': QUARTER,
+    },
+    'the embedding': {
+        'llama-small': f'{LLAMA} {SMALL}',
+        'cem-1-small': f'{T1} {SMALL}',
     },
     'heads': {
         'cem-1-heads-32': f'{T1} --n_head=2',
         'llama-heads-32': f'{LLAMA} --n_head=2',
-        'cem-1-heads-64': f'{T1} --n_head=1',
-        'llama-heads-64': f'{LLAMA} --n_head=1',
+    },
+    'weights': {
+        'cem-1-decay': f'{T1} --weight_decay=0',
+        'cem-1-plain': f'{T1} --preconditioner=none',
     },
     WIDER: {
         'wide-llama': f'{LLAMA} {WIDE}',
@@ -325,7 +308,6 @@ def main() -> None:
     if '--write_only' not in sys.argv:
         runs = [(name, options, seed) for name, (options, seeds) in rows().items()
                 for seed in seeds if perplexity(name, seed) is None]
-        runs.sort(key=lambda run: SEEDS.index(run[2]))
         runs += [(name, options, 1) for name, options in SHAPES.items()
                  if perplexity(name, 1) is None]
         with ThreadPoolExecutor(2) as pool:
