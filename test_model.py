@@ -192,7 +192,7 @@ def slow_energy(attn: Attention, u: torch.Tensor, h: torch.Tensor) -> torch.Tens
                 b = 0.0
                 if cfg.positions == 'alibi':
                     b = attn.b_self[k] if i == j else attn.b_cross[k]
-                    b = b - 2.0 ** -(k + 1) * (i - j)
+                    b = b - 2.0 ** (-(k + 1) if K <= 8 else -8 * (k + 1) / K) * (i - j)
                 scores.append(u[i] @ A @ h[j] / tau + b)
             total.append(-tau * torch.stack(scores).logsumexp(0))
     return torch.stack(total).view(len(h), K).sum(1)
@@ -298,6 +298,17 @@ def test_folded_preconditioner_equals_the_dense_one(kind: str, exact: bool) -> N
     torch.testing.assert_close(update(attn, u, h), slow, rtol=0, atol=1e-10)
     slow = (F.linear(h, mlp.W) * F.silu(u @ mlp.V.T)) @ mlp.V @ dense(mlp.P, 0).T
     torch.testing.assert_close(update(mlp, u, h), slow, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize('n_head', [1, 3, 8, 12, 32])
+def test_alibis_slopes(n_head: int) -> None:
+    """2^-k, and from eight heads on as many between 1 and 1/256 in equal ratios."""
+    cfg = ModelConfig(**{**TINY, 'n_head': n_head, 'd_model': 2 * n_head})
+    with torch.no_grad():
+        bias = Transformer(cfg).blocks[0].attn.bias(position_tables(cfg, torch.zeros(1, 2, 1)))
+    m = -bias[:, 1, 0].double()
+    expected = [0.5 ** k if n_head < 8 else 256.0 ** (-k / n_head) for k in range(1, n_head + 1)]
+    torch.testing.assert_close(m, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
 def test_preconditioner_starts_as_the_paper_says() -> None:

@@ -301,7 +301,7 @@ def piece_of_alpha(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b:
     # m_k j, which is all that softmax sees of -m_k (i - j)
     m = at_least_float(q.new_zeros(1))
     if b is not None:
-        m = 2.0 ** -torch.arange(1, K + 1, dtype=m.dtype)
+        m = 2.0 ** (-8 / max(8, K) * torch.arange(1, K + 1, dtype=m.dtype))
     s = m[:, None, None] * (torch.arange(rows.stop) - rows.start)
     if du is not None:
         by_diagonal = du[seqs, :, rows].flatten(1, 2) @ h[seqs, past].mT

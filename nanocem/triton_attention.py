@@ -6,7 +6,7 @@ CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, forward 
 
 For head k, with values = keys and everything causal (j <= i),
 
-    s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j],    m_k = 2^-k
+    s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j],    m_k = 2^(-8 k / max(8, K))
     o_ik = sum_j softmax_j(s_ijk) k_jk                                   bias = (d * u / tau) h^T
 
 The bias is of one head or of all: a matrix product (B, n, J, J), n = 1 or K, made once a step and
@@ -106,9 +106,9 @@ def load_bias(bias, i, j, width, BIAS: tl.constexpr):
 
 
 @triton.jit
-def slope(head):
+def slope(head, K: tl.constexpr):
     """m_k in base 2."""
-    return tl.exp2(-1.0 - head) * LOG2E
+    return tl.exp2((head + 1) * (-8.0 / (K if K > 8 else 8))) * LOG2E
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr,
     D: tl.constexpr = K * R
     at, row = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
-    m = slope(head) if ALIBI else 0.0
+    m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
     q = load_rows(Q + at, i, J, D, R, BR, BT)
@@ -172,7 +172,7 @@ def dq_kernel(Q, Keys, Bias, B_k, O, DO, LSE, Delta, DQ, DB, J, width, scale, K:
     D: tl.constexpr = K * R
     at, row = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
-    m = slope(head) if ALIBI else 0.0
+    m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
     q, do = load_rows(Q + at, i, J, D, R, BR, BT), load_rows(DO + at, i, J, D, R, BR, BT)
@@ -211,7 +211,7 @@ def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.con
     D: tl.constexpr = K * R
     at, row = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
-    m = slope(head) if ALIBI else 0.0
+    m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     j = j0 + tl.arange(0, BN)
     k = load_rows(Keys + at, j, J, D, R, BR, BT)
@@ -249,7 +249,7 @@ def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: 
         if j0 < i0 + BM and (j0 + BN > i0) == DIAGONAL:
             for head in range(first, first + K // N):
                 at, row = batch * J * D + head * R, (batch * K + head) * J
-                m = slope(head) if ALIBI else 0.0
+                m = slope(head, K) if ALIBI else 0.0
                 b = tl.load(B_k + head) if ALIBI else 0.0
                 s = rest_of_score(bias, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
                 lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)

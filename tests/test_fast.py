@@ -14,7 +14,8 @@ from test_model import SETS, TINY, describe, randomize
 CASES = [  # batch, positions, heads, head width, heads with their own diagonal (0: none), ALiBi
     (1, 1, 2, 16, 1, True), (2, 17, 3, 16, 1, True), (1, 130, 3, 56, 1, True),
     (2, 67, 2, 72, 2, True), (1, 67, 2, 84, 0, True), (1, 67, 2, 84, 1, True),
-    (1, 130, 2, 16, 2, False), (1, 140, 2, 64, 1, False), (1, 17, 1, 88, 0, False)]
+    (1, 130, 2, 16, 2, False), (1, 140, 2, 64, 1, False), (1, 17, 1, 88, 0, False),
+    (1, 40, 12, 16, 1, True)]
 NAMES = ('q', 'k', 'du', 'h', 'b')
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
 SCALE = 0.25
@@ -39,10 +40,16 @@ def alpha_and_parts(q: Tensor, k: Tensor, n_head: int, du: Tensor | None, h: Ten
     if du is not None:
         scores = scores + du @ h[:, None].mT
     if b is not None:
-        m = 2.0 ** -torch.arange(1, n_head + 1, device=q.device, dtype=q.dtype)
+        m = slopes(n_head).to(q)
         scores = scores - m[:, None, None] * (i[:, None] - i).abs()
         scores = scores + torch.where(i[:, None] == i, b[:, None, None], 0)
     return scores.masked_fill(i > i[:, None], -math.inf).softmax(-1), q, k
+
+
+def slopes(n_head: int) -> Tensor:
+    """ALiBi's m_k."""
+    each = [2.0 ** -k if n_head <= 8 else 2.0 ** (-8 * k / n_head) for k in range(1, n_head + 1)]
+    return torch.tensor(each, dtype=torch.float64)
 
 
 def readable(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,

@@ -23,6 +23,7 @@ from tests.test_fast import (
     readable,
     run,
     sizes_of_summed_terms,
+    slopes,
 )
 
 needs_triton = pytest.mark.skipif(not fast.HAS_TRITON, reason='Triton is not installed')
@@ -88,7 +89,7 @@ def check_16_bits(device: str, dtype: torch.dtype, cases: list[tuple], most: flo
     def sdpa(q, k, n_head, scale, du, h, b):
         q, k = (x.unflatten(-1, (n_head, -1)).transpose(1, 2) for x in (q, k))
         i = torch.arange(q.shape[2], device=device)
-        m = 2.0 ** -torch.arange(1, n_head + 1, device=device)[:, None, None]
+        m = slopes(n_head).to(device, torch.float32)[:, None, None]
         bias = du @ h[:, None].mT - m * (i[:, None] - i).abs()
         bias = bias + torch.where(i[:, None] == i, b[:, None, None], 0)
         bias = bias.masked_fill(i > i[:, None], -math.inf).to(dtype)
