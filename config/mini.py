@@ -3,7 +3,7 @@ mini, the default."""
 size = 'mini'
 context_length = 128
 data = 'data/builtin'
-tokens = 6_000_000  # about 40 a parameter of the body
+tokens = 4_000_000  # about 30 a parameter of the body
 batch_size = 32
 micro_batch_size = 32
 learning_rate = 8e-3
