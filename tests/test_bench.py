@@ -79,7 +79,7 @@ def test_attention_is_the_same_by_every_way() -> None:
     biased = {name: run for name, run in runs.items() if name.startswith('biased')}
     assert len(biased) == 4
     right = biased.pop('biased: readable')
-    grad = torch.randn(2, 8, 40, 6)
+    grad = torch.randn(2, 3, 40, 16)
     for leaf in leaves:
         leaf.requires_grad_(False)
     for name, run in biased.items():

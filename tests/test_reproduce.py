@@ -380,7 +380,7 @@ def test_the_claims_on_a_gpu(here, monkeypatch, capsys):
     """Every family at both sizes, once; and then the claims that these answer."""
     asked = pretend_all(monkeypatch)
     for _ in range(2):
-        reproduce.main(['ladder', '--scale=gpu'])
+        reproduce.main(['ladder', '--scale=gpu', '--run'])
         families = {(size, model) for size in ('3.06m', '10.4m') for model in FAMILIES}
         assert len(asked) == 18 and {(task.size, task.model) for task in asked} == families
         assert '| a |' in capsys.readouterr().out
