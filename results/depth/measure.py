@@ -299,6 +299,8 @@ def write_shapes() -> None:
                 if line.get('val_loss') is not None}
         cells = [f'{vals[step]:.3f}' if step in vals else '' for step in (50, 100, 150)]
         p = perplexity(name, 1)
+        if not vals and not p:  # stopped before its first validation
+            continue
         cells += [f'{math.log(p):.3f}', f'{p:.3f}'] if p else ['', '']
         lines.append(f'| `{options}` | {" | ".join(cells)} |')
     write_whole_text('shapes.md', '\n'.join(lines) + '\n')
