@@ -257,7 +257,7 @@ def attention_cores(cfg: BenchConfig) -> tuple[dict[str, Callable[[], Tensor]], 
         return torch.randn(*shape, device=device, dtype=cfg.torch_dtype, requires_grad=True)
     q, k, v, u, h, b = leaves = [*(leaf(B, J, D) for _ in range(5)), leaf(K)]
     pos = position_tables(ModelConfig(size=cfg.size, context_length=J), q)
-    slopes = 2.0 ** (-8 / max(8, K) * torch.arange(1, K + 1, device=device))
+    slopes = fast.slopes(K, pos.mask)
     alibi = (pos.mask - slopes[:, None, None] * pos.distance).to(q.dtype)
 
     def rope() -> Tensor:

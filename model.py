@@ -304,8 +304,7 @@ class Attention(nn.Module):
         (K, I, J) or (I, J). m_k = 2^-k, or from eight heads on 2^(-8k/K)."""
         if self.rope:
             return pos.mask
-        k = torch.arange(1, self.K + 1, device=pos.mask.device, dtype=pos.mask.dtype)
-        m, b_self, b_cross = 2.0 ** (-8 / max(8, self.K) * k), self.b_self, self.b_cross
+        m, b_self, b_cross = fast.slopes(self.K, pos.mask), self.b_self, self.b_cross
         b = torch.where(pos.distance == 0, b_self[:, None, None], b_cross[:, None, None])
         return pos.mask + b - m[:, None, None] * pos.distance
 

@@ -123,14 +123,15 @@ def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | No
     """What train.py's dtype and compile mean for a run of so many FLOPs. On a CPU bfloat16 pays
     where it is multiplied in hardware (AMX) and what lies between the products is compiled."""
     on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
-    if compiled and not compiles(device):
-        fail(f'compile=True: torch.compile does not work here on {device.type}; does it find a '
-             'C++ compiler?')
-    if compiled is None:
+    asked = compiled
+    if asked is None:
         compiled = on_gpu or (on_cpu and flops > WORTH_COMPILING)
-        if compiled and not compiles(device):
-            compiled = False
-            say('Not compiled: torch.compile does not work here; does it find a C++ compiler?')
+    if compiled and not compiles(device):
+        if asked:
+            fail(f'compile=True: torch.compile does not work here on {device.type}; does it find a '
+                 'C++ compiler?')
+        say('Not compiled: torch.compile does not work here; does it find a C++ compiler?')
+        compiled = False
     if dtype == 'auto':
         bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
@@ -204,6 +205,13 @@ def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, du: Tensor | None, h: Tenso
 
 def heads(x: Tensor, n_head: int) -> Tensor:
     return x.unflatten(-1, (n_head, -1)).transpose(1, 2)  # (B, J, D) -> (B, K, J, R)
+
+
+def slopes(n_head: int, like: Tensor) -> Tensor:
+    """ALiBi's m_k, (K,), in the dtype and on the device of `like`: 2^-k, or from eight heads on
+    2^(-8k/K), so that none is below 1/256."""
+    k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
+    return 2.0 ** (-8 / max(8, n_head) * k)
 
 
 def merge(x: Tensor) -> Tensor:
@@ -301,7 +309,7 @@ def piece_of_alpha(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b:
     # m_k j, which is all that softmax sees of -m_k (i - j)
     m = at_least_float(q.new_zeros(1))
     if b is not None:
-        m = 2.0 ** (-8 / max(8, K) * torch.arange(1, K + 1, dtype=m.dtype))
+        m = slopes(K, m)
     s = m[:, None, None] * (torch.arange(rows.stop) - rows.start)
     if du is not None:
         by_diagonal = du[seqs, :, rows].flatten(1, 2) @ h[seqs, past].mT

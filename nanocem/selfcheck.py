@@ -223,7 +223,7 @@ def table(shape: Shape, q: Tensor, b: Tensor | None) -> Tensor:
     bias = torch.zeros(J, J, **like).masked_fill(j > i, -math.inf)
     if b is None:
         return bias
-    m = 2.0 ** (-8 / max(8, K) * torch.arange(1, K + 1, **like))
+    m = fast.slopes(K, bias)
     return bias + torch.where(i == j, b[:, None, None], 0) - m[:, None, None] * (i - j)
 
 
