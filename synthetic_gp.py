@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from configurator import build, fail, read_options
 from nanocem.files import say, write_whole
-from nanocem.gp_kernels import gibbs, matern, periodic, rational_quadratic, rbf
+from nanocem.gp_kernels import matern, non_stationary, periodic, rational_quadratic, rbf
 from nanocem.gp_report import TITLES, Cells, Key, read_cell, report, tested_steps, trained_steps
 from nanocem.workers import run_jobs, workers
 
@@ -48,7 +48,7 @@ Initial = Literal['linear', 'xavier', 'n02', 'normal', 'orthogonal']
 
 class Kernel(NamedTuple):
     function: Callable[..., Tensor]
-    inferred: tuple[float, ...]  # lengthscale, then nu, period, alpha or slope
+    inferred: tuple[float, ...]  # lengthscale, then nu; period; alpha; slope, nu
     blind: tuple[float, ...]
 
 
@@ -57,7 +57,7 @@ KERNELS = {
     'matern': Kernel(matern, (13.55, 0.5), (2.86, 1.5)),
     'periodic': Kernel(periodic, (4.78, 4.0), (4.78, 4.0)),
     'rational_quadratic': Kernel(rational_quadratic, (2.76, 1.0), (2.76, 1.0)),
-    'non_stationary': Kernel(gibbs, (5.36, 0.5), (5.36, 0.5)),
+    'non_stationary': Kernel(non_stationary, (5.36, 0.5), (5.36, 0.5)),
 }
 QUICK = dict(repeats=2, points=2000, steps=500)
 # what --protocol=blind sets; Options' own defaults are the inferred protocol's

@@ -13,12 +13,19 @@ def sq_dist(a: Tensor, b: Tensor) -> Tensor:
 
 def rbf(a: Tensor, b: Tensor, lengthscale: float) -> Tensor:
     """exp(-|a - b|^2 / (2 lengthscale^2))."""
-    return torch.exp(-0.5 * sq_dist(a, b) / lengthscale ** 2)
+    return correlation(sq_dist(a, b) / lengthscale ** 2, math.inf)
 
 
 def matern(a: Tensor, b: Tensor, lengthscale: float, nu: float) -> Tensor:
     """Matern's at the three nu where it needs no Bessel function; the higher nu, the smoother."""
-    r = (2 * nu * sq_dist(a, b)).sqrt() / lengthscale
+    return correlation(sq_dist(a, b) / lengthscale ** 2, nu)
+
+
+def correlation(sq: Tensor, nu: float) -> Tensor:
+    """Matern's of squared distances in lengthscales, at nu 0.5, 1.5, 2.5 and inf, which is RBF."""
+    if nu == math.inf:
+        return torch.exp(-0.5 * sq)
+    r = (2 * nu * sq).sqrt()
     return {0.5: 1, 1.5: 1 + r, 2.5: 1 + r + r ** 2 / 3}[nu] * torch.exp(-r)
 
 
@@ -35,11 +42,12 @@ def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float) -
     return (1 + sq_dist(a, b) / (2 * alpha * lengthscale ** 2)) ** -alpha
 
 
-def gibbs(a: Tensor, b: Tensor, lengthscale: float, slope: float) -> Tensor:
-    """Gibbs's non-stationary kernel (Rasmussen and Williams 2006, Eq. 4.32):
-    (2 l(a) l(b) / s)^(inputs / 2) exp(-|a - b|^2 / s), where l(x) = lengthscale exp(slope x_1) and
-    s = l(a)^2 + l(b)^2."""
+def non_stationary(a: Tensor, b: Tensor, lengthscale: float, slope: float,
+                   nu: float = math.inf) -> Tensor:
+    """Matern's with a lengthscale l(x) = lengthscale exp(slope x_1) of its own at each point
+    (Paciorek and Schervish 2004): (l(a) l(b) / s)^(inputs / 2) times Matern's at |a - b|^2 / s,
+    s = (l(a)^2 + l(b)^2) / 2. At nu = inf it is Gibbs's (Rasmussen and Williams 2006, Eq. 4.32)."""
     la = lengthscale * torch.exp(slope * a[:, :1])
     lb = lengthscale * torch.exp(slope * b[:, 0])
-    scale = la ** 2 + lb ** 2  # (N, M)
-    return (2 * la * lb / scale) ** (a.shape[1] / 2) * torch.exp(-sq_dist(a, b) / scale)
+    s = (la ** 2 + lb ** 2) / 2  # (N, M)
+    return (la * lb / s) ** (a.shape[1] / 2) * correlation(sq_dist(a, b) / s, nu)

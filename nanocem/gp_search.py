@@ -55,12 +55,12 @@ CHOICES = {
     'stop': ('test', 'valid', 'end'),
     'patience': (1000, 5, 20),
 }
-SHAPES = {  # nu, period, alpha, slope; the first is tried before the others
+SHAPES = {  # nu; period; alpha; slope, nu; the first is tried before the others
     'rbf': ((),),
     'matern': ((0.5,), (1.5,), (2.5,)),
     'periodic': ((4.0,), (2.0,), (8.0,)),
-    'rational_quadratic': ((1.0,), (0.5,), (2.0,)),
-    'non_stationary': ((0.5,), (0.25,), (1.0,)),
+    'rational_quadratic': ((1.0,), (0.5,), (2.0,), (0.25,), (0.1,)),
+    'non_stationary': ((0.5,), (0.25,), (1.0,), (0.5, 2.5), (0.5, 1.5)),
 }
 BASE = {name: values[0] for name, values in CHOICES.items()}
 LEADS = tuple(BASE | changes for changes in (
@@ -76,6 +76,13 @@ LEADS = tuple(BASE | changes for changes in (
     dict(points=5000, learning_rate=2e-3, steps=1000, stop='end'),
     dict(learning_rate=2e-3, steps=1000, stop='end'),
     dict(points=1000, test_points=200, standardise=True, batch_size=64),
+    # the first rounds found batches of 64 and a rate of 5e-4; from there:
+    dict(batch_size=64, learning_rate=5e-4),
+    dict(batch_size=64, learning_rate=5e-4, init_cem='xavier'),
+    dict(batch_size=64, learning_rate=5e-4, init_cem='xavier', points=5000),
+    dict(batch_size=64, init_cem='xavier'),
+    dict(batch_size=100, learning_rate=5e-4, init_cem='xavier'),
+    dict(batch_size=64, learning_rate=5e-4, init_cem='xavier', init='xavier'),
 ))
 
 

@@ -63,20 +63,20 @@ def lines_of(out_dir) -> list[dict[str, str]]:
 
 
 def test_the_search_goes_on_where_it_was(monkeypatch, tmp_path, capsys):
-    """190 trials at one go; or interrupted after 7, 60 and 130, once in the middle of a line."""
-    whole = searched(monkeypatch, tmp_path / 'a', 190)
+    """280 trials at one go; or interrupted after 7, 60 and 130, once in the middle of a line."""
+    whole = searched(monkeypatch, tmp_path / 'a', 280)
     parts = tmp_path / 'b'
     for until in (7, 60, 130):
         assert len(searched(monkeypatch, parts, until)) == until
         with open(parts / 'trials.csv', 'a') as file:
             file.write('3,4000,1000,cube,Fal' * (until == 60))
-    assert searched(monkeypatch, parts, 190) == whole
-    assert len({Trials.key(t, t['kernel'], t['shape'], t['stage']) for t in whole}) == 190
+    assert searched(monkeypatch, parts, 280) == whole
+    assert len({Trials.key(t, t['kernel'], t['shape'], t['stage']) for t in whole}) == 280
 
 
 def test_what_is_tried(monkeypatch, tmp_path, capsys):
     """First the leads, then the best lead with every choice changed alone; the best move up."""
-    whole = searched(monkeypatch, tmp_path, 190)
+    whole = searched(monkeypatch, tmp_path, 280)
     with open(tmp_path / 'trials.csv', 'rb') as file:
         trials = gp_search.read(file)
     first = [{name: t[name] for name in BASE} for t in trials.all if t['stage'] == 0]
@@ -163,7 +163,7 @@ def test_a_real_trial(monkeypatch, tmp_path):
 
 def test_what_the_trials_say(monkeypatch, tmp_path, capsys):
     """Ranking, chance and picture; --settle finds the best protocol's lengthscales anew."""
-    searched(monkeypatch, tmp_path, 190)
+    searched(monkeypatch, tmp_path, 280)
     found = dict(lengthscale=3.21, train=0.1, test=0.2)
     asked = []
     monkeypatch.setattr(gp_trials, 'match', lambda o, k, *args: asked.append((o, k)) or found)
@@ -173,7 +173,7 @@ def test_what_the_trials_say(monkeypatch, tmp_path, capsys):
     with open(tmp_path / 'trials.csv', 'rb') as file:
         trials = gp_search.read(file)
     (best, protocol), (second, _) = gp_search.ranking(trials, gp_trials.furthest(trials))[:2]
-    for part in ('190 trials', f'best: {best:.3f}', f'runner-up: {second:.3f}', 'std in every'):
+    for part in ('280 trials', f'best: {best:.3f}', f'runner-up: {second:.3f}', 'std in every'):
         assert part in text
     assert [k for _, k in asked] == list(gp.KERNELS)
     assert all(getattr(o, name) == value for o, _ in asked for name, value in protocol.items())
