@@ -6,10 +6,10 @@ energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is o
 'llama' (untied weights) or 'cem' (tied weights) is a flag. A CEM sublayer:
 
     h = norm(x0)                                 the context: keys = values = W_K h, gamma = W h
-    x = x_start = x0 / rms(x0)                   Algorithm 1 prints h; see the function `start`
+    x = x0                                       Algorithm 1 prints x = h; see the function `start`
     for t in range(T):
         x = x + eta * P * update(norm(x) | h)    minus the energy's gradient: see exact_update
-    return x0 + (x - x_start)                    the layer's skip; residual='displacement'
+    return x
 
 Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. Faster ways to the
 same numbers are in nanocem/fast.py, decoding with a cache in nanocem/decode.py.
@@ -49,7 +49,7 @@ CEM_OPTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
     'mlp_steps': (('mlp',), 2, 1),
     'attn_step_size': (('attn',), None, 1.0),  # None: 1 / T
     'mlp_step_size': (('mlp',), None, 1.0),
-    'residual': (('attn', 'mlp'), 'displacement', 'raw'),
+    'residual': (('attn', 'mlp'), 'raw', 'raw'),
     'preconditioner': (('attn', 'mlp'), 'diag_lowrank', 'none'),
     'kq_diag': (('attn',), 'shared', 'none'),
     'score_scale': (('attn',), 'model', 'head'),
@@ -84,7 +84,7 @@ class ModelConfig:
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] | None = None  # default: diag_lowrank
     attn_rank: int = 4  # rank of each head's low-rank preconditioner
     mlp_rank: int = 16  # rank of the MLP's
-    residual: Literal['displacement', 'normed', 'raw'] | None = None  # default: displacement
+    residual: Literal['raw', 'displacement', 'normed'] | None = None  # default: raw
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] | None = None  # Eq. 7, or the Hopfield appendix's
     mlp_match: Literal['dims', 'params'] | None = None  # Llama's MLP width, or its parameter count
@@ -165,9 +165,9 @@ class RMSNorm(nn.Module):
 def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     """Where a sublayer's steps start: x, and the first u = norm(x). h = norm(x0).
 
-    normed: at h, as Algorithm 1 is printed; but then no skip leads past the norm.
     raw: at x0, as in Llama's pre-norm layer; but the larger x0, the less a step moves u.
-    displacement: at x0 / rms(x0), whose norm is h; the layer's skip is x0 + (x - x_start)."""
+    displacement: at x0 / rms(x0), whose norm is h; the layer's skip is x0 + (x - x_start).
+    normed: at h, as Algorithm 1 is printed; but then no skip leads past the norm."""
     if residual == 'normed':
         return h, norm(h)
     x = x0 if residual == 'raw' else F.rms_norm(x0, norm.gain.shape, eps=norm.eps)

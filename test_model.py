@@ -32,7 +32,7 @@ TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_le
 OPTIONS = dict(
     attn=['llama', 'cem'], mlp=['llama', 'cem'], attn_steps=[1, 2, 3], mlp_steps=[1, 2],
     positions=['alibi', 'rope'], kq_diag=['none', 'shared', 'per_head'],
-    score_scale=['head', 'model'], residual=['displacement', 'normed', 'raw'],
+    score_scale=['head', 'model'], residual=['raw', 'displacement', 'normed'],
     preconditioner=['none', 'diag', 'diag_lowrank'], exact_update=[False, True],
     mlp_energy=['gated', 'sign_convex'], mlp_match=['dims', 'params'])
 
@@ -472,7 +472,7 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     (dict(size='7b'), 'expected one of nano'),
     (dict(attn='gpt'), 'attn=gpt: expected one of llama, cem'),
     (dict(preconditioner='low_rank'), 'preconditioner=low_rank: expected one of none'),
-    (dict(residual='post'), 'residual=post: expected one of displacement, normed, raw'),
+    (dict(residual='post'), 'residual=post: expected one of raw, displacement, normed'),
     (dict(attn_impl='math'), 'attn_impl=math: expected one of auto, readable'),
     (dict(d_model=0), 'd_model=0: expected 1 to'),
     (dict(d_model=65), 'multiple of n_head'),

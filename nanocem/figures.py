@@ -369,6 +369,9 @@ FIGURES: dict[str, Figure] = {
         '': {'Llama': 'llama'},
         **{f'T = {T}': {'Algorithm 1': f'attn-{T}', 'exact update': f'attn-{T}-exact'}
            for T in (1, 2)}}),
+    'fig_residual': Figure('What the steps are added to, all-CEM, T = 2', draw_bars, {
+        '': {'Llama': 'llama', 'T = 1': 'cem-1'},
+        'T = 2': {'raw': 'cem-2', 'displacement': 'cem-2-displacement'}}, ('ladder',)),
     'fig_tokens': Figure('Twice the tokens', draw_bars, {
         f'{n} a parameter': {'plain Llama': f'llama{end}', **{
             f'{kind}, T = {T}': f'{kind}-{T}{end}' for kind in ('attn', 'mlp', 'cem')

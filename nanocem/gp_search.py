@@ -76,8 +76,7 @@ LEADS = tuple(BASE | changes for changes in (
     dict(points=5000, learning_rate=2e-3, steps=1000, stop='end'),
     dict(learning_rate=2e-3, steps=1000, stop='end'),
     dict(points=1000, test_points=200, standardise=True, batch_size=64),
-    # the first rounds found batches of 64 and a rate of 5e-4; from there:
-    dict(batch_size=64, learning_rate=5e-4),
+    # added when the first four rounds had found batches of 64 and a rate of 5e-4
     dict(batch_size=64, learning_rate=5e-4, init_cem='xavier'),
     dict(batch_size=64, learning_rate=5e-4, init_cem='xavier', points=5000),
     dict(batch_size=64, init_cem='xavier'),

@@ -1,7 +1,7 @@
 """
 Why recursion stops paying: CEM models of synthetic_gp.py trained with T steps, seen step by step.
 
-    python -m nanocem.gp_steps --kernels=rational_quadratic --protocol=blind
+    python -m nanocem.gp_steps --kernels=rational_quadratic
 
 Takes synthetic_gp.py's options and writes out_dir/steps.md, a line for each T and each step t:
 

@@ -58,6 +58,7 @@ FAMILIES = [name for name, model in MODELS.items() if model.family == name]
 VARIANTS = [name for name in MODELS if name not in FAMILIES]
 MODELS |= {
     'cem-3': Model('cem-2', cem(3)),
+    'cem-2-displacement': Model('cem-2', f'{cem(2)} --residual=displacement'),
     **{f'{kind}-{T}-diag': Model(f'{kind}-{T}', f'{layer(T)} --preconditioner=diag')
        for kind, layer in (('attn', attn), ('mlp', mlp)) for T in (1, 2)},
     **{f'attn-{T}-exact': Model(f'attn-{T}', f'{attn(T)} --exact_update') for T in (1, 2)},

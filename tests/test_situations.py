@@ -374,7 +374,7 @@ COMMANDS: dict[str, list[str]] = {
     ],
     'synthetic_gp': [
         f'{GP} --out_dir=gp', f'{GP} --out_dir=gp', f'{GP} --out_dir=gp --models=CEM-T2,Gated', GP,
-        f'{GP} --out_dir=new --protocol=inferred --quick', f'{GP} --out_dir=run/best.pt',
+        f'{GP} --out_dir=new --quick', f'{GP} --out_dir=run/best.pt',
         f'{GP} --out_dir=gp --kernels=rbf,matern --jobs=2', f'{GP} --batch_size=50',
         f'{GP} --out_dir=gp --learning_rate=1e30', f'{GP} --kernels=linear', f'{GP} --models=CEM',
         f'{GP} --out_dir=new --steps=1 --repeats=1 --points=1 --batch_size=1 --test_points=1',

@@ -384,7 +384,7 @@ def test_out_dir_that_is_a_file_is_one_clear_line(monkeypatch, tmp_path):
         run(monkeypatch, '--quick', f'--out_dir={tmp_path}/file')
 
 
-ARGS = ('--protocol=inferred', '--quick', '--points=60', '--test_points=20', '--batch_size=20',
+ARGS = ('--quick', '--points=60', '--test_points=20', '--batch_size=20',
         '--steps=4', '--T_max=2', '--kernels=rbf,periodic', '--device=cpu', '--jobs=1')
 
 
@@ -410,9 +410,9 @@ def test_the_protocols_are_what_the_table_says(monkeypatch, tmp_path, capsys):
     seen = {}
     monkeypatch.setattr(gp, 'run_table', lambda o: seen.update(asdict(o)) or {})
     monkeypatch.setattr(gp, 'report', lambda *args: print(args[0]))
-    run(monkeypatch, '--protocol=inferred', f'--out_dir={tmp_path}')
-    assert seen['protocol'] == 'inferred' and seen['steps'] == Options.steps
     run(monkeypatch, f'--out_dir={tmp_path}')
+    assert seen['protocol'] == 'inferred' and seen['steps'] == Options.steps
+    run(monkeypatch, '--protocol=blind', f'--out_dir={tmp_path}')
     assert seen['protocol'] == 'blind'
     assert {name: seen[name] for name in BLIND} == BLIND
     assert seen['points'] == 4000 and seen['recipe'] == 'paper' and seen['residual'] == 'normed'
@@ -518,7 +518,7 @@ def test_no_process_outlives_the_program(monkeypatch, tmp_path):
 
 
 def test_a_cell_is_reused_only_where_its_numbers_are_the_same(monkeypatch):
-    o = Options(protocol='inferred')
+    o = Options()
     changes = dict(repeats=6, seed=1, points=300, test_points=10, inputs='unit', standardise=True,
                    noise=0.1, batch_size=20, steps=3, learning_rate=3e-3, schedule='cosine',
                    recipe='torch', init='n02', init_cem='n02', activation='relu', residual='raw',

@@ -46,6 +46,7 @@ FINAL = {
     'llama-8e-3': f'{LLAMA} {RATE}',
     'cem-1-8e-3': f'{T1} {RATE}',
     'cem-2-8e-3': RATE,
+    'cem-2-raw-8e-3': f'{RATE} --residual=raw',
 }
 # One seed each, by question
 CHOICES = {
@@ -86,6 +87,10 @@ CHOICES = {
         'wide-llama': f'{LLAMA} {WIDE}',
         'wide-cem-1': f'{T1} {WIDE}',
         'wide-cem-2': WIDE,
+        'wide-llama-alibi': f'{LLAMA} {WIDE} --positions=alibi',
+        'wide-llama-5.6e-3': f'{LLAMA} {WIDE} --learning_rate=5.6e-3',
+        'wide-cem-1-5.6e-3': f'{T1} {WIDE} --learning_rate=5.6e-3',
+        'wide-cem-1-heads-32': f'{T1} {WIDE} --n_head=4',
     },
 }
 # One seed at every depth of DEPTHS, 0.6 M bytes
@@ -93,6 +98,7 @@ BY_DEPTH = {
     'llama': LLAMA,
     'cem-1': T1,
     'cem-2': '',
+    'cem-2-raw': '--residual=raw',
 }
 SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch_size=16 '
          '--dtype=bfloat16 --tokens=409600 --warmup=0.25 --log_interval=1 --eval_interval=50 '
@@ -101,6 +107,7 @@ SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch
 SHAPES = {
     'shape-llama': 'config/llama.py',
     'shape-cem': 'config/cem_t2.py',
+    'shape-cem-raw': 'config/cem_t2.py --residual=raw',
     'shape-llama-small': 'config/llama.py --embedding_std=0.02',
     'shape-cem-small': 'config/cem_t2.py --embedding_std=0.02',
     'shape-cem-small-raw': 'config/cem_t2.py --embedding_std=0.02 --residual=raw --stop_step=100',
@@ -250,7 +257,7 @@ def draw_profile() -> None:
     axes[1, 0].set_ylabel("a layer's update over its input")
     for ax in axes[1]:
         ax.set_xlabel('layer')
-    axes[0, 0].legend(fontsize=8)
+    axes[1, 0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(os.path.join(HERE, 'profile.png'), dpi=120)
 
