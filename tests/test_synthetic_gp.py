@@ -424,7 +424,7 @@ def test_the_protocols_are_what_the_table_says(monkeypatch, tmp_path, capsys):
 
 def test_the_blind_protocol_is_the_recorded_calibration():
     root = os.path.dirname(gp.__file__)
-    with open(os.path.join(root, 'results/gp/calibration.csv')) as file:
+    with open(os.path.join(root, 'results/gp/blind/calibration.csv')) as file:
         chosen = [row for row in csv.DictReader(file) if row['chosen']]
     assert sorted(row['kernel'] for row in chosen) == sorted(KERNELS)
     blind = Options(protocol='blind', **BLIND)

@@ -35,6 +35,7 @@ LLAMA = '--attn=llama --mlp=llama'
 T1 = '--attn_steps=1 --mlp_steps=1'
 ROPE = '--positions=rope --kq_diag=shared --score_scale=head'
 SMALL = '--embedding_std=0.0693'  # as all other weights at this width
+DISPLACED = '--residual=displacement'
 QUARTER = '--attn_step_size=0.25 --mlp_step_size=0.25'
 WIDE = '--d_model=128 --n_head=8 --d_mlp=344 --tokens=0.8M --learning_rate=2.8e-3'
 SEEDS = (1337, 1, 2)
@@ -45,15 +46,15 @@ RATE, WIDER = '--learning_rate=8e-3', 'twice the width, 0.8 M bytes'
 FINAL = {
     'llama-8e-3': f'{LLAMA} {RATE}',
     'cem-1-8e-3': f'{T1} {RATE}',
-    'cem-2-8e-3': RATE,
-    'cem-2-raw-8e-3': f'{RATE} --residual=raw',
+    'cem-2-raw-8e-3': RATE,
+    'cem-2-8e-3': f'{DISPLACED} {RATE}',
 }
 # One seed each, by question
 CHOICES = {
     'other rates': {
         'llama': LLAMA,
         'cem-1': T1,
-        'cem-2': '',
+        'cem-2-raw': '',
         'llama-16e-3': f'{LLAMA} --learning_rate=16e-3',
         'cem-1-16e-3': f'{T1} --learning_rate=16e-3',
     },
@@ -67,9 +68,9 @@ CHOICES = {
         'mlp-1': f'{T1} --attn=llama',
     },
     'residual and step size': {
-        'cem-2-raw': '--residual=raw',
+        'cem-2': DISPLACED,
         'cem-2-normed': '--residual=normed',
-        'cem-2-quarter': QUARTER,
+        'cem-2-quarter': f'{DISPLACED} {QUARTER}',
     },
     'the embedding': {
         'llama-small': f'{LLAMA} {SMALL}',
@@ -86,7 +87,8 @@ CHOICES = {
     WIDER: {
         'wide-llama': f'{LLAMA} {WIDE}',
         'wide-cem-1': f'{T1} {WIDE}',
-        'wide-cem-2': WIDE,
+        'wide-cem-2-raw': WIDE,
+        'wide-cem-2': f'{DISPLACED} {WIDE}',
         'wide-llama-alibi': f'{LLAMA} {WIDE} --positions=alibi',
         'wide-llama-5.6e-3': f'{LLAMA} {WIDE} --learning_rate=5.6e-3',
         'wide-cem-1-5.6e-3': f'{T1} {WIDE} --learning_rate=5.6e-3',
@@ -97,28 +99,28 @@ CHOICES = {
 BY_DEPTH = {
     'llama': LLAMA,
     'cem-1': T1,
-    'cem-2': '',
-    'cem-2-raw': '--residual=raw',
+    'cem-2-raw': '',
+    'cem-2': DISPLACED,
 }
 SHAPE = ('--data=data/builtin --context_length=128 --batch_size=16 --micro_batch_size=16 '
          '--dtype=bfloat16 --tokens=409600 --warmup=0.25 --log_interval=1 --eval_interval=50 '
          '--eval_tokens=20000 --test_tokens=100000 --tensorboard=False --checkpoint_interval=100 '
          '--keep_checkpoints=1 --sample_tokens=0')
+CEM = 'config/cem_t2.py'
 SHAPES = {
     'shape-llama': 'config/llama.py',
-    'shape-cem': 'config/cem_t2.py',
-    'shape-cem-raw': 'config/cem_t2.py --residual=raw',
+    'shape-cem-raw': CEM,
+    'shape-cem': f'{CEM} {DISPLACED}',
     'shape-llama-small': 'config/llama.py --embedding_std=0.02',
-    'shape-cem-small': 'config/cem_t2.py --embedding_std=0.02',
-    'shape-cem-small-raw': 'config/cem_t2.py --embedding_std=0.02 --residual=raw --stop_step=100',
-    'shape-cem-small-normed':
-        'config/cem_t2.py --embedding_std=0.02 --residual=normed --stop_step=77',
+    'shape-cem-small': f'{CEM} {DISPLACED} --embedding_std=0.02',
+    'shape-cem-small-raw': f'{CEM} --embedding_std=0.02 --stop_step=100',
+    'shape-cem-small-normed': f'{CEM} --embedding_std=0.02 --residual=normed --stop_step=77',
     'shape-cem-small-normed-quarter':
-        f'config/cem_t2.py --embedding_std=0.02 --residual=normed {QUARTER} --stop_step=78',
+        f'{CEM} --embedding_std=0.02 --residual=normed {QUARTER} --stop_step=78',
     'shape-86m-llama': 'config/llama.py --size=86m --stop_step=40',
-    'shape-86m-cem': 'config/cem_t2.py --size=86m --stop_step=40',
+    'shape-86m-cem': f'{CEM} {DISPLACED} --size=86m --stop_step=40',
     'shape-162m-llama': 'config/llama.py --size=162m --stop_step=40',
-    'shape-162m-cem': 'config/cem_t2.py --size=162m --stop_step=40',
+    'shape-162m-cem': f'{CEM} {DISPLACED} --size=162m --stop_step=40',
 }
 
 
@@ -273,12 +275,12 @@ def draw_shape() -> None:
     small = ', embedding N(0, 0.02)'
     panels = (
         ('config/cem_t2.py and config/llama.py', {
-            'shape-llama': 'Llama', 'shape-cem': 'CEM, T = 2',
-            'shape-llama-small': 'Llama' + small, 'shape-cem-small': 'CEM, T = 2' + small}),
-        ('residuals of CEM, T = 2' + small, {
-            'shape-cem-small': 'displacement', 'shape-cem-small-raw': 'raw',
-            'shape-cem-small-normed': 'normed',
-            'shape-cem-small-normed-quarter': 'normed, steps of 1/4'}))
+            'shape-llama': 'Llama', 'shape-cem-raw': 'CEM, T = 2',
+            'shape-llama-small': 'Llama' + small}),
+        ('residuals of CEM, T = 2', {
+            'shape-cem-raw': 'raw', 'shape-cem': 'displacement',
+            'shape-cem-small-raw': 'raw' + small, 'shape-cem-small': 'displacement' + small,
+            'shape-cem-small-normed': 'normed' + small}))
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for ax, (title, names) in zip(axes, panels, strict=True):
         for name, label in names.items():
