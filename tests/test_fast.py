@@ -206,7 +206,7 @@ def losses(cfg: ModelConfig, ways: tuple[str, ...], idx: Tensor, compiled: bool 
 WHOLE = pytest.mark.parametrize('options', [
     dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
     dict(kq_diag='none'), {}, dict(positions='rope'), dict(residual='normed'),
-    dict(residual='raw', score_scale='head', mlp='llama')], ids=str)
+    dict(residual='displacement', score_scale='head', mlp='llama')], ids=str)
 
 
 def agree(options: dict, way: str) -> None:

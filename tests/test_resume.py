@@ -285,6 +285,6 @@ def test_a_folders_name_says_what_was_changed() -> None:
     assert (
         name(device='cpu', learning_rate=8e-3, tokens=4_000_000) == 'mini-cem2-cem2'
     )  # mini's own
-    assert name(residual='raw', seed=2) == 'mini-cem2-cem2-residual=raw-seed=2'
+    assert name(residual='normed', seed=2) == 'mini-cem2-cem2-residual=normed-seed=2'
     assert name(attn='llama', mlp='llama', data='a/b/') == 'mini-llama1-llama1-data=b'
     assert len(name(data='x' * 500)) <= 150
