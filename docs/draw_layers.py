@@ -62,14 +62,12 @@ def context(ax: Axes, name: str, colour: str) -> None:
 
 
 def steps(ax: Axes) -> None:
-    """From the norm to where a step starts, and back from where it ends."""
-    line(ax, (1.65, 1.6), (1.95, 1.6), (1.95, 1.0), (2.1, 1.0))
+    """From the stream to a step's norm, and back from where the step ends: x itself moves."""
+    line(ax, (0.3, 1.6), (0.3, 1.0), (2.1, 1.0))
     box(ax, 2.55, 1.0, 'norm', 'norm', 0.9)
     line(ax, (3.0, 1.0), (3.52, 1.0))
-    line(ax, (8.05, 1.6), (8.3, 1.6))
-    plus(ax, 8.55)
-    line(ax, (8.8, 1.6), (9.12, 1.6))
-    line(ax, (8.55, 1.34), (8.55, 0.2), (2.55, 0.2), (2.55, 0.7), colour=RED)
+    line(ax, (8.05, 1.6), (9.12, 1.6))
+    line(ax, (9.4, 1.34), (9.4, 0.2), (2.55, 0.2), (2.55, 0.7), colour=RED)
     note(ax, 5.5, -0.02, 'T steps add up, with the same weights', RED)
 
 
