@@ -3,9 +3,9 @@ Regression on Gaussian-process draws: the paper's table on recursion (appendix, 
 synthetic data").
 
     python synthetic_gp.py                      the table: 6 models x 5 kernels, beside the paper's
-    python synthetic_gp.py --protocol=blind     under a protocol that has seen the Plain rows alone
+    python synthetic_gp.py --protocol=blind     under one that has seen the Plain rows alone; there
+                                                also --T_max=32, deeper than the paper's recursion
     python synthetic_gp.py --quick              fewer points, steps, repeats: a look, no table
-    python synthetic_gp.py --T_max=32           deeper recursion than the paper's
 
 The paper gives sizes and results but not the protocol. `inferred` is the one, of all that were
 tried, under which all thirty rows come nearest (python -m nanocem.gp_search): an inference about
