@@ -314,7 +314,7 @@ def proposals(trials: Trials, round_: int) -> list[Protocol]:
     first = math.ceil(len(LEADS) / kept)
     if round_ < first:
         return list(LEADS[round_ * kept:(round_ + 1) * kept])
-    best = min(LEADS, key=lambda p: score(trials, p, 0))
+    best = next(protocol for _, protocol in ranking(trials, 0) if protocol in LEADS)
     alone = [best | {name: value} for name, values in CHOICES.items() for value in values
              if value != best[name]]
     alone = list(filter(valid, alone))[(round_ - first) * kept:]

@@ -60,22 +60,35 @@ def test_periodic_is_the_product_of_scikit_learns_over_dimensions():
     np.testing.assert_allclose(ours.numpy(), theirs, atol=1e-12)
 
 
-@pytest.mark.parametrize('nu', [0.5, 1.5, 2.5, math.inf])
+def test_gibbs_is_its_formula_dimension_by_dimension():
+    """The non-stationary kernel without nu."""
+    a, b = cube(0, 6), cube(1, 5)
+    ours = gp_kernels.non_stationary(a, b, 3.0, slope=0.7)
+    for i, x in enumerate(a.tolist()):
+        for j, y in enumerate(b.tolist()):
+            lx, ly, value = 3 * np.exp(0.7 * x[0]), 3 * np.exp(0.7 * y[0]), 1.0
+            for p, q in zip(x, y, strict=True):
+                s = lx ** 2 + ly ** 2
+                value *= np.sqrt(2 * lx * ly / s) * np.exp(-(p - q) ** 2 / s)
+            assert ours[i, j].item() == pytest.approx(value, rel=1e-12)
+    one_lengthscale = gp_kernels.non_stationary(a, b, 3.0, slope=0.0)
+    torch.testing.assert_close(one_lengthscale, gp_kernels.rbf(a, b, 3.0))
+
+
+@pytest.mark.parametrize('nu', [0.5, 1.5, 2.5])
 def test_non_stationary_is_its_formula_point_by_point(nu):
-    """Of Gaussians centred at x and at y, as wide as l(x) and l(y): their overlap is the factor,
-    and their mean variance the distance's scale. scikit-learn's Matern(nu=inf) is RBF."""
+    """Two Gaussians' overlap, one as wide as l(x), one as l(y), times scikit-learn's Matern at the
+    root of their mean variance."""
     a, b = cube(0, 6), cube(1, 5)
     ours = gp_kernels.non_stationary(a, b, 3.0, slope=0.7, nu=nu)
     for i, x in enumerate(a.numpy()):
         for j, y in enumerate(b.numpy()):
             lx, ly = 3 * np.exp(0.7 * x[0]), 3 * np.exp(0.7 * y[0])
             s = (lx ** 2 + ly ** 2) / 2
-            overlap = math.prod(np.sqrt(lx * ly / s) for _ in range(10))
-            theirs = overlap * Matern(math.sqrt(s), nu=nu)(x[None], y[None])[0, 0]
-            assert ours[i, j].item() == pytest.approx(theirs, rel=1e-9)
+            theirs = (lx * ly / s) ** 5 * Matern(math.sqrt(s), nu=nu)(x[None], y[None])[0, 0]
+            assert ours[i, j].item() == pytest.approx(theirs, rel=1e-12)
     one_lengthscale = gp_kernels.non_stationary(a, b, 3.0, slope=0.0, nu=nu)
-    torch.testing.assert_close(one_lengthscale, gp_kernels.correlation(
-        gp_kernels.sq_dist(a, b) / 9, nu))
+    torch.testing.assert_close(one_lengthscale, gp_kernels.matern(a, b, 3.0, nu))
 
 
 @pytest.mark.parametrize('k', KERNELS)
