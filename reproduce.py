@@ -5,7 +5,7 @@ Every figure of the paper, and a few of our own: the runs each needs, done where
     python reproduce.py ladder               all of them, the most telling runs first; also: all
     python reproduce.py ladder --plan        what that takes: stages, runs, core-hours
     python reproduce.py fig_attn             one figure
-    python reproduce.py claims               the paper's claims, from the runs that are finished
+    python reproduce.py claims               claims and figures from the runs that are finished
     python reproduce.py claims --publish     the same into results/ and the README's table
     python reproduce.py ladder --scale=gpu   the claims at 3 and 10 M weights, on a GPU
     python reproduce.py all --scale=paper    the plan at the paper's sizes; --run does it
@@ -215,15 +215,19 @@ def stages(scale: Scale) -> list[Stage]:
     again = [task for seed in further for task in all_sweeps(scale, seed, swept)]
     plan = [
         Stage('the sweep', all_sweeps(scale, SWEEP_SEED, FAMILIES)),
-        Stage('every size, first seed', runs(FAMILIES, sizes, first)),
+        Stage('three smallest sizes, first seed', runs(FAMILIES, sizes[:3], first)),
         Stage('three smallest sizes, further seeds', runs(FAMILIES, sizes[:3], further)),
         Stage('variants, two smallest sizes', runs(ladder.VARIANTS, sizes[:2], scale.seeds)),
+        Stage('fourth size, first seed', runs(FAMILIES, sizes[3:4], first)),
+        Stage('fifth size, first seed', runs(FAMILIES, sizes[4:], first)),
         Stage('rates at a third size', check),
         Stage('twice the tokens', runs(ladder.LONGER, sizes[:2], first)),
         Stage('sweeps of further seeds', again),
         Stage('further variants', runs(ladder.FURTHER, sizes[:2], scale.seeds)),
-        Stage('fourth size, further seeds', runs(FAMILIES, sizes[3:4], further)),
-        Stage('fifth size, further seeds', runs(FAMILIES, sizes[4:], further))]
+        Stage('fourth size, further seeds', runs(ladder.ALIBI, sizes[3:4], further)),
+        *(Stage(f'fifth size, seed {seed}', runs(ladder.ALIBI, sizes[4:], [seed]))
+          for seed in further),
+        Stage('exact RoPE, further seeds', runs(FAMILIES, sizes[3:], further))]
     return [Stage(title, asked(tasks, scale)) for title, tasks in plan]
 
 
@@ -350,8 +354,10 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
     if len(finished_stages) < 2:
         return say('nothing is published before two of them are')
     whole = {t: found[t] for stage in finished_stages for t in stage.tasks if t in found}
+    reached = {task.size for stage in finished_stages for task in stage.tasks}
     for name in names:
-        write_figure(name, cells_of(name, scale, plan), whole, folder, whole=True)
+        cells = {key: of for key, of in cells_of(name, scale, plan).items() if key[0] in reached}
+        write_figure(name, cells, whole, folder, whole=True)
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
     if with_claims:
         front = write_claims(scale, whole, folder)
@@ -491,7 +497,8 @@ def main(argv: list[str]) -> None:
     try:
         if figures or everything:
             run_plan(figures, scale, everything and cfg.scale != 'paper', cfg.jobs)
-        write_out(figures, scale, everything or 'claims' in names, cfg.publish)
+        drawn = known if 'claims' in names else figures
+        write_out(drawn, scale, everything or 'claims' in names, cfg.publish)
     except KeyboardInterrupt:
         fail('stopped; the same command goes on')
     except OSError as error:
