@@ -3,19 +3,17 @@ Regression on Gaussian-process draws: the paper's table on recursion (appendix, 
 synthetic data").
 
     python synthetic_gp.py                      the table: 6 models x 5 kernels, beside the paper's
-    python synthetic_gp.py --protocol=blind     under one that has seen the Plain rows alone; there
-                                                also --T_max=32, deeper than the paper's recursion
+    python synthetic_gp.py --protocol=blind     under another, where --T_max=32 goes deeper
     python synthetic_gp.py --quick              fewer points, steps, repeats: a look, no table
 
-The paper gives sizes and results but not the protocol. `inferred` is the one, of all that were
-tried, under which all thirty rows come nearest (python -m nanocem.gp_search): an inference about
-the paper, not a prediction. `blind` was tuned on the five Plain rows (python -m
-nanocem.gp_calibrate): the other 25 are as they fell.
+The paper gives sizes and results but not the protocol. `inferred` is the one, of all tried, under
+which all thirty rows come nearest (python -m nanocem.gp_search): an inference about the paper, not
+a prediction. `blind` was tuned on the five Plain rows (python -m nanocem.gp_calibrate): the other
+25 are as they fell.
 
-A cell of the table is a model and a kernel. Its repeats (own draw, own weights) train together:
-every weight and every batch has a leading dimension R, and the sum of the R losses gives each
-repeat its own gradient. Finished cells are kept in out_dir/cells, so that an interrupted run goes
-on. Shapes: R repeats, N points, D = 64 model width.
+A cell of the table is a model and a kernel. Its R repeats (own draw, own weights) train together:
+weights and batches have a leading dimension R, and the sum of the R losses gives each its own
+gradient. Finished cells are kept in out_dir/cells: an interrupted run goes on. N points, width D.
 """
 import hashlib
 import json
@@ -110,8 +108,7 @@ class Options:
             raise ValueError(f'points={self.points}: an exact draw needs a matrix of '
                              '(points + test_points)^2; at most 30,000')
         if self.models is None:
-            powers = {2 ** i for i in range(self.T_max.bit_length())}
-            steps = sorted(powers | {self.T_max})
+            steps = sorted({2 ** i for i in range(self.T_max.bit_length())} | {self.T_max})
             self.models = ('Plain', 'Gated', *(f'CEM-T{T}' for T in steps))
         for model in self.models:
             if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
@@ -307,8 +304,7 @@ def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequenc
                                   weight_decay=recipe.weight_decay, fused=True)
     orders = [generator(o, repeat, 'batches') for repeat in repeats]
     batches = o.fitted // o.batch_size
-    from_training = [part[:, o.fitted:] for part in data[:2]]
-    x_held, y_held = from_training if o.stop == 'valid' else data[2:]
+    held = [part[:, o.fitted:] for part in data[:2]] if o.stop == 'valid' else data[2:]
     best = torch.full((len(repeats),), math.inf, device=o.device)
     waited = torch.zeros_like(best)  # epochs since then
     best_w = {name: p.detach().clone() for name, p in w.items()}
@@ -334,7 +330,7 @@ def train(o: Options, w: dict[str, Tensor], T: int, data: Data, repeats: Sequenc
 
         if o.stop != 'end' and (at == batches - 1 or step == o.steps - 1):
             # the epoch's end: which repeats are better than ever, and not yet stopped?
-            now = torch.tensor(rmse(o, w, x_held, y_held, T), device=o.device)
+            now = torch.tensor(rmse(o, w, *held, T), device=o.device)
             better = (now < best) & (waited < o.patience)
             best = torch.where(better, now, best)
             waited = torch.where(better, 0, waited + 1)
@@ -379,12 +375,11 @@ def cell_path(o: Options, k: str, model: str) -> str:
 
 def train_cell(o: Options, k: str, model: str, data: Data) -> dict[str, Any]:
     """Train a cell, keep and return it: train and test RMSE of each repeat and, for CEM, test RMSE
-    after 1, 2, ... steps. ValueError where training diverged."""
+    after 1, 2, ... steps. Where training diverged nothing is kept, and {} returned."""
     data = Data(*(torch.as_tensor(numbers, device=o.device) for numbers in data))
     w, cell = fit(o, model, data, range(o.repeats))
     if not math.isfinite(sum(cell['train'] + cell['test'])):
-        raise ValueError(f'{TITLES[k]} {model} diverged: a learning_rate below {o.learning_rate} '
-                         'would be right')
+        return {}
     if most := tested_steps(model):
         cell['test_steps'] = [rmse(o, w, *data[2:], t) for t in range(1, most + 1)]
     write_whole(cell_path(o, k, model), json.dumps(cell).encode())
@@ -397,7 +392,7 @@ def draw_arrays(*arguments: Any) -> Data:
 
 
 def run_table(o: Options) -> Cells:
-    """All cells of the table, trained where they are not there yet."""
+    """All cells of the table, trained where they are not there yet; {} is one that diverged."""
     keys = [(k, m) for k in o.kernels for m in o.models]
     cells: dict[Key, Any] = {key: read_cell(cell_path(o, *key), key[1], o.repeats) for key in keys}
     # what the progress bar counts: multiply-adds, backward passes included
@@ -421,10 +416,15 @@ def run_table(o: Options) -> Cells:
     return cells
 
 
-def main(argv: list[str]) -> None:
+def options(argv: list[str]) -> Options:
+    """A command line's: what is given, then what --quick, then what the protocol sets."""
     given = read_options(argv, Options)
     blind = BLIND if given.get('protocol') == 'blind' else {}
-    o = build(Options, blind | (QUICK if given.get('quick') else {}) | given)
+    return build(Options, blind | (QUICK if given.get('quick') else {}) | given)
+
+
+def main(argv: list[str]) -> None:
+    o = options(argv)
     # products this small gain little from threads and, on a busy machine, wait for them
     torch.set_num_threads(1)
     start = time.perf_counter()
@@ -437,13 +437,13 @@ def main(argv: list[str]) -> None:
         report(caption, cells, {m: sizes(o, m) for m in o.models}, o.out_dir)
     except OSError as error:
         fail(f'{error.filename}: {error.strerror}')
-    except ValueError as error:
-        fail(f'{error}; other finished cells are in {o.out_dir}/cells')
     except (KeyboardInterrupt, BrokenProcessPool) as error:
         died = isinstance(error, BrokenProcessPool)
         fail(('a process died (out of memory?)' if died else 'interrupted') +
              f'; finished cells are in {o.out_dir}/cells, and the same command goes on')
     say(f'{time.perf_counter() - start:.0f} s on {o.device}')
+    if diverged := ', '.join(f'{TITLES[k]} {m}' for k, m in cells if not cells[k, m]):
+        fail(f'{diverged} diverged: a learning_rate below {o.learning_rate} would be right')
 
 
 if __name__ == '__main__':

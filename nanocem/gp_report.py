@@ -221,6 +221,8 @@ def draw_test_steps(cells: Cells, path: str) -> None:
     fig, axes = panels(kernels, 1, 'steps at test time')
     for ax, k in zip(axes[0], kernels, strict=True):
         for i, m in enumerate(cem):
+            if (k, m) not in cells:  # it diverged
+                continue
             colour = plt.cm.viridis(0.9 * i / max(1, len(cem) - 1))
             curve = [fmean(values) for values in cells[k, m]['test_steps']]
             label = f'trained with T = {trained_steps(m)}'
@@ -273,7 +275,11 @@ def markdown(lines: list[list[str]]) -> str:
 
 
 def report(caption: str, cells: Cells, sizes: Sizes, out_dir: str) -> None:
-    """Table and findings on the screen and in files, and the figures."""
+    """Table and findings of the cells that did not diverge, on the screen and in files, and the
+    figures."""
+    cells = {key: cell for key, cell in cells.items() if cell}
+    if not cells:
+        return
     ours = {key: (*spread(cell['train']), *spread(cell['test'])) for key, cell in cells.items()}
     found = findings(ours, sizes)
     aligned = markdown(table(ours, sizes))

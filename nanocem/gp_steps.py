@@ -12,6 +12,7 @@ Takes synthetic_gp.py's options and writes out_dir/steps.md, a line for each T a
   smallest. A step's Jacobian is the identity plus this matrix: where the largest is above zero the
   energy is not convex and steps drive points apart; below -2 a step overshoots its valley.
 """
+import math
 import os
 import sys
 from statistics import fmean
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import synthetic_gp as gp
-from configurator import build, fail, read_options
+from configurator import fail
 from nanocem.files import write_whole
 from nanocem.gp_report import TITLES, markdown, trained_steps
 
@@ -57,11 +58,13 @@ def eigenvalues(w: dict[str, Tensor], h: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def step_by_step(o: gp.Options, w: dict[str, Tensor], T: int, data: gp.Data) -> list[list[str]]:
-    """A line for each t up to 2 T, at least 4; see HEADER."""
+    """A line for each t up to 2 T, at least 4, or until x_t overflows; see HEADER."""
     h = hidden(w, data.x_test[:, :LOOKED_AT])
     lines, before = [], h
     for t in range(max(2 * T, 4) + 1):
         x = gp.recursion(w, h, t)
+        if not x.isfinite().all():
+            break
         train, test = (fmean(gp.rmse(o, w, *part, t)) for part in (data[:2], data[2:]))
         moved = ((x - before).norm(dim=-1) / h.norm(dim=-1)).mean()
         values = eigenvalues(w, h, x)
@@ -73,9 +76,7 @@ def step_by_step(o: gp.Options, w: dict[str, Tensor], T: int, data: gp.Data) -> 
 
 
 def main() -> None:
-    given = read_options(sys.argv[1:], gp.Options)
-    blind = gp.BLIND if given.get('protocol') == 'blind' else {}
-    o = build(gp.Options, blind | (gp.QUICK if given.get('quick') else {}) | given)
+    o = gp.options(sys.argv[1:])
     if o.precond != 'none' or o.norm or o.residual != 'normed':
         fail('precond, norm and residual change what a step is: leave them at none, False, normed')
     torch.set_num_threads(1)
@@ -85,7 +86,10 @@ def main() -> None:
         for k in o.kernels:
             data = gp.draw(o, k, range(o.repeats))
             for model in (m for m in o.models if m.startswith('CEM')):
-                w, _ = gp.fit(o, model, data, range(o.repeats))
+                w, errors = gp.fit(o, model, data, range(o.repeats))
+                if not math.isfinite(sum(errors['train'])):
+                    fail(f'{TITLES[k]} {model} diverged: a learning_rate below {o.learning_rate} '
+                         'would be right')
                 T = trained_steps(model)
                 for t, line in enumerate(step_by_step(o, w, T, data)):
                     lines.append([TITLES[k], str(T), str(t), *line])

@@ -59,3 +59,8 @@ def test_a_line_for_each_step(monkeypatch, tmp_path, capsys):
 def test_switches_that_change_a_step_are_refused(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match='precond'):
         run(monkeypatch, '--norm', f'--out_dir={tmp_path}')
+
+
+def test_diverged_training_is_one_clear_line(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match='RBF CEM-T400 diverged: a learning_rate below'):
+        run(monkeypatch, '--models=CEM-T400', f'--out_dir={tmp_path}')

@@ -484,6 +484,16 @@ def test_diverged_training_is_one_clear_line_and_not_kept(monkeypatch, tmp_path,
     assert '\n' not in error.value.code and not os.listdir(tmp_path / 'cells')
 
 
+def test_a_diverged_cell_does_not_take_the_table_with_it(monkeypatch, tmp_path, capsys):
+    """So many steps that they leave float32's range: the other rows are printed and drawn."""
+    with pytest.raises(SystemExit, match='RBF CEM-T400, Periodic CEM-T400 diverged: a learn'):
+        run(monkeypatch, *ARGS, '--models=Plain,CEM-T1,CEM-T400', f'--out_dir={tmp_path}')
+    with open(tmp_path / 'table.csv', encoding='utf-8') as file:
+        rows = [(row['kernel'], row['model']) for row in csv.DictReader(file)]
+    assert rows == [(k, m) for k in ('RBF', 'Periodic') for m in ('Plain', 'CEM-T1')]
+    assert (tmp_path / 'test_steps.png').exists() and '| CEM-T1 |' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('damage', ['', '{', '[]', '{"train": 3, "test": []}',
                                     '{"train": [NaN, 1], "test": [1, 1]}',
                                     '{"train": [1], "test": [1]}'])
