@@ -64,12 +64,6 @@ def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     return train, build(ModelConfig, given)
 
 
-@cache
-def settings(options: str) -> dict[str, Any]:
-    """The same as config.json has it."""
-    return {key: value for part in configs(options) for key, value in asdict(part).items()}
-
-
 class Undrawn(TorchFunctionMode):
     """Models that are only counted: no weight is drawn, which on the meta device is slow."""
     def __torch_function__(self, call: Any, types: Any, args: Any = (), given: Any = None) -> Any:
@@ -106,7 +100,7 @@ def finished(task: Task) -> dict[str, Any] | None:
     has changed since."""
     if saved := ladder.read_settings(task.folder):
         own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
-        if changed := [k for k, v in settings(task.options).items()
+        if changed := [k for part in configs(task.options) for k, v in asdict(part).items()
                        if k not in own and k in saved and saved[k] != v]:
             fail(f'{task.folder} holds a run of another {", ".join(changed)}: remove it to train '
                  'it anew')
@@ -209,7 +203,7 @@ def stages(scale: Scale) -> list[Stage]:
         models = FAMILIES if scale.name == 'gpu' else [*MODELS]
         plan = [Stage('the sweep', all_sweeps(scale, SWEEP_SEED, swept)),
                 Stage('every model', runs(models, sizes, scale.seeds))]
-        return [Stage(title, asked(tasks, scale)) for title, tasks in plan]
+        return asked(plan, scale)
     check = [task._replace(rate=float(f'{task.rate * factor:.2g}'))
              for task in runs(swept, sizes[2:3], first) for factor in (0.5, 2)]
     again = [task for seed in further for task in all_sweeps(scale, seed, swept)]
@@ -228,12 +222,13 @@ def stages(scale: Scale) -> list[Stage]:
         *(Stage(f'fifth size, seed {seed}', runs(ladder.ALIBI, sizes[4:], [seed]))
           for seed in further),
         Stage('exact RoPE, further seeds', runs(FAMILIES, sizes[3:], further))]
-    return [Stage(title, asked(tasks, scale)) for title, tasks in plan]
+    return asked(plan, scale)
 
 
-def asked(tasks: Iterable[Task], scale: Scale) -> list[Task]:
-    """Those at the sizes that were asked for."""
-    return [task for task in tasks if task.size in (scale.only or (task.size,))]
+def asked(plan: Iterable[Stage], scale: Scale) -> list[Stage]:
+    """The runs at the sizes that were asked for."""
+    return [Stage(title, [task for task in tasks if task.size in (scale.only or (task.size,))])
+            for title, tasks in plan]
 
 
 def cells_of(name: str, scale: Scale, plan: Sequence[Stage],
