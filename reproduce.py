@@ -210,7 +210,8 @@ def stages(scale: Scale) -> list[Stage]:
     plan = [
         Stage('the sweep', all_sweeps(scale, SWEEP_SEED, FAMILIES)),
         Stage('three smallest sizes, first seed', runs(FAMILIES, sizes[:3], first)),
-        Stage('three smallest sizes, further seeds', runs(FAMILIES, sizes[:3], further)),
+        Stage('two smallest sizes, further seeds', runs(FAMILIES, sizes[:2], further)),
+        Stage('third size, further seeds', runs(FAMILIES, sizes[2:3], further)),
         Stage('variants, two smallest sizes', runs(ladder.VARIANTS, sizes[:2], scale.seeds)),
         Stage('fourth size, first seed', runs(FAMILIES, sizes[3:4], first)),
         Stage('fifth size, first seed', runs(FAMILIES, sizes[4:], first)),
