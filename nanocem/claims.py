@@ -43,8 +43,9 @@ DRAWS = 500  # of the bootstrap
 class Comparison(NamedTuple):
     """`kind` is what is claimed of A's test perplexity against B's: better, worse; no better: by
     less than 1%; close: at most 2% worse; alike: within 2% either way; higher: of A's best rate;
-    none: of A's loss spikes and skipped steps. `of`: the runs at each model's own carried rate, or
-    the sweeps: their best rates, the perplexities there, or both at B's best rate."""
+    none: of A's loss spikes and skipped steps, where B has none at that step. `of`: the runs at
+    each model's own carried rate, or the sweeps: their best rates, the perplexities there, or both
+    at B's best rate."""
     text: str
     kind: Literal['better', 'worse', 'no better', 'close', 'alike', 'higher', 'none']
     A: str
@@ -88,7 +89,7 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
                    'mlp-1-params')]),
     'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer weights', [
         Comparison('all-CEM, T = 2, against Llama', 'close', 'cem-2', 'llama'),
-        Comparison('loss spikes and skipped steps', 'none', 'cem-2')]),
+        Comparison('loss spikes and skipped steps', 'none', 'cem-2', 'llama')]),
     'i': ('CEM prefers a higher learning rate', [
         Comparison('best rate, all-CEM T = 2 over Llama', 'higher', 'cem-2', 'llama', 'rate'),
         Comparison("all-CEM T = 2 against Llama, each at its best rate", 'close', 'cem-2', 'llama',
@@ -203,7 +204,7 @@ def answer(key: str, claim: str, test: Comparison, sizes: Mapping[str, float], r
     """A comparison at every size (name -> Llama's weights), and what its line says."""
     text = f'{test.text} ({test.kind})'
     if test.kind == 'none':
-        return events(key, claim, text, test.A, sizes, results)
+        return events(key, claim, text, test, sizes, results)
     found = {size: differences(test, size, results, sweeps) for size in sizes}
     points = [(sizes[size], d) for size, of in found.items() for d in of.values()]
     cells = {size: at_one_size(of) for size, of in found.items()}
@@ -220,18 +221,25 @@ def answer(key: str, claim: str, test: Comparison, sizes: Mapping[str, float], r
                p_of(test.kind, line))
 
 
-def events(key: str, claim: str, text: str, model: str, sizes: Mapping[str, float],
+def events(key: str, claim: str, text: str, test: Comparison, sizes: Mapping[str, float],
            results: Results) -> Row:
-    """A model's loss spikes and skipped steps."""
+    """A's loss spikes and skipped steps. Where B has one at the same step of the same seed, it is
+    the batch that is hard: such are counted apart."""
     cells, total = {}, None
     for size in sizes:
-        logs = [log for r in results.get((size, model), ()) if (log := read_log(r))]
+        a, b = ({r['seed']: read_log(r) for r in results.get((size, side), ())}
+                for side in (test.A, test.B))
         cells[size] = ''
-        if logs:
-            count = sum('event' in line for log in logs for line in log)
-            steps = sum(log[-1]['step'] for log in logs)
-            cells[size] = f'{count} in {steps:,} steps'
-            total = (total or 0) + count
+        if not any(a.values()):
+            continue
+        at = {(seed, line['step']) for seed, log in a.items() for line in log if 'event' in line}
+        shared = {(seed, line['step']) for seed, log in b.items() for line in log
+                  if 'event' in line} & at
+        steps = sum(log[-1]['step'] for log in a.values() if log)
+        cells[size] = f'{len(at - shared)} in {steps:,} steps'
+        if shared:
+            cells[size] += f", {len(shared)} more in B's too"
+        total = (total or 0) + len(at - shared)
     said = 'not run' if total is None else 'does not hold' if total else 'holds'
     return Row(key, claim, text, cells, said=said)
 
@@ -414,8 +422,9 @@ def worth(sizes: Mapping[str, float], results: Results) -> list[str]:
             lines.append(f'| {name} | not enough runs | | | {len(runs.loss)} | |')
             continue
         low, high = np.percentile(bootstrap_phi(runs, DRAWS, seed=1), (2.5, 97.5))
+        interval = f'({low:+.2f} to {high:+.2f})' if low < high else '(one seed: no interval)'
         price = ', '.join(prices(recursion, sizes, results, law.E))
-        lines.append(f'| {name} | {law.phi:+.2f} ({low:+.2f} to {high:+.2f}) | {law.misfit:.4f} | '
+        lines.append(f'| {name} | {law.phi:+.2f} {interval} | {law.misfit:.4f} | '
                      f'{law.alpha:.2f} | {len(runs.loss)} | {price} |')
     return lines
 

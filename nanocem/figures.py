@@ -198,7 +198,7 @@ def draw_ladder(cells: list[Cell]) -> plt.Figure:
 def draw_gap(cells: list[Cell]) -> plt.Figure:
     """Test perplexity over Llama's, same seeds, against Llama's parameters; the bars are standard
     deviations over the pairs."""
-    figure, axes = plt.subplots(figsize=(6.5, 4.5))
+    figure, axes = plt.subplots(figsize=(6.5, 5.2))
     llama = {cell.size: cell for cell in cells if cell.label == 'Llama'}
     others = [cell for cell in cells if cell.label != 'Llama' and cell.size in llama]
     for n, (group, same) in enumerate(grouped(others, 'group').items()):
@@ -219,7 +219,7 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
     axes.axhline(0, color=COLOURS['Llama'], lw=1)
     axes.set(xscale='log', xlabel="Llama's parameters", ylabel='test perplexity over Llama, %')
     axes.grid(alpha=0.3)
-    legend(axes)
+    legend(axes, ncols=2, loc='upper center', bbox_to_anchor=(0.5, -0.12))
     return figure
 
 

@@ -153,6 +153,14 @@ def test_events_are_counted(tmp_path):
     row = answer('x', '', Comparison('A', 'none', 'a'), SIZES, found, {})
     assert row.cells['small'] == '1 in 20 steps' and row.said == FAILS
     assert answer('x', '', Comparison('A', 'none', 'a'), SIZES, {}, {}).said == 'not run'
+    for step, cell, said in ((11, "0 in 20 steps, 1 more in B's too", HOLDS),
+                             (12, '1 in 20 steps', FAILS)):
+        os.makedirs(tmp_path / f'{step}')
+        log = json.dumps({'step': step, 'event': 'spike'})
+        (tmp_path / f'{step}/log.jsonl').write_text(log)
+        found['small', 'b'] = [{'out_dir': str(tmp_path / f'{step}'), 'seed': 1}]
+        row = answer('x', '', Comparison('A', 'none', 'a', 'b'), SIZES, found, {})
+        assert row.cells['small'] == cell and row.said == said
 
 
 @pytest.mark.parametrize(('curves', 'line', 'right'), [
