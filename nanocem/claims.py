@@ -422,7 +422,9 @@ def worth(sizes: Mapping[str, float], results: Results) -> list[str]:
             lines.append(f'| {name} | not enough runs | | | {len(runs.loss)} | |')
             continue
         low, high = np.percentile(bootstrap_phi(runs, DRAWS, seed=1), (2.5, 97.5))
-        interval = f'({low:+.2f} to {high:+.2f})' if low < high else '(one seed: no interval)'
+        interval = f'({low:+.2f} to {high:+.2f})'
+        if len(set(runs.seed)) == 1 and len(set(runs.once + runs.rec)) < 4:
+            interval = '(one seed: no interval)'  # every resample is the sample
         price = ', '.join(prices(recursion, sizes, results, law.E))
         lines.append(f'| {name} | {law.phi:+.2f} {interval} | {law.misfit:.4f} | '
                      f'{law.alpha:.2f} | {len(runs.loss)} | {price} |')

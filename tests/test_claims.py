@@ -214,6 +214,9 @@ def test_worth_of_a_step(monkeypatch):
     lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
     (line,) = [line for line in lines if line.startswith('| attention |')]
     assert '| +0.46 (+0.46 to +0.46) | 0.0000 | 0.30 | 24 |' in line
+    first = {at: of[:1] for at, of in found.items() if at[0] != 'xl'}
+    assert any('+0.46 (one seed: no interval)' in line
+               for line in claims.worth(dict.fromkeys(['s', 'm', 'l'], 1.0), first))
     prices = line.split('|')[6].split(',')
     assert len(prices) == 4
     for price in prices:
