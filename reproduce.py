@@ -219,8 +219,8 @@ def stages(scale: Scale) -> list[Stage]:
         Stage('twice the tokens', runs(ladder.LONGER, sizes[:2], first)),
         Stage('sweeps of further seeds', again),
         Stage('further variants', runs(ladder.FURTHER, sizes[:2], scale.seeds)),
-        Stage('fourth size, further seeds', runs(ladder.ALIBI, sizes[3:4], further)),
-        *(Stage(f'fifth size, seed {seed}', runs(ladder.ALIBI, sizes[4:], [seed]))
+        Stage('fourth size, further seeds', runs(ladder.PAPERS, sizes[3:4], further)),
+        *(Stage(f'fifth size, seed {seed}', runs(ladder.PAPERS, sizes[4:], [seed]))
           for seed in further),
         Stage('exact RoPE, further seeds', runs(FAMILIES, sizes[3:], further))]
     return asked(plan, scale)
@@ -310,10 +310,11 @@ def write_figure(name: str, cells: Mapping[tuple[str, str, str, str], list[Task]
     cells = [cell for cell in every if cell.results]
     missing = [f'{cell.model} at {cell.size}' for cell in every if not cell.results]
     if not cells or (whole and missing):
-        return say(f'{name}: not written to {folder}, no finished run of {missing[0]}')
+        lacks = f'no finished run of {missing[0]}' if missing else 'none of its runs is asked for'
+        return say(f'{name}: not written to {folder}, {lacks}')
     for ending, data in figure_files(FIGURES[name], cells).items():
         save(folder, f'{name}.{ending}', data)
-    say(f'{folder}/{name}: .md, .csv, .png; {len(missing)} of {len(every)} cells are to come')
+    say(f'{folder}/{name}: .md, .csv, .png; {len(cells)} of {len(every)} cells')
 
 
 def write_claims(scale: Scale, found: Found, folder: str) -> list[str]:
@@ -331,10 +332,10 @@ def write_out(names: Sequence[str], scale: Scale, with_claims: bool, publish: bo
     """All that the finished runs give, to out/results/."""
     plan, folder = stages(scale), f'out/results/{scale.name}'
     found = look(task for stage in plan for task in stage.tasks)
+    if with_claims:  # before the pictures, some of which want checkpoints
+        say('\n'.join(write_claims(scale, found, folder)))
     for name in names:
         write_figure(name, cells_of(name, scale, plan), found, folder, whole=False)
-    if with_claims:
-        say('\n'.join(write_claims(scale, found, folder)))
     if publish:
         publish_stages(names, scale, with_claims, plan, found)
 
@@ -350,15 +351,15 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
     if len(finished_stages) < 2:
         return say('nothing is published before two of them are')
     whole = {t: found[t] for stage in finished_stages for t in stage.tasks if t in found}
-    reached = {task.size for stage in finished_stages for task in stage.tasks}
-    for name in names:
-        cells = {key: of for key, of in cells_of(name, scale, plan).items() if key[0] in reached}
-        write_figure(name, cells, whole, folder, whole=True)
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
     if with_claims:
         front = write_claims(scale, whole, folder)
         if scale.name == 'ladder':
             claims.into_readme(front)
+    reached = {task.size for stage in finished_stages for task in stage.tasks}
+    for name in names:
+        cells = {key: of for key, of in cells_of(name, scale, plan).items() if key[0] in reached}
+        write_figure(name, cells, whole, folder, whole=True)
 
 
 def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:

@@ -251,9 +251,11 @@ def panels(kernels: list[str], rows: int, xlabel: str) -> tuple[plt.Figure, Any]
 
 def save(fig: plt.Figure, axes: Any, path: str) -> None:
     """One legend below all panels, and into the file."""
-    handles, labels = axes[0, 0].get_legend_handles_labels()
+    named = [ax.get_legend_handles_labels() for ax in axes.flat]
+    handles = {label: handle for found in named for handle, label in zip(*found, strict=True)}
     if handles:
-        fig.legend(handles, labels, loc='lower center', ncol=len(labels), frameon=False)
+        fig.legend(handles.values(), handles.keys(), loc='lower center', ncol=len(handles),
+                   frameon=False)
     fig.tight_layout(rect=(0, 0.3 / fig.get_figheight(), 1, 1))
     image = io.BytesIO()
     fig.savefig(image, format='png', dpi=130)
@@ -277,11 +279,14 @@ def markdown(lines: list[list[str]]) -> str:
 def report(caption: str, cells: Cells, sizes: Sizes, out_dir: str) -> None:
     """Table and findings of the cells that did not diverge, on the screen and in files, and the
     figures."""
+    diverged = ', '.join(f'{TITLES[k]} {m}' for k, m in cells if not cells[k, m])
     cells = {key: cell for key, cell in cells.items() if cell}
     if not cells:
         return
     ours = {key: (*spread(cell['train']), *spread(cell['test'])) for key, cell in cells.items()}
     found = findings(ours, sizes)
+    if diverged:
+        found.append(f'Not in the table, as they diverged: {diverged}.')
     aligned = markdown(table(ours, sizes))
     text = '\n\n'.join([caption, aligned, '\n'.join(f'- {line}' for line in found)]) + '\n'
     write_whole(f'{out_dir}/table.md', text.encode())

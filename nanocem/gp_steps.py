@@ -58,12 +58,12 @@ def eigenvalues(w: dict[str, Tensor], h: Tensor, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def step_by_step(o: gp.Options, w: dict[str, Tensor], T: int, data: gp.Data) -> list[list[str]]:
-    """A line for each t up to 2 T, at least 4, or until x_t overflows; see HEADER."""
+    """A line for each t up to 2 T, at least 4, or until |x_t|^2 overflows; see HEADER."""
     h = hidden(w, data.x_test[:, :LOOKED_AT])
     lines, before = [], h
     for t in range(max(2 * T, 4) + 1):
         x = gp.recursion(w, h, t)
-        if not x.isfinite().all():
+        if not x.square().sum(dim=-1).isfinite().all():
             break
         train, test = (fmean(gp.rmse(o, w, *part, t)) for part in (data[:2], data[2:]))
         moved = ((x - before).norm(dim=-1) / h.norm(dim=-1)).mean()
@@ -80,7 +80,7 @@ def main() -> None:
     if o.precond != 'none' or o.norm or o.residual != 'normed':
         fail('precond, norm and residual change what a step is: leave them at none, False, normed')
     torch.set_num_threads(1)
-    lines = [HEADER]
+    lines, diverged = [HEADER], []
     try:
         os.makedirs(o.out_dir, exist_ok=True)
         for k in o.kernels:
@@ -88,8 +88,8 @@ def main() -> None:
             for model in (m for m in o.models if m.startswith('CEM')):
                 w, errors = gp.fit(o, model, data, range(o.repeats))
                 if not math.isfinite(sum(errors['train'])):
-                    fail(f'{TITLES[k]} {model} diverged: a learning_rate below {o.learning_rate} '
-                         'would be right')
+                    diverged.append(f'{TITLES[k]} {model}')
+                    continue
                 T = trained_steps(model)
                 for t, line in enumerate(step_by_step(o, w, T, data)):
                     lines.append([TITLES[k], str(T), str(t), *line])
@@ -98,6 +98,9 @@ def main() -> None:
     except OSError as error:
         fail(f'{error.filename}: {error.strerror}')
     print(f'Written to {o.out_dir}: steps.md')
+    if diverged:
+        fail(f'{", ".join(diverged)} diverged: a learning_rate below {o.learning_rate} would be '
+             'right')
 
 
 if __name__ == '__main__':

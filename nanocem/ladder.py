@@ -55,7 +55,7 @@ MODELS: dict[str, Model] = {
     'mlp-3': Model('mlp-2', mlp(3)),
 }
 FAMILIES = [name for name, model in MODELS.items() if model.family == name]
-ALIBI = [name for name in FAMILIES if not name.startswith('rope')]  # all but exact RoPE's; Llama
+PAPERS = [name for name in FAMILIES if not name.startswith('rope')]  # exact RoPE is ours
 VARIANTS = [name for name in MODELS if name not in FAMILIES]
 MODELS |= {
     'cem-3': Model('cem-2', cem(3)),
@@ -67,7 +67,7 @@ MODELS |= {
 FURTHER = [name for name in MODELS if name not in FAMILIES + VARIANTS]
 # twice the tokens: is ten a parameter too few?
 MODELS |= {f'{name}-20': Model(name, f'{MODELS[name].options} --tokens_per_param=20')
-           for name in ALIBI}
+           for name in PAPERS}
 LONGER = [name for name in MODELS if name.endswith('-20')]
 
 

@@ -153,14 +153,20 @@ def test_events_are_counted(tmp_path):
     row = answer('x', '', Comparison('A', 'none', 'a'), SIZES, found, {})
     assert row.cells['small'] == '1 in 20 steps' and row.said == FAILS
     assert answer('x', '', Comparison('A', 'none', 'a'), SIZES, {}, {}).said == 'not run'
-    for step, cell, said in ((11, "0 in 20 steps, 1 more in B's too", HOLDS),
-                             (12, '1 in 20 steps', FAILS)):
-        os.makedirs(tmp_path / f'{step}')
-        log = json.dumps({'step': step, 'event': 'spike'})
-        (tmp_path / f'{step}/log.jsonl').write_text(log)
-        found['small', 'b'] = [{'out_dir': str(tmp_path / f'{step}'), 'seed': 1}]
-        row = answer('x', '', Comparison('A', 'none', 'a', 'b'), SIZES, found, {})
-        assert row.cells['small'] == cell and row.said == said
+    beside = Comparison('A', 'none', 'a', 'b')
+    assert answer('x', '', beside, SIZES, found, {}).said == 'not run'
+    # of A's two seeds the first has its spike at step 11, the second another event
+    (tmp_path / 'log2').mkdir()
+    (tmp_path / 'log2/log.jsonl').write_text('{"step": 11, "event": "no context"}\n{"step": 20}')
+    found['small', 'a'].append({'out_dir': str(tmp_path / 'log2'), 'seed': 2})
+    for n, (seed, step, cell, said) in enumerate([
+            (1, 11, '0 in 20 steps; 1 shared', HOLDS), (1, 12, '1 in 20 steps', FAILS),
+            (2, 11, '0 in 20 steps', HOLDS), (3, 11, '', 'not run')]):
+        (tmp_path / f'b{n}').mkdir()
+        (tmp_path / f'b{n}/log.jsonl').write_text(json.dumps({'step': step, 'event': 'spike'}))
+        found['small', 'b'] = [{'out_dir': str(tmp_path / f'b{n}'), 'seed': seed}]
+        row = answer('x', '', beside, SIZES, found, {})
+        assert (row.cells['small'], row.said) == (cell, said)
 
 
 @pytest.mark.parametrize(('curves', 'line', 'right'), [
@@ -175,6 +181,9 @@ def test_recursion_on_gp(curves, line, right, tmp_path):
     assert claims.recursion_on_gp(str(path)).said == not_run
     rows = [f'CEM-T{2 ** n},{kernel},{rmse}' for kernel, curve in curves.items()
             for n, rmse in enumerate(curve)]
+    path.write_text('\n'.join(['model,kernel,train_rmse', *rows[:3]]))
+    assert claims.recursion_on_gp(str(path)).said == not_run
+    rows += [f'CEM-T{T},diverged at 8,1' for T in (1, 2, 4)]
     path.write_text('\n'.join(['model,kernel,train_rmse', *rows]))
     row = claims.recursion_on_gp(str(path))
     assert row.line.endswith(line) and row.said == right

@@ -62,5 +62,16 @@ def test_switches_that_change_a_step_are_refused(monkeypatch, tmp_path):
 
 
 def test_diverged_training_is_one_clear_line(monkeypatch, tmp_path):
+    """What did not diverge is written."""
     with pytest.raises(SystemExit, match='RBF CEM-T400 diverged: a learning_rate below'):
-        run(monkeypatch, '--models=CEM-T400', f'--out_dir={tmp_path}')
+        run(monkeypatch, '--models=CEM-T400,CEM-T1', f'--out_dir={tmp_path}')
+    assert len((tmp_path / 'steps.md').read_text().splitlines()) == 2 + 5
+
+
+def test_lines_end_where_a_step_overflows():
+    """x grows a hundredfold and more with every step: not for 2 T = 80 of them in float32."""
+    o = gp.Options(points=60, test_points=20, batch_size=20, repeats=1)
+    w = {name: p.detach() for name, p in gp.init(o, 'CEM-T40', [0]).items()}
+    w['V'] = 100 * w['V']
+    lines = gp_steps.step_by_step(o, w, 40, gp.draw(o, 'rbf', range(1)))
+    assert 1 < len(lines) < 81

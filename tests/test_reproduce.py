@@ -274,6 +274,8 @@ def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
     assert '; 1 |' in published and '; 2 |' not in published and '; 2 |' in inside
     drawn = [name for name in FIGURES if os.path.exists(f'results/ladder/{name}.png')]
     assert drawn == ['fig_ladder', 'fig_gap', 'fig_lr', 'fig_energy']
+    reproduce.main(['claims', '--sizes=s4'])
+    assert 'fig_lr: not written to out/results/ladder, none of its' in capsys.readouterr().out
     for option in ('--seeds=1', '--sizes=s1'):
         with pytest.raises(SystemExit, match='publish writes whole tables'):
             reproduce.main(['claims', '--publish', option])

@@ -485,13 +485,27 @@ def test_diverged_training_is_one_clear_line_and_not_kept(monkeypatch, tmp_path,
 
 
 def test_a_diverged_cell_does_not_take_the_table_with_it(monkeypatch, tmp_path, capsys):
-    """So many steps that they leave float32's range: the other rows are printed and drawn."""
+    """So many steps that they leave float32's range: the other rows are printed and drawn, and the
+    table says which are not there."""
     with pytest.raises(SystemExit, match='RBF CEM-T400, Periodic CEM-T400 diverged: a learn'):
         run(monkeypatch, *ARGS, '--models=Plain,CEM-T1,CEM-T400', f'--out_dir={tmp_path}')
     with open(tmp_path / 'table.csv', encoding='utf-8') as file:
         rows = [(row['kernel'], row['model']) for row in csv.DictReader(file)]
     assert rows == [(k, m) for k in ('RBF', 'Periodic') for m in ('Plain', 'CEM-T1')]
     assert (tmp_path / 'test_steps.png').exists() and '| CEM-T1 |' in capsys.readouterr().out
+    missing = 'Not in the table, as they diverged: RBF CEM-T400, Periodic CEM-T400.'
+    assert missing in (tmp_path / 'table.md').read_text()
+
+
+def test_a_legend_names_the_lines_of_every_panel(tmp_path, monkeypatch):
+    """CEM-T2 diverged on the first kernel alone."""
+    cell = {'train': [1.0], 'test': [1.0], 'test_steps': [[1.0]] * 16}
+    cells = {('rbf', 'CEM-T1'): cell, ('matern', 'CEM-T1'): cell, ('matern', 'CEM-T2'): cell}
+    named = []
+    monkeypatch.setattr(gp_report.plt.Figure, 'legend',
+                        lambda self, handles, labels, **style: named.extend(labels))
+    gp_report.draw_test_steps(cells, str(tmp_path / 'a.png'))
+    assert named == ['trained with T = 1', 'trained with T = 2']
 
 
 @pytest.mark.parametrize('damage', ['', '{', '[]', '{"train": 3, "test": []}',

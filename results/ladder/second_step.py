@@ -17,6 +17,7 @@ import numpy as np  # noqa: E402  after the path is set
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
+from configurator import fail  # noqa: E402
 from model import MLP, Attention, Transformer  # noqa: E402
 from nanocem.files import write_whole  # noqa: E402
 from nanocem.ladder import SCALES  # noqa: E402
@@ -25,6 +26,12 @@ from nanocem.shards import Sequences  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
 TOKENS = 16_384  # of the test split, spread over it
+INTRODUCTION = f'''What the second step does in the ladder's trained models (T = 2, raw residual), by
+`python results/ladder/second_step.py`: test perplexity on {TOKENS:,} bytes, of the model as it was
+trained, and with no further training where its attention, or its MLP, takes one step of twice the
+length in place of two; and the second update beside the first, means over tokens and layers: the
+cosine between them, and the second's length over the first's. Means over seeds.
+'''
 MODELS = {'cem-2': 'all-CEM', 'rope-2': 'all-CEM, exact RoPE', 'attn-2': 'CEM attention',
           'mlp-2': 'CEM MLP'}
 HEADER = ['model', 'size', 'seeds', 'as trained', 'attention in one step', 'MLP in one step',
@@ -99,8 +106,10 @@ def main() -> None:
                       for cosine, part in (updates[:2], updates[2:])]
             lines.append(f'| {" | ".join(words)} |')
             print(lines[-1], flush=True)
+    if len(lines) == 2:
+        fail('no run of the ladder is finished: python reproduce.py ladder')
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'second_step.md')
-    write_whole(path, ('\n'.join(lines) + '\n').encode())
+    write_whole(path, '\n'.join([INTRODUCTION, *lines, '']).encode())
 
 
 if __name__ == '__main__':
