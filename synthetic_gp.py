@@ -3,7 +3,7 @@ Regression on Gaussian-process draws: the paper's table on recursion (appendix, 
 synthetic data").
 
     python synthetic_gp.py                      the table: 6 models x 5 kernels, beside the paper's
-    python synthetic_gp.py --protocol=blind     under another; --T_max=32 diverges only in the first
+    python synthetic_gp.py --protocol=blind     under another, which also trains with --T_max=32
     python synthetic_gp.py --quick              fewer points, steps, repeats: a look, no table
 
 The paper gives sizes and results but not the protocol. `inferred` is the one, of all tried, under

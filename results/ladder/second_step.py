@@ -26,7 +26,7 @@ from nanocem.shards import Sequences  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
 TOKENS = 16_384  # of the test split, spread over it
-INTRODUCTION = f'''What the second step does in the ladder's trained models (T = 2, raw residual), by
+INTRODUCTION = f'''What the second step does in the ladder's models (T = 2, raw residual), by
 `python results/ladder/second_step.py`: test perplexity on {TOKENS:,} bytes, of the model as it was
 trained, and with no further training where its attention, or its MLP, takes one step of twice the
 length in place of two; and the second update beside the first, means over tokens and layers: the
