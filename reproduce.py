@@ -453,6 +453,7 @@ def run_plan(names: Sequence[str], scale: Scale, everything: bool, jobs: int) ->
         make_corpus()
         settle_rates(scale, jobs)
     for n in range(len(stages(scale))):
+        ran = False
         while True:
             stage = (stages(scale) if everything else wanted(names, scale))[n]
             missing = [task for task in dict.fromkeys(stage.tasks) if not done(task)]
@@ -460,7 +461,8 @@ def run_plan(names: Sequence[str], scale: Scale, everything: bool, jobs: int) ->
                 break
             say(f'{stage.title}: {len(missing)} runs')
             run_missing(missing, jobs)
-        if everything and stage.tasks:
+            ran = True
+        if everything and ran:
             write_out(names, scale, with_claims=True, publish=False)
 
 

@@ -434,7 +434,7 @@ def main(argv: list[str]) -> None:
         look = " (--quick: a look, not the paper's table)" * o.quick
         switches = ', '.join(f'{name}={value}' for name, value in decides(o).items())
         caption = f'Protocol {o.protocol}{look}, mean ± std over repeats: {switches}.'
-        report(caption, cells, {m: sizes(o, m) for m in o.models}, o.out_dir)
+        diverged = report(caption, cells, {m: sizes(o, m) for m in o.models}, o.out_dir)
     except OSError as error:
         fail(f'{error.filename}: {error.strerror}')
     except (KeyboardInterrupt, BrokenProcessPool) as error:
@@ -442,7 +442,7 @@ def main(argv: list[str]) -> None:
         fail(('a process died (out of memory?)' if died else 'interrupted') +
              f'; finished cells are in {o.out_dir}/cells, and the same command goes on')
     say(f'{time.perf_counter() - start:.0f} s on {o.device}')
-    if diverged := ', '.join(f'{TITLES[k]} {m}' for k, m in cells if not cells[k, m]):
+    if diverged:
         fail(f'{diverged} diverged: a learning_rate below {o.learning_rate} would be right')
 
 

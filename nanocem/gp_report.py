@@ -276,13 +276,13 @@ def markdown(lines: list[list[str]]) -> str:
     return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in ruled)
 
 
-def report(caption: str, cells: Cells, sizes: Sizes, out_dir: str) -> None:
+def report(caption: str, cells: Cells, sizes: Sizes, out_dir: str) -> str:
     """Table and findings of the cells that did not diverge, on the screen and in files, and the
-    figures."""
+    figures. Returns the names of those that did."""
     diverged = ', '.join(f'{TITLES[k]} {m}' for k, m in cells if not cells[k, m])
     cells = {key: cell for key, cell in cells.items() if cell}
     if not cells:
-        return
+        return diverged
     ours = {key: (*spread(cell['train']), *spread(cell['test'])) for key, cell in cells.items()}
     found = findings(ours, sizes)
     if diverged:
@@ -306,3 +306,4 @@ def report(caption: str, cells: Cells, sizes: Sizes, out_dir: str) -> None:
         aligned = re.sub(r'\*\*(.+?)\*\*', '\033[1m\\1\033[0m    ', aligned)
     files = ', '.join(sorted(name for name in os.listdir(out_dir) if '.' in name))
     say('\n'.join([caption, aligned, *found, f'Written to {out_dir}: {files}']))
+    return diverged

@@ -232,6 +232,8 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     capsys.readouterr()
     reproduce.main(['ladder', '--publish'])
     assert not asked
+    printed = capsys.readouterr().out  # drawn once, not after every stage
+    assert printed.count('\nout/results/ladder/fig_ladder: ') == 1
     assert set(os.listdir('results/ladder')) == made
     text = (here / 'README.md').read_text()
     assert '| a | CEM attention, T = 1' in text
