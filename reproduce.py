@@ -3,7 +3,7 @@ Every figure of the paper, and a few of our own: the runs each needs, done where
 
     python reproduce.py --list               the figures, their runs, and which are finished
     python reproduce.py ladder               all of them, the most telling runs first; also: all
-    python reproduce.py ladder --plan        what that takes: stages, runs, core-hours
+    python reproduce.py ladder --plan        what that takes: stages, runs, hours
     python reproduce.py fig_attn             one figure
     python reproduce.py claims               claims and figures from the runs that are finished
     python reproduce.py claims --publish     the same into results/ and the README's table
@@ -49,6 +49,7 @@ LOWEST_RATE, HIGHEST_RATE = 0.0005, 0.064
 # all the paper's results took, by its appendix.
 CORE_FLOPS_A_LAYER = 11e9
 MFU, A100_FLOPS, PAPER_GPU_HOURS = 0.4, 312e12, 10_000
+A100S = f'GPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}.'
 
 Found = dict[Task, dict[str, Any]]  # the results of the finished runs
 
@@ -362,23 +363,34 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
         write_figure(name, cells, whole, folder, whole=True)
 
 
+def seconds(task: Task) -> float:
+    """About how long a run takes a core at the ladder, an A100 at the other scales."""
+    flops = cost(task.shape).flops
+    if task.scale == 'ladder':
+        return flops / CORE_FLOPS_A_LAYER / configs(task.options)[1].n_layer
+    return flops / MFU / A100_FLOPS
+
+
 def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:
-    """Stages with their runs and core-hours."""
-    say('| stage | runs | finished | tokens | FLOPs | core-hours | hours so far |\n|' + '---|' * 7)
+    """Stages with their runs and hours."""
+    unit = 'core-hours' if scale.name == 'ladder' else 'GPU-hours'
+    say(f'| stage | runs | finished | tokens | FLOPs | {unit} | so far |\n|' + '---|' * 7)
     seen: set[Task] = set()
     total = 0.0
     for stage in plan:
         new = [task for task in dict.fromkeys(stage.tasks) if task not in seen]
         seen.update(new)
-        seconds = sum(cost(t.shape).flops / CORE_FLOPS_A_LAYER / configs(t.options)[1].n_layer
-                      for t in new)
-        total += seconds / 3600
+        hours = sum(seconds(task) for task in new) / 3600
+        total += hours
         say(f'| {stage.title} | {len(new)} | {len(look(new))} | '
             f'{sum(cost(t.shape).tokens for t in new) / 1e6:,.0f} M | '
-            f'{sum(cost(t.shape).flops for t in new):.2e} | {seconds / 3600:.1f} | '
-            f'{total / jobs:.1f} |')
-    say(f'\nHours so far: with {jobs} runs side by side, a core at {CORE_FLOPS_A_LAYER / 1e9:.0f} '
-        'GFLOP/s times the layers. Where sweeps meet an edge they go on, and take longer.')
+            f'{sum(cost(t.shape).flops for t in new):.2e} | {hours:,.1f} | {total:,.1f} |')
+    if scale.name == 'ladder':
+        say(f'\n{total / jobs:.1f} hours with {jobs} runs side by side, at '
+            f'{CORE_FLOPS_A_LAYER / 1e9:.0f} GFLOP/s a core times the layers. Where sweeps meet an '
+            'edge they go on, and take longer.')
+    else:
+        say(f'\n{A100S} Small models reach less.')
 
 
 def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
@@ -397,13 +409,11 @@ def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
     say('|' + '---|' * 7)
     for name, n, new in [*rows, ('all', len(counted), counted)]:
         costs = [cost(task.shape) for task in new]
-        flops = sum(c.flops for c in costs)
         say(f'| {name} | {n} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | '
-            f'{flops:.2e} | {flops / MFU / A100_FLOPS / 3600:,.0f} | '
+            f'{sum(c.flops for c in costs):.2e} | {sum(map(seconds, new)) / 3600:,.0f} | '
             f'{sum(c.disk for c in costs) / 1e9:,.0f} GB |')
-    say(f'\nGPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}; a run '
-        f'that figures share is counted once. The paper: on the order of {PAPER_GPU_HOURS:,} '
-        'GPU-hours for all its results.')
+    say(f'\n{A100S} A run that figures share is counted once. The paper: on the order of '
+        f'{PAPER_GPU_HOURS:,} GPU-hours for all its results.')
 
 
 @dataclass
