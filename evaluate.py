@@ -30,7 +30,7 @@ from nanocem import lens
 from nanocem.files import say, write_whole
 from nanocem.hf import export
 from nanocem.runs import load_run, newest_run
-from nanocem.shards import Sequences
+from nanocem.shards import Sequences, spread
 from nanocem.tokenizers import load_tokenizer
 
 Look = tuple[str, Figure]  # a table and a picture
@@ -85,19 +85,17 @@ def sequences_of_text(path: str, tokenizer: Any, length: int) -> list[Tensor]:
 
 def read(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, length: int) -> list[Tensor]:
     """Evenly spaced sequences of the text or the split, cfg.tokens tokens of them at most."""
-    wanted = max(1, cfg.tokens // length)
+    wanted = cfg.tokens // length
     if cfg.text is not None:
         found = sequences_of_text(cfg.text, tokenizer, length)
-        numbers = np.linspace(0, len(found), min(len(found), wanted), endpoint=False).astype(int)
-        return [found[n] for n in numbers]
+        return [found[n] for n in spread(len(found), wanted)]
     folder = cfg.data or state['data_dir']
     data = Sequences(folder, cfg.split, length)
     for name in ('tokenizer', 'tokenizer_sha256', 'vocab_size'):
         if data.identity[name] != state['data'][name]:
             fail(f'data={folder}: its {name} is {data.identity[name]}, that of the run '
                  f'{state["data"][name]}; expected data of the same tokenizer')
-    numbers = np.linspace(0, len(data), min(len(data), wanted), endpoint=False).astype(int)
-    x, y = data.batch(numbers)
+    x, y = data.batch(spread(len(data), wanted))
     return list(torch.cat([x, y[:, -1:]], dim=1))
 
 

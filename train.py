@@ -33,7 +33,7 @@ from nanocem.files import say
 from nanocem.health import Health, perplexity
 from nanocem.options import in_range, new_options, resumed_options
 from nanocem.schedule import Schedule
-from nanocem.shards import Order, Sequences, find_data, read_meta
+from nanocem.shards import Order, Sequences, find_data, read_meta, spread
 from nanocem.world import World, failures_in_words, memory_gb, start_world
 from sample import sample_text
 
@@ -247,8 +247,7 @@ class Trainer:
         """Mean loss over fixed whole sequences of a split, evenly spaced where `tokens` does not
         reach for all."""
         data, world, size = self.data[split], self.world, self.cfg.micro_batch_size
-        count = min(len(data), max(1, tokens // data.length))
-        numbers = np.linspace(0, len(data), count, endpoint=False).astype(int)
+        numbers = spread(len(data), tokens // data.length)
         mine = numbers[world.rank::world.size]
         total = torch.zeros((), dtype=torch.float64)
         self.model.eval()
@@ -259,7 +258,7 @@ class Trainer:
                 loss = self.compiled(x.to(world.device), y.to(world.device))[1]
             total += float(loss) * len(x)
         self.model.train()
-        return float(world.sum(total)) / count
+        return float(world.sum(total)) / len(numbers)
 
     def judge(self, loss: float, norm: float) -> None:
         """Say what the step's loss tells; give up after max_skipped skipped steps in a row."""

@@ -19,7 +19,7 @@ from nanocem.energy import energies_along
 from nanocem.files import read_json, read_json_lines, write_whole
 from nanocem.runs import load_run
 from nanocem.scaling import akima_optimum
-from nanocem.shards import Sequences
+from nanocem.shards import Sequences, spread
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -299,8 +299,7 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     model, state = load_run(out_dir, 'last')
     cfg = model.cfg
     data = Sequences(state['data_dir'], 'test', cfg.context_length)
-    count = min(math.ceil(tokens / cfg.context_length), len(data))
-    x, y = data.batch(np.linspace(0, len(data), count, endpoint=False).astype(int))
+    x, y = data.batch(spread(len(data), tokens // cfg.context_length))
     seen: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
     for block in model.blocks:
         for layer in (block.attn, block.mlp):

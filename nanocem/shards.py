@@ -89,6 +89,12 @@ class Sequences:
         return float(-(share * np.log(share)).sum())
 
 
+def spread(n_sequences: int, count: int) -> np.ndarray:
+    """The numbers of `count` evenly spaced sequences, at least one, at most all."""
+    count = min(n_sequences, max(1, count))
+    return np.arange(count) * n_sequences // count
+
+
 def find_data(folder: str, text: str | None = None, tokenizer: str | None = None) -> str:
     """The data folder: made from a text of the user's, or, at first use, from Python's sources."""
     if text:

@@ -13,8 +13,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
 
-import numpy as np  # noqa: E402  after the path is set
-import torch  # noqa: E402
+import torch  # noqa: E402  after the path is set
 import torch.nn.functional as F  # noqa: E402
 
 from configurator import fail  # noqa: E402
@@ -22,7 +21,7 @@ from model import MLP, Attention, Transformer  # noqa: E402
 from nanocem.files import write_whole  # noqa: E402
 from nanocem.ladder import SCALES  # noqa: E402
 from nanocem.runs import load_run  # noqa: E402
-from nanocem.shards import Sequences  # noqa: E402
+from nanocem.shards import Sequences, spread  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
 TOKENS = 16_384  # of the test split, spread over it
@@ -73,9 +72,8 @@ def second_update(layer: Attention | MLP, model: Transformer, x: torch.Tensor,
 def look(out_dir: str) -> list[float]:
     """The numbers of HEADER from `as trained` on for one run; nan where the sublayer is Llama's."""
     model, state = load_run(out_dir, 'last')
-    length = model.cfg.context_length
-    data = Sequences(state['data_dir'], 'test', length)
-    x, y = data.batch(np.linspace(0, len(data), TOKENS // length, endpoint=False).astype(int))
+    data = Sequences(state['data_dir'], 'test', model.cfg.context_length)
+    x, y = data.batch(spread(len(data), TOKENS // data.length))
     found = [perplexity(model, x, y)]
     kinds = [kind for kind in ('attn', 'mlp') if getattr(model.blocks[0], kind).cem]
     found += [in_one_step(model, kind, x, y) if kind in kinds else math.nan
