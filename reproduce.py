@@ -214,6 +214,7 @@ def stages(scale: Scale) -> list[Stage]:
         Stage('two smallest sizes, further seeds', runs(FAMILIES, sizes[:2], further)),
         Stage('third size, further seeds', runs(FAMILIES, sizes[2:3], further)),
         Stage('variants, two smallest sizes', runs(ladder.VARIANTS, sizes[:2], scale.seeds)),
+        Stage('four variants, third size', runs(ladder.THIRD_SIZE, sizes[2:3], scale.seeds)),
         Stage('fourth size, first seed', runs(FAMILIES, sizes[3:4], first)),
         Stage('fifth size, first seed', runs(FAMILIES, sizes[4:], first)),
         Stage('rates at a third size', check),

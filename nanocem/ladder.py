@@ -27,7 +27,7 @@ def cem(T: int) -> str:
 
 class Model(NamedTuple):
     """A family (the model whose name it is) has its own swept rate and is trained at every size;
-    its variants take its rate, and the ladder's two smallest sizes."""
+    its variants take its rate, and the ladder's two smallest sizes, a few of them the third."""
     family: str
     options: str
 
@@ -57,6 +57,7 @@ MODELS: dict[str, Model] = {
 FAMILIES = [name for name, model in MODELS.items() if model.family == name]
 PAPERS = [name for name in FAMILIES if not name.startswith('rope')]  # exact RoPE is ours
 VARIANTS = [name for name in MODELS if name not in FAMILIES]
+THIRD_SIZE = ['llama-alibi', 'attn-1-nodiag', 'llama-attn-twice', 'llama-mlp-twice']
 MODELS |= {
     'cem-3': Model('cem-2', cem(3)),
     'cem-2-displacement': Model('cem-2', f'{cem(2)} --residual=displacement'),

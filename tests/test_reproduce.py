@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import pytest
 
 import reproduce
-from nanocem import corpus
+from nanocem import corpus, ladder
 from nanocem.figures import FIGURES, look_inside
 from nanocem.ladder import FAMILIES, MODELS, SCALES, Task, canonical
 from reproduce import cells_of, choose_rates, cost, finished, stages, sweep, wanted
@@ -185,9 +185,13 @@ def test_the_plan_begins_with_what_tells_most(here):
     assert {task.size for task in plan[0].tasks} == {'83k', '195k'}
     assert {task.seed for task in plan[1].tasks} == {1}
     small, large = list(SCALES['ladder'].sizes)[:3], list(SCALES['ladder'].sizes)[3:]
-    for stages_of, sizes, seeds in ((plan[1:4], small, (1, 2, 3)), (plan[5:7], large, (1,))):
+    for stages_of, sizes, seeds in ((plan[1:4], small, (1, 2, 3)), (plan[6:8], large, (1,))):
         assert {(t.size, t.model, t.seed) for stage in stages_of for t in stage.tasks} == {
             (size, model, seed) for size in sizes for model in FAMILIES for seed in seeds}
+    variants = [{(t.size, t.model, t.seed) for t in stage.tasks} for stage in plan[4:6]]
+    for at, models, sizes in ((0, ladder.VARIANTS, small[:2]), (1, ladder.THIRD_SIZE, small[2:])):
+        assert variants[at] == {(size, model, seed) for size in sizes for model in models
+                                for seed in (1, 2, 3)}
     main = [task for stage in plan[1:] for task in stage.tasks if task.model in FAMILIES]
     for size in SCALES['ladder'].sizes:  # three seeds of everything in the end
         assert {(t.model, t.seed) for t in main if t.size == size} >= {
