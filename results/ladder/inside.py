@@ -1,0 +1,172 @@
+"""
+Trained models looked into: what a second step does, and the diagonal of A_k.
+
+    python results/ladder/inside.py
+
+Of the runs of `python reproduce.py ladder` that are finished; writes inside.md beside itself.
+"""
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, ROOT)
+
+import torch  # noqa: E402  after the path is set
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from configurator import fail  # noqa: E402
+from model import MLP, Attention, Transformer  # noqa: E402
+from nanocem.files import write_whole  # noqa: E402
+from nanocem.ladder import SCALES  # noqa: E402
+from nanocem.runs import load_run  # noqa: E402
+from nanocem.shards import Sequences, spread  # noqa: E402
+from reproduce import finished, own_runs  # noqa: E402
+
+TOKENS = 16_384  # of the test split, spread over it
+INTRODUCTION = f'''The ladder's trained models looked into, by `python results/ladder/inside.py`:
+test perplexity on {TOKENS:,} bytes of each model as it was trained and, with no further training,
+changed. Means over seeds, tokens and layers.
+'''
+NAMES = {'cem': 'all-CEM', 'rope': 'all-CEM, exact RoPE', 'attn': 'CEM attention', 'mlp': 'CEM MLP'}
+
+
+def perplexity(model: Transformer, x: Tensor, y: Tensor) -> float:
+    return math.exp(float(model(x, y)[1]))
+
+
+def cem_layers(model: Transformer, kind: str) -> list[Attention | MLP]:
+    """The model's sublayers of a kind (attn, mlp), if they are CEM's."""
+    layers = [getattr(block, kind) for block in model.blocks]
+    return layers if layers[0].cem else []
+
+
+# The second step, of models with T = 2
+
+def in_one_step(model: Transformer, kind: str, x: Tensor, y: Tensor) -> float:
+    """Perplexity where all sublayers of a kind take one step of twice the length."""
+    layers = cem_layers(model, kind)
+    for layer in layers:
+        layer.steps, layer.eta = 1, 2 * layer.eta
+    found = perplexity(model, x, y)
+    for layer in layers:
+        layer.steps, layer.eta = 2, layer.eta / 2
+    return found
+
+
+def second_update(layer: Attention | MLP, model: Transformer, x: Tensor) -> tuple[float, float]:
+    """A sublayer's second update beside its first, with residual=raw, means over tokens: the cosine
+    between the two, and how long it is as a part of the first's length."""
+    seen = []  # x_0, x_1 go into the norm, x_2 is what comes out
+    hooks = [layer.norm.register_forward_hook(lambda of, given, out: seen.append(given[0])),
+             layer.register_forward_hook(lambda of, given, out: seen.append(out))]
+    model.hidden(x)
+    for hook in hooks:
+        hook.remove()
+    start, middle, end = seen
+    first, second = middle - start, end - middle
+    length = (second.norm(dim=-1) / first.norm(dim=-1)).mean()
+    return float(F.cosine_similarity(first, second, dim=-1).mean()), float(length)
+
+
+def second_step(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
+    """For attention, then for the MLP: perplexity in one step, cosine, length; nan of Llama's."""
+    found = []
+    for kind in ('attn', 'mlp'):
+        layers = cem_layers(model, kind)
+        if not layers:
+            found += [math.nan] * 3
+            continue
+        both = zip(*(second_update(layer, model, x) for layer in layers), strict=True)
+        found += [in_one_step(model, kind, x, y), *map(statistics.fmean, both)]
+    return found
+
+
+# The diagonal, of models that have one shared by the heads
+
+def diagonal(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
+    """Perplexity with d = 0 in all layers; and the mean of |d|."""
+    diagonals = [layer.kq_diag for layer in cem_layers(model, 'attn')]
+    trained = [d.clone() for d in diagonals]
+    for d in diagonals:
+        d.zero_()
+    found = perplexity(model, x, y)
+    for d, value in zip(diagonals, trained, strict=True):
+        d.copy_(value)
+    return [found, statistics.fmean(float(d.abs().mean()) for d in diagonals)]
+
+
+@torch.no_grad()
+def look(out_dir: str, into: Callable[[Transformer, Tensor, Tensor], list[float]]) -> list[float]:
+    """A run's perplexity as trained, and what `into` finds."""
+    model, state = load_run(out_dir, 'last')
+    data = Sequences(state['data_dir'], 'test', model.cfg.context_length)
+    x, y = data.batch(spread(len(data), TOKENS // data.length))
+    return [perplexity(model, x, y), *into(model, x, y)]
+
+
+def table(models: Sequence[str], header: Sequence[str],
+          into: Callable[[Transformer, Tensor, Tensor], list[float]],
+          cells: Callable[..., list[str]]) -> list[str]:
+    """A line for each model and size of which runs are finished: its name, T, size, seeds, and
+    `cells` of the means over seeds."""
+    scale = SCALES['ladder']
+    lines = [f'| {" | ".join(["model", "T", "size", "seeds", "as trained", *header])} |']
+    lines.append('|' + '---|' * (5 + len(header)))
+    for name in models:
+        for size in scale.sizes:
+            runs = [run for task in own_runs(scale, [name], [size], scale.seeds)
+                    if (run := finished(task))]
+            if not runs:
+                continue
+            found = zip(*(look(run['out_dir'], into) for run in runs), strict=True)
+            trained, *rest = map(statistics.fmean, found)
+            kind, T = name.split('-')
+            words = [NAMES[kind], T, size, str(len(runs)), f'{trained:.3f}', *cells(trained, *rest)]
+            lines.append(f'| {" | ".join(words)} |')
+            print(lines[-1], flush=True)
+    return lines
+
+
+def against(trained: float, changed: float) -> str:
+    return f'{changed:.3f} ({100 * (changed / trained - 1):+.1f}%)'
+
+
+def second_step_cells(trained: float, *found: float) -> list[str]:
+    words = []
+    for perplexity, cosine, length in (found[:3], found[3:]):
+        words += ['', ''] if math.isnan(cosine) else [
+            against(trained, perplexity), f'cosine {cosine:.2f}, length {length:.2f}']
+    return words
+
+
+def diagonal_cells(trained: float, without: float, size: float) -> list[str]:
+    return [against(trained, without), f'{size:.2f}']
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    steps = table(
+        ['cem-2', 'rope-2', 'attn-2', 'mlp-2'],
+        ['attention in one step', 'attention: second update', 'MLP in one step',
+         'MLP: second update'], second_step, second_step_cells)
+    diagonals = table(['attn-1', 'attn-2', 'cem-1', 'cem-2'], ['d = 0', 'mean of abs d'],
+                      diagonal, diagonal_cells)
+    if len(steps) == len(diagonals) == 2:
+        fail('no run of the ladder is finished: python reproduce.py ladder')
+    page = [
+        INTRODUCTION, '## The second step', '',
+        'In one step: attention, or the MLP, takes one step of twice the length in place of two. '
+        "The second update is set beside the first: the cosine between them, and the second's "
+        "length over the first's.", '', *steps, '', '## The diagonal of A_k', '',
+        'd = 0: the diagonal, shared by the heads, is taken away in all layers.', '', *diagonals]
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'inside.md')
+    write_whole(path, '\n'.join([*page, '']).encode())
+
+
+if __name__ == '__main__':
+    os.chdir(ROOT)
+    main()
