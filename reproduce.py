@@ -236,9 +236,13 @@ def asked(plan: Iterable[Stage], scale: Scale) -> list[Stage]:
 
 def cells_of(name: str, scale: Scale, plan: Sequence[Stage],
              ) -> dict[tuple[str, str, str, str], list[Task]]:
-    """The cells of a figure, (size, group, label, model), with the runs that the plan has for them.
-    The sweep's groups are the rates, and it has sizes of its own."""
+    """The cells of a figure, (size, group, label, model), with the runs that the plan has for them,
+    at the sizes at which it has variants, if the figure is about such. The sweep's groups are the
+    rates, and it has sizes of its own."""
     planned = {task for stage in plan for task in stage.tasks}
+    models = {model for labels in FIGURES[name].groups.values() for model in labels.values()}
+    telling = models - set(FAMILIES) or models
+    sizes = {task.size for task in planned if task.model in telling}
     found: dict[tuple[str, str, str, str], list[Task]] = {}
     for group, labels in FIGURES[name].groups.items():
         for label, model in labels.items():
@@ -247,7 +251,7 @@ def cells_of(name: str, scale: Scale, plan: Sequence[Stage],
                 tasks = [task for s in scale.seeds for task in all_sweeps(scale, s, [model])]
             for task in tasks:
                 key = (task.size, f'{task.rate:g}' if name == 'fig_lr' else group, label, model)
-                if task in planned:
+                if task in planned and task.size in sizes:
                     found.setdefault(key, []).append(task)
     return found
 
