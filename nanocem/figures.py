@@ -371,6 +371,10 @@ FIGURES: dict[str, Figure] = {
     'fig_residual': Figure('What the steps are added to, all-CEM, T = 2', draw_bars, {
         '': {'Llama': 'llama', 'T = 1': 'cem-1'},
         'T = 2': {'raw': 'cem-2', 'displacement': 'cem-2-displacement'}}, ('ladder',)),
+    'fig_tau': Figure('The temperature of scores, all-CEM, T = 2', draw_bars, {
+        '': {'Llama': 'llama'},
+        'ALiBi, shared diagonal': {'tau = sqrt(D_h)': 'cem-2', 'tau = sqrt(D_r)': 'cem-2-tau'},
+        'exact RoPE': {'tau = sqrt(D_h)': 'rope-2-tau', 'tau = sqrt(D_r)': 'rope-2'}}, ('ladder',)),
     'fig_tokens': Figure('Twice the tokens', draw_bars, {
         f'{n} a parameter': {'plain Llama': f'llama{end}', **{
             f'{kind}, T = {T}': f'{kind}-{T}{end}' for kind in ('attn', 'mlp', 'cem')

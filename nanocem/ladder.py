@@ -60,6 +60,9 @@ VARIANTS = [name for name in MODELS if name not in FAMILIES]
 THIRD_SIZE = ['llama-alibi', 'attn-1-nodiag', 'llama-attn-twice', 'llama-mlp-twice']
 MODELS |= {
     'cem-3': Model('cem-2', cem(3)),
+    # the other temperature of scores
+    'cem-2-tau': Model('cem-2', f'{cem(2)} --score_scale=head'),
+    'rope-2-tau': Model('rope-2', f'{cem(2)} {ROPE} --score_scale=model'),
     'cem-2-displacement': Model('cem-2', f'{cem(2)} --residual=displacement'),
     **{f'{kind}-{T}-diag': Model(f'{kind}-{T}', f'{layer(T)} --preconditioner=diag')
        for kind, layer in (('attn', attn), ('mlp', mlp)) for T in (1, 2)},
