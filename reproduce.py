@@ -199,9 +199,9 @@ def stages(scale: Scale) -> list[Stage]:
     """All runs of a scale, in an order whose every beginning gives tables."""
     runs = partial(own_runs, scale)
     sizes, first, further = list(scale.sizes), scale.seeds[:1], scale.seeds[1:]
-    swept = ['llama', 'cem-2']
+    swept, control = ['llama', 'cem-2'], ladder.CONTROL
     if scale.rate:
-        models = FAMILIES if scale.name == 'gpu' else [*MODELS]
+        models = FAMILIES + control if scale.name == 'gpu' else [*MODELS]
         plan = [Stage('the sweep', all_sweeps(scale, SWEEP_SEED, swept)),
                 Stage('every model', runs(models, sizes, scale.seeds))]
         return asked(plan, scale)
@@ -215,14 +215,14 @@ def stages(scale: Scale) -> list[Stage]:
         Stage('third size, further seeds', runs(FAMILIES, sizes[2:3], further)),
         Stage('variants, two smallest sizes', runs(ladder.VARIANTS, sizes[:2], scale.seeds)),
         Stage('four variants, third size', runs(ladder.THIRD_SIZE, sizes[2:3], scale.seeds)),
-        Stage('fourth size, first seed', runs(FAMILIES, sizes[3:4], first)),
-        Stage('fifth size, first seed', runs(FAMILIES, sizes[4:], first)),
+        Stage('fourth size, first seed', runs(FAMILIES + control, sizes[3:4], first)),
+        Stage('fifth size, first seed', runs(FAMILIES + control, sizes[4:], first)),
         Stage('rates at a third size', check),
         Stage('twice the tokens', runs(ladder.LONGER, sizes[:2], first)),
         Stage('sweeps of further seeds', again),
         Stage('further variants', runs(ladder.FURTHER, sizes[:2], scale.seeds)),
-        Stage('fourth size, further seeds', runs(ladder.PAPERS, sizes[3:4], further)),
-        *(Stage(f'fifth size, seed {seed}', runs(ladder.PAPERS, sizes[4:], [seed]))
+        Stage('fourth size, further seeds', runs(ladder.PAPERS + control, sizes[3:4], further)),
+        *(Stage(f'fifth size, seed {seed}', runs(ladder.PAPERS + control, sizes[4:], [seed]))
           for seed in further),
         Stage('exact RoPE, further seeds', runs(FAMILIES, sizes[3:], further))]
     return asked(plan, scale)

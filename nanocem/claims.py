@@ -58,6 +58,8 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
     'a': ('CEM attention, T = 1: close to Llama with half the attention weights', [
         Comparison(f'CEM attention, {P}, against Llama', 'close', 'attn-1', 'llama'),
         Comparison('CEM attention, no P, against Llama', 'close', 'attn-1-none', 'llama'),
+        Comparison(f'CEM attention, {P}, against Llama with ALiBi', 'close', 'attn-1',
+                   'llama-alibi'),
         Comparison('CEM attention, no P, against Llama with ALiBi', 'close', 'attn-1-none',
                    'llama-alibi')]),
     'b': ('CEM MLP, T = 1: worse dimension-matched, a little better parameter-matched', [
@@ -89,6 +91,7 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
                    'mlp-1-params')]),
     'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer weights', [
         Comparison('all-CEM, T = 2, against Llama', 'close', 'cem-2', 'llama'),
+        Comparison('all-CEM, T = 2, against Llama with ALiBi', 'close', 'cem-2', 'llama-alibi'),
         Comparison('loss spikes and skipped steps where Llama has none', 'none', 'cem-2',
                    'llama')]),
     'i': ('CEM prefers a higher learning rate', [

@@ -330,7 +330,7 @@ FIGURES: dict[str, Figure] = {
     'fig_ladder': Figure('What a second step costs and buys', draw_ladder, {
         '': {'Llama': 'llama'}, **STEPS}),
     'fig_gap': Figure('The gap to Llama against size', draw_gap, {
-        '': {'Llama': 'llama'}, **STEPS}),
+        '': {'Llama': 'llama'}, 'Llama, ALiBi': {'T = 1': 'llama-alibi'}, **STEPS}),
     'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {
         '': {'Llama': 'llama', 'Llama, ALiBi': 'llama-alibi', 'CEM attention': 'attn-1-none'}}),
     'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {

@@ -27,7 +27,7 @@ def cem(T: int) -> str:
 
 class Model(NamedTuple):
     """A family (the model whose name it is) has its own swept rate and is trained at every size;
-    its variants take its rate, and the ladder's two smallest sizes, a few of them the third."""
+    its variants take its rate, and the ladder's two smallest sizes, a few of them larger ones."""
     family: str
     options: str
 
@@ -58,6 +58,7 @@ FAMILIES = [name for name, model in MODELS.items() if model.family == name]
 PAPERS = [name for name in FAMILIES if not name.startswith('rope')]  # exact RoPE is ours
 VARIANTS = [name for name in MODELS if name not in FAMILIES]
 THIRD_SIZE = ['llama-alibi', 'attn-1-nodiag', 'llama-attn-twice', 'llama-mlp-twice']
+CONTROL = ['llama-alibi']  # Llama with the positions of CEM, at every size
 MODELS |= {
     'cem-3': Model('cem-2', cem(3)),
     # the other temperature of scores

@@ -107,8 +107,9 @@ def test_runs_are_valid(scale, here):
         sizes = SCALES[scale].sweep_sizes if name == 'fig_lr' else SCALES[scale].sizes
         drawn = {size: {model for of, *_, model in cells if of == size} for size, *_ in cells}
         if any(model not in FAMILIES for models in drawn.values() for model in models):
-            # the ladder's variants come at two sizes, a few at a third: no panel is without one
-            assert scale == 'paper' or set(drawn) <= {'83k', '195k', '387k'}
+            # the ladder's variants come at two sizes, a few at more: no panel is without one
+            more = set(ladder.THIRD_SIZE) & set().union(*drawn.values())
+            assert scale == 'paper' or more or set(drawn) == {'83k', '195k'}
             assert all(models - set(FAMILIES) for models in drawn.values()) and len(drawn) > 1
             sizes = sizes if scale == 'paper' else drawn
         assert set(drawn) == set(sizes)
@@ -192,16 +193,18 @@ def test_the_plan_begins_with_what_tells_most(here):
     assert {task.seed for task in plan[1].tasks} == {1}
     small, large = list(SCALES['ladder'].sizes)[:3], list(SCALES['ladder'].sizes)[3:]
     for stages_of, sizes, seeds in ((plan[1:4], small, (1, 2, 3)), (plan[6:8], large, (1,))):
+        models = FAMILIES + ladder.CONTROL * (sizes == large)
         assert {(t.size, t.model, t.seed) for stage in stages_of for t in stage.tasks} == {
-            (size, model, seed) for size in sizes for model in FAMILIES for seed in seeds}
+            (size, model, seed) for size in sizes for model in models for seed in seeds}
     variants = [{(t.size, t.model, t.seed) for t in stage.tasks} for stage in plan[4:6]]
     for at, models, sizes in ((0, ladder.VARIANTS, small[:2]), (1, ladder.THIRD_SIZE, small[2:])):
         assert variants[at] == {(size, model, seed) for size in sizes for model in models
                                 for seed in (1, 2, 3)}
-    main = [task for stage in plan[1:] for task in stage.tasks if task.model in FAMILIES]
+    main = [task for stage in plan[1:] for task in stage.tasks
+            if task.model in FAMILIES + ladder.CONTROL]
     for size in SCALES['ladder'].sizes:  # three seeds of everything in the end
         assert {(t.model, t.seed) for t in main if t.size == size} >= {
-            (model, seed) for model in FAMILIES for seed in (1, 2, 3)}
+            (model, seed) for model in FAMILIES + ladder.CONTROL for seed in (1, 2, 3)}
     figure = wanted(['fig_kq_diag'], SCALES['ladder'])
     assert {t.model for stage in figure for t in stage.tasks} == {
         'llama', 'attn-1', 'attn-1-nodiag', 'attn-1-perhead'}
@@ -288,7 +291,7 @@ def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
     inside = (here / 'out/results/ladder/ladder.md').read_text()
     assert '; 1 |' in published and '; 2 |' not in published and '; 2 |' in inside
     drawn = [name for name in FIGURES if os.path.exists(f'results/ladder/{name}.png')]
-    assert drawn == ['fig_ladder', 'fig_gap', 'fig_lr', 'fig_energy']
+    assert drawn == ['fig_ladder', 'fig_lr', 'fig_energy']
     reproduce.main(['claims', '--sizes=s4'])
     assert 'fig_lr: not written to out/results/ladder, none of its' in capsys.readouterr().out
     for option in ('--seeds=1', '--sizes=s1'):
@@ -405,12 +408,13 @@ def test_a_closed_pipe_ends_in_silence(here):
 
 
 def test_the_claims_on_a_gpu(here, monkeypatch, capsys):
-    """Every family at both sizes, once; and then the claims that these answer."""
+    """Every family and the control at both sizes, once; and then the claims that these answer."""
     asked = pretend_all(monkeypatch)
     for _ in range(2):
         reproduce.main(['ladder', '--scale=gpu', '--run'])
-        families = {(size, model) for size in ('3.06m', '10.4m') for model in FAMILIES}
-        assert len(asked) == 18 and {(task.size, task.model) for task in asked} == families
+        models = {(size, model) for size in ('3.06m', '10.4m')
+                  for model in [*FAMILIES, 'llama-alibi']}
+        assert len(asked) == 20 and {(task.size, task.model) for task in asked} == models
         assert '| a |' in capsys.readouterr().out
         page = (here / 'out/results/gpu/ladder.md').read_text()
         assert all(f'| {family} |' in page for family in FAMILIES)
