@@ -91,8 +91,8 @@ def legend(axes: plt.Axes, **options: Any) -> None:
 
 
 def draw_scatter(cells: list[Cell]) -> plt.Figure:
-    """Test perplexity against parameters; CEM linked to its Llama, tokens above the markers (the
-    paper's 2a and 2b)."""
+    """Test perplexity against parameters; CEM linked to its Llama, a size's tokens above its highest
+    marker (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
     for same in grouped(cells, 'size').values():
         llama = next((cell for cell in same if cell.label == 'Llama'), None)
@@ -103,8 +103,10 @@ def draw_scatter(cells: list[Cell]) -> plt.Figure:
                 axes.plot([start, x], [llama.mean, y], color='lightgray', zorder=0)
             axes.errorbar(x, y, cell.std, color=COLOURS[cell.label], ls='', ms=8, capsize=3,
                           marker=MARKERS.get(cell.label, 'o'), label=cell.label)
-            axes.annotate(f'{cell.results[0]["tokens"] / 1e6:,.1f}M tokens', (x, y), (0, 9),
-                          textcoords='offset points', ha='center', fontsize=7)
+        top = max(same, key=lambda cell: cell.mean)
+        at = top.results[0]['parameters'] / 1e6, top.mean + top.std
+        axes.annotate(f'{top.results[0]["tokens"] / 1e6:,.1f}M tokens', at, (0, 9),
+                      textcoords='offset points', ha='center', fontsize=7)
     axes.set(xlabel='parameters (millions)', ylabel='test perplexity')
     axes.margins(0.15)
     legend(axes)
