@@ -91,8 +91,8 @@ def legend(axes: plt.Axes, **options: Any) -> None:
 
 
 def draw_scatter(cells: list[Cell]) -> plt.Figure:
-    """Test perplexity against parameters; CEM linked to its Llama, a size's tokens above its highest
-    marker (the paper's 2a and 2b)."""
+    """Test perplexity against parameters; CEM linked to its Llama, a size's tokens above its
+    highest marker (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
     for same in grouped(cells, 'size').values():
         llama = next((cell for cell in same if cell.label == 'Llama'), None)
