@@ -30,7 +30,7 @@ from nanocem import lens
 from nanocem.files import say, write_whole
 from nanocem.hf import export
 from nanocem.runs import load_run, newest_run
-from nanocem.shards import Sequences, spread
+from nanocem.shards import Sequences, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
 
 Look = tuple[str, Figure]  # a table and a picture
@@ -88,14 +88,14 @@ def read(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, length: int
     wanted = cfg.tokens // length
     if cfg.text is not None:
         found = sequences_of_text(cfg.text, tokenizer, length)
-        return [found[n] for n in spread(len(found), wanted)]
+        return [found[n] for n in evenly_spaced(len(found), wanted)]
     folder = cfg.data or state['data_dir']
     data = Sequences(folder, cfg.split, length)
     for name in ('tokenizer', 'tokenizer_sha256', 'vocab_size'):
         if data.identity[name] != state['data'][name]:
             fail(f'data={folder}: its {name} is {data.identity[name]}, that of the run '
                  f'{state["data"][name]}; expected data of the same tokenizer')
-    x, y = data.batch(spread(len(data), wanted))
+    x, y = data.batch(evenly_spaced(len(data), wanted))
     return list(torch.cat([x, y[:, -1:]], dim=1))
 
 

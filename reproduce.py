@@ -49,7 +49,7 @@ LOWEST_RATE, HIGHEST_RATE = 0.0005, 0.064
 # all the paper's results took, by its appendix.
 CORE_FLOPS_A_LAYER = 11e9
 MFU, A100_FLOPS, PAPER_GPU_HOURS = 0.4, 312e12, 10_000
-A100S = f'GPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}.'
+GPU_HOURS_NOTE = f'GPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}.'
 
 Found = dict[Task, dict[str, Any]]  # the results of the finished runs
 
@@ -236,13 +236,13 @@ def asked(plan: Iterable[Stage], scale: Scale) -> list[Stage]:
 
 def cells_of(name: str, scale: Scale, plan: Sequence[Stage],
              ) -> dict[tuple[str, str, str, str], list[Task]]:
-    """The cells of a figure, (size, group, label, model), with the runs that the plan has for them,
-    at the sizes at which it has variants, if the figure is about such. The sweep's groups are the
-    rates, and it has sizes of its own."""
+    """The cells of a figure, (size, group, label, model), with the runs that the plan has for them;
+    of a figure about variants only at sizes where it has some besides the control. The sweep's
+    groups are the rates, and it has sizes of its own."""
     planned = {task for stage in plan for task in stage.tasks}
     models = {model for labels in FIGURES[name].groups.values() for model in labels.values()}
-    telling = models - set(FAMILIES) or models
-    sizes = {task.size for task in planned if task.model in telling}
+    variants = models - {*FAMILIES, *ladder.CONTROL}
+    sizes = {task.size for task in planned if task.model in (variants or models)}
     found: dict[tuple[str, str, str, str], list[Task]] = {}
     for group, labels in FIGURES[name].groups.items():
         for label, model in labels.items():
@@ -369,7 +369,7 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
 
 
 def seconds(task: Task) -> float:
-    """About how long a run takes a core at the ladder, an A100 at the other scales."""
+    """About what a run takes: core-seconds at the ladder, A100-seconds at the other scales."""
     flops = cost(task.shape).flops
     if task.scale == 'ladder':
         return flops / CORE_FLOPS_A_LAYER / configs(task.options)[1].n_layer
@@ -395,7 +395,7 @@ def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:
             f'{CORE_FLOPS_A_LAYER / 1e9:.0f} GFLOP/s a core times the layers. Where sweeps meet an '
             'edge they go on, and take longer.')
     else:
-        say(f'\n{A100S} Small models reach less.')
+        say(f'\n{GPU_HOURS_NOTE} Small models reach less.')
 
 
 def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
@@ -417,7 +417,7 @@ def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
         say(f'| {name} | {n} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | '
             f'{sum(c.flops for c in costs):.2e} | {sum(map(seconds, new)) / 3600:,.0f} | '
             f'{sum(c.disk for c in costs) / 1e9:,.0f} GB |')
-    say(f'\n{A100S} A run that figures share is counted once. The paper: on the order of '
+    say(f'\n{GPU_HOURS_NOTE} A run that figures share is counted once. The paper: on the order of '
         f'{PAPER_GPU_HOURS:,} GPU-hours for all its results.')
 
 

@@ -33,7 +33,7 @@ from nanocem.files import say
 from nanocem.health import Health, perplexity
 from nanocem.options import in_range, new_options, resumed_options
 from nanocem.schedule import Schedule
-from nanocem.shards import Order, Sequences, find_data, read_meta, spread
+from nanocem.shards import Order, Sequences, evenly_spaced, find_data, read_meta
 from nanocem.world import World, failures_in_words, memory_gb, start_world
 from sample import sample_text
 
@@ -247,7 +247,7 @@ class Trainer:
         """Mean loss over fixed whole sequences of a split, evenly spaced where `tokens` does not
         reach for all."""
         data, world, size = self.data[split], self.world, self.cfg.micro_batch_size
-        numbers = spread(len(data), tokens // data.length)
+        numbers = evenly_spaced(len(data), tokens // data.length)
         mine = numbers[world.rank::world.size]
         total = torch.zeros((), dtype=torch.float64)
         self.model.eval()

@@ -58,7 +58,7 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
     'a': ('CEM attention, T = 1: close to Llama with half the attention weights', [
         Comparison(f'CEM attention, {P}, against Llama', 'close', 'attn-1', 'llama'),
         Comparison('CEM attention, no P, against Llama', 'close', 'attn-1-none', 'llama'),
-        Comparison(f'CEM attention, {P}, against Llama with ALiBi', 'close', 'attn-1',
+        Comparison(f'CEM attention, {P}, against Llama with ALiBi, ours', 'close', 'attn-1',
                    'llama-alibi'),
         Comparison('CEM attention, no P, against Llama with ALiBi', 'close', 'attn-1-none',
                    'llama-alibi')]),
@@ -91,7 +91,8 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
                    'mlp-1-params')]),
     'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer weights', [
         Comparison('all-CEM, T = 2, against Llama', 'close', 'cem-2', 'llama'),
-        Comparison('all-CEM, T = 2, against Llama with ALiBi', 'close', 'cem-2', 'llama-alibi'),
+        Comparison('all-CEM, T = 2, against Llama with ALiBi, ours', 'close', 'cem-2',
+                   'llama-alibi'),
         Comparison('loss spikes and skipped steps where Llama has none', 'none', 'cem-2',
                    'llama')]),
     'i': ('CEM prefers a higher learning rate', [
@@ -414,26 +415,41 @@ def worth(sizes: Mapping[str, float], results: Results) -> list[str]:
         'L = E + A (N_once + T^phi N_rec)^-alpha over all sizes and seeds, tokens tied to size; N: '
         "the blocks' weights, N_rec those of the recursed sublayers. phi = 1: a second step is "
         'worth as many new weights, 0: nothing. Interval: 95%, of '
-        f'{DRAWS} resamples of sizes and seeds. FLOPs: what T = 2 takes over T = 1 at each size, '
-        'and what a T = 1 model as good would take (between sizes, log FLOPs over log(L - E)): a '
-        'step pays where the second is the larger.', '',
-        '| second step of | phi | misfit, nats | alpha | runs | FLOPs of T = 2 / of its equal at '
-        'T = 1, by size |', '|---|---|---|---|---|---|']
+        f'{DRAWS} resamples of sizes and seeds, up to three sizes of seeds only. Void: the misfit '
+        'is as large as the difference between T = 1 and 2 (mean over sizes). FLOPs: what T = 2 '
+        'takes over T = 1 at each size, and what a T = 1 model as good would take (between sizes, '
+        'log FLOPs over log(L - E)): a step pays where the second is the larger.', '',
+        '| second step of | phi | misfit, nats | difference | alpha | runs | FLOPs of T = 2 / of '
+        'its equal at T = 1, by size |', '|' + '---|' * 7]
     for name, recursion in RECURSIONS.items():
         runs = runs_of(recursion, sizes, results)
         try:
             law = fit_law(runs)
         except ValueError:
-            lines.append(f'| {name} | not enough runs | | | {len(runs.loss)} | |')
+            lines.append(f'| {name} | not enough runs | | | | {len(runs.loss)} | |')
             continue
         low, high = np.percentile(bootstrap_phi(runs, DRAWS, seed=1), (2.5, 97.5))
         interval = f'({low:+.2f} to {high:+.2f})'
         if len(set(runs.seed)) == 1 and len(set(runs.once + runs.rec)) < 4:
             interval = '(one seed: no interval)'  # every resample is the sample
+        apart = differs(runs)
+        void = ', void' if law.misfit >= apart else ''
         price = ', '.join(prices(recursion, sizes, results, law.E))
-        lines.append(f'| {name} | {law.phi:+.2f} {interval} | {law.misfit:.4f} | '
-                     f'{law.alpha:.2f} | {len(runs.loss)} | {price} |')
+        lines.append(f'| {name} | {law.phi:+.2f} {interval}{void} | {law.misfit:.4f} | '
+                     f'{apart:.4f} | {law.alpha:.2f} | {len(runs.loss)} | {price} |')
     return lines
+
+
+def differs(runs: Runs) -> float:
+    """How far T = 2 lies from T = 1, either way, in nats: of seeds' means, mean over the sizes that
+    have both."""
+    N = runs.once + runs.rec
+    found = []
+    for size in np.unique(N[runs.steps == 2]):
+        one, two = (runs.loss[(size == N) & (runs.steps == T)] for T in (1, 2))
+        if len(one):
+            found.append(abs(two.mean() - one.mean()))
+    return float(np.mean(found))
 
 
 def prices(recursion: Recursion, sizes: Mapping[str, float], results: Results, E: float,

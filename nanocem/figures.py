@@ -19,7 +19,7 @@ from nanocem.energy import energies_along
 from nanocem.files import read_json, read_json_lines, write_whole
 from nanocem.runs import load_run
 from nanocem.scaling import akima_optimum
-from nanocem.shards import Sequences, spread
+from nanocem.shards import Sequences, evenly_spaced
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -103,7 +103,7 @@ def draw_scatter(cells: list[Cell]) -> plt.Figure:
                 axes.plot([start, x], [llama.mean, y], color='lightgray', zorder=0)
             axes.errorbar(x, y, cell.std, color=COLOURS[cell.label], ls='', ms=8, capsize=3,
                           marker=MARKERS.get(cell.label, 'o'), label=cell.label)
-        top = max(same, key=lambda cell: cell.mean)
+        top = max(same, key=lambda cell: cell.mean + cell.std)
         at = top.results[0]['parameters'] / 1e6, top.mean + top.std
         axes.annotate(f'{top.results[0]["tokens"] / 1e6:,.1f}M tokens', at, (0, 9),
                       textcoords='offset points', ha='center', fontsize=7)
@@ -205,6 +205,7 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
     others = [cell for cell in cells if cell.label != 'Llama' and cell.size in llama]
     for n, (group, same) in enumerate(grouped(others, 'group').items()):
         for label, line in grouped(same, 'label').items():
+            name, colour = (f'{group}, {label}', f'C{n}') if group else (label, COLOURS[label])
             points = []
             for cell in line:
                 base = {r['seed']: r['test_perplexity'] for r in llama[cell.size].results}
@@ -216,8 +217,8 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
                     points.append((x, statistics.fmean(gaps), spread))
             if points:
                 style = '--' if label == 'T = 1' else '-'
-                axes.errorbar(*zip(*points, strict=True), color=f'C{n}', ls=style, marker='o', ms=4,
-                              capsize=2, label=f'{group}, {label}')
+                axes.errorbar(*zip(*points, strict=True), color=colour, ls=style, marker='o', ms=4,
+                              capsize=2, label=name)
     axes.axhline(0, color=COLOURS['Llama'], lw=1)
     axes.set(xscale='log', xlabel="Llama's parameters", ylabel='test perplexity over Llama, %')
     axes.grid(alpha=0.3)
@@ -301,7 +302,7 @@ def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[st
     model, state = load_run(out_dir, 'last')
     cfg = model.cfg
     data = Sequences(state['data_dir'], 'test', cfg.context_length)
-    x, y = data.batch(spread(len(data), tokens // cfg.context_length))
+    x, y = data.batch(evenly_spaced(len(data), tokens // cfg.context_length))
     seen: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
     for block in model.blocks:
         for layer in (block.attn, block.mlp):
@@ -332,10 +333,10 @@ FIGURES: dict[str, Figure] = {
     'fig_ladder': Figure('What a second step costs and buys', draw_ladder, {
         '': {'Llama': 'llama'}, **STEPS}),
     'fig_gap': Figure('The gap to Llama against size', draw_gap, {
-        '': {'Llama': 'llama'}, 'Llama, ALiBi': {'T = 1': 'llama-alibi'}, **STEPS}),
-    'fig_attn': Figure('CEM attention against Llama, T = 1', draw_scatter, {
+        '': {'Llama': 'llama', 'Llama, ALiBi': 'llama-alibi'}, **STEPS}),
+    'fig_attn': Figure('CEM attention, no P, against Llama, T = 1', draw_scatter, {
         '': {'Llama': 'llama', 'Llama, ALiBi': 'llama-alibi', 'CEM attention': 'attn-1-none'}}),
-    'fig_mlp': Figure('CEM MLP against Llama, T = 1', draw_scatter, {
+    'fig_mlp': Figure('CEM MLP, no P, against Llama, T = 1', draw_scatter, {
         '': {'Llama': 'llama', 'CEM MLP': 'mlp-1-none',
              'CEM MLP, parameter-matched': 'mlp-1-none-params'}}),
     'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {

@@ -57,6 +57,7 @@ MODELS: dict[str, Model] = {
 FAMILIES = [name for name, model in MODELS.items() if model.family == name]
 PAPERS = [name for name in FAMILIES if not name.startswith('rope')]  # exact RoPE is ours
 VARIANTS = [name for name in MODELS if name not in FAMILIES]
+# at the third size as well: results/ladder/expectations.md says why
 THIRD_SIZE = ['llama-alibi', 'attn-1-nodiag', 'llama-attn-twice', 'llama-mlp-twice']
 CONTROL = ['llama-alibi']  # Llama with the positions of CEM, at every size
 MODELS |= {
@@ -90,7 +91,7 @@ class Scale:
 
 
 # n layers, n heads of 16, so d = 16 n: one number grows, depth and width keep their ratio. In heads
-# of 16 RoPE has room (at 4 to 6 it has not), and three are the fewest whose ALiBi slopes see near
+# of 16 RoPE has more room than in 4 to 6, and three are the fewest whose ALiBi slopes see near
 # and far. The names are the weights of Llama's blocks.
 LADDER = {
     '83k': 'config/ladder.py --n_layer=3 --d_model=48 --n_head=3 --d_mlp=128 '

@@ -89,7 +89,7 @@ class Sequences:
         return float(-(share * np.log(share)).sum())
 
 
-def spread(n_sequences: int, count: int) -> np.ndarray:
+def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
     """The numbers of `count` evenly spaced sequences, at least one, at most all."""
     count = min(n_sequences, max(1, count))
     return np.arange(count) * n_sequences // count

@@ -222,17 +222,25 @@ def test_worth_of_a_step(monkeypatch):
                  'flops_per_token': 6 * N * (1 + 0.4 * (T - 1))} for s in (1, 2, 3)]
     lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
     (line,) = [line for line in lines if line.startswith('| attention |')]
-    assert '| +0.46 (+0.46 to +0.46) | 0.0000 | 0.30 | 24 |' in line
+    sizes = (8e4, 2e5, 4e5, 1e6)
+    apart = [25 * (N ** -0.3 - (0.6 * N + 0.4 * 2 ** 0.46 * N) ** -0.3) for N in sizes]
+    assert f'| +0.46 (+0.46 to +0.46) | 0.0000 | {sum(apart) / 4:.4f} | 0.30 | 24 |' in line
     first = {at: of[:1] for at, of in found.items() if at[0] != 'xl'}
     assert any('+0.46 (one seed: no interval)' in line
                for line in claims.worth(dict.fromkeys(['s', 'm', 'l'], 1.0), first))
-    prices = line.split('|')[6].split(',')
+    prices = line.split('|')[7].split(',')
     assert len(prices) == 4
     for price in prices:
         cost, equal = map(float, price.split('/'))
         # FLOPs go with N squared: (0.6 + 0.4 x 2^0.46)^2 = 1.32 is what the step buys
         assert cost == pytest.approx(1.4) and equal == pytest.approx(1.32, abs=0.01)
     assert sum('not enough runs' in line for line in lines) == len(claims.RECURSIONS) - 1
+    # seeds that lie further apart than T = 1 and 2: the law misses them by as much
+    for runs in found.values():
+        for r, factor in zip(runs, (0.5, 1, 2), strict=True):
+            r['test_perplexity'] *= factor
+    lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
+    assert any('), void | ' in line for line in lines if line.startswith('| attention |'))
 
 
 def test_direction_needs_a_sure_slope():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from running import LENGTH, Run, assert_one_line, edit_meta, steps, write_data
 
 from nanocem.runs import checkpoints, read_checkpoint
-from nanocem.shards import FORMAT, Order, Sequences, spread
+from nanocem.shards import FORMAT, Order, Sequences, evenly_spaced
 
 
 def test_every_epoch_reads_every_piece_once(data: Path) -> None:
@@ -141,7 +141,7 @@ def test_data_changed_before_a_resume_is_refused(
 @settings(max_examples=100, deadline=None)
 @given(n=st.integers(1, 10_000), count=st.integers(0, 20_000))
 def test_spread_sequences_are_in_order_and_as_far_apart_as_they_can_be(n, count):
-    numbers = spread(n, count)
+    numbers = evenly_spaced(n, count)
     assert len(numbers) == min(n, max(1, count)) and numbers[0] == 0
     gaps = np.diff(np.append(numbers, n))
     assert gaps.min() >= 1 and gaps.max() - gaps.min() <= 1

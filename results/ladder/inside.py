@@ -23,7 +23,7 @@ from model import MLP, Attention, Transformer  # noqa: E402
 from nanocem.files import write_whole  # noqa: E402
 from nanocem.ladder import SCALES  # noqa: E402
 from nanocem.runs import load_run  # noqa: E402
-from nanocem.shards import Sequences, spread  # noqa: E402
+from nanocem.shards import Sequences, evenly_spaced  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
 TOKENS = 16_384  # of the test split, spread over it
@@ -104,7 +104,7 @@ def look(out_dir: str, into: Callable[[Transformer, Tensor, Tensor], list[float]
     """A run's perplexity as trained, and what `into` finds."""
     model, state = load_run(out_dir, 'last')
     data = Sequences(state['data_dir'], 'test', model.cfg.context_length)
-    x, y = data.batch(spread(len(data), TOKENS // data.length))
+    x, y = data.batch(evenly_spaced(len(data), TOKENS // data.length))
     return [perplexity(model, x, y), *into(model, x, y)]
 
 
