@@ -6,6 +6,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = ['README.md', *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md')))]
+RESULTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / 'results').rglob('*.md'))]
 
 
 def read(page: str) -> str:
@@ -26,7 +27,7 @@ def test_the_front_pages_code_is_model_pys() -> None:
     assert [line for line in shown if line not in there] == []
 
 
-@pytest.mark.parametrize('page', PAGES)
+@pytest.mark.parametrize('page', PAGES + RESULTS)
 def test_links_lead_somewhere(page: str) -> None:
     paths = [link.partition('#')[0] for link in re.findall(r'\]\(([^)]+)\)', read(page))
              if not link.startswith('http')]
