@@ -77,3 +77,20 @@ def test_llamas_sublayers_have_no_second_step():
     found = inside.second_step(model, x, x)
     assert all(map(math.isnan, found[:3])) and not any(map(math.isnan, found[3:]))
     assert inside.second_step_cells(2.0, *found)[:2] == ['', '']
+
+
+class Copier:
+    """Knows the byte four places back for the next but three, and nothing else."""
+    def __call__(self, x, targets=None):
+        logits = torch.zeros(*x.shape, 20)
+        before = x[:, :-3]
+        logits[:, 3:].scatter_(2, before[..., None], 50.0)
+        return logits, None
+
+
+def test_copying():
+    """Texts of four different bytes, twice: a model that copies knows all of the second."""
+    x = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(n))[:8]
+                     for n in range(3)])
+    first, again = inside.copying(Copier(), x, x)
+    assert first == pytest.approx(20) and again == pytest.approx(1)

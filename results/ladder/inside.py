@@ -1,5 +1,5 @@
 """
-Trained models looked into: what a second step does, and the diagonal of A_k.
+Trained models looked into: what a second step does, the diagonal of A_k, and copying.
 
     python results/ladder/inside.py
 
@@ -31,7 +31,10 @@ INTRODUCTION = f'''The ladder's trained models looked into, by `python results/l
 test perplexity on {TOKENS:,} bytes of each model as it was trained and, with no further training,
 changed. Means over seeds, tokens and layers.
 '''
-NAMES = {'cem': 'all-CEM', 'rope': 'all-CEM, exact RoPE', 'attn': 'CEM attention', 'mlp': 'CEM MLP'}
+NAMES = {'llama': 'Llama', 'llama-alibi': 'Llama with ALiBi',
+         **{f'{model}-{T}': f'{name}, T = {T}' for model, name in (
+             ('attn', 'CEM attention'), ('mlp', 'CEM MLP'), ('cem', 'all-CEM'),
+             ('rope', 'all-CEM, exact RoPE')) for T in (1, 2)}}
 
 
 def perplexity(model: Transformer, x: Tensor, y: Tensor) -> float:
@@ -99,6 +102,19 @@ def diagonal(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
     return [found, statistics.fmean(float(d.abs().mean()) for d in diagonals)]
 
 
+# Copying, of all models
+
+def copying(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
+    """Perplexity of the second halves of texts of half the context, and of the same bytes where
+    each text is given twice in a row, the second time."""
+    text = x[:, :x.shape[1] // 2]
+    twice = torch.cat([text, text], dim=1)
+    losses = F.cross_entropy(model(twice)[0][:, :-1].mT, twice[:, 1:], reduction='none')
+    known = text.shape[1] // 2  # of each text; the loss of byte i is at i - 1
+    first, again = losses[:, known - 1:text.shape[1] - 1], losses[:, -known:]
+    return [math.exp(float(part.mean())) for part in (first, again)]
+
+
 @torch.no_grad()
 def look(out_dir: str, into: Callable[[Transformer, Tensor, Tensor], list[float]]) -> list[float]:
     """A run's perplexity as trained, and what `into` finds."""
@@ -111,11 +127,11 @@ def look(out_dir: str, into: Callable[[Transformer, Tensor, Tensor], list[float]
 def table(models: Sequence[str], header: Sequence[str],
           into: Callable[[Transformer, Tensor, Tensor], list[float]],
           cells: Callable[..., list[str]]) -> list[str]:
-    """A line for each model and size of which runs are finished: its name, T, size, seeds, and
-    `cells` of the means over seeds."""
+    """A line for each model and size of which runs are finished: its name, size, seeds, and `cells`
+    of the means over seeds."""
     scale = SCALES['ladder']
-    lines = [f'| {" | ".join(["model", "T", "size", "seeds", "as trained", *header])} |']
-    lines.append('|' + '---|' * (5 + len(header)))
+    lines = [f'| {" | ".join(["model", "size", "seeds", "as trained", *header])} |']
+    lines.append('|' + '---|' * (4 + len(header)))
     for name in models:
         for size in scale.sizes:
             runs = [run for task in own_runs(scale, [name], [size], scale.seeds)
@@ -124,8 +140,7 @@ def table(models: Sequence[str], header: Sequence[str],
                 continue
             found = zip(*(look(run['out_dir'], into) for run in runs), strict=True)
             trained, *rest = map(statistics.fmean, found)
-            kind, T = name.split('-')
-            words = [NAMES[kind], T, size, str(len(runs)), f'{trained:.3f}', *cells(trained, *rest)]
+            words = [NAMES[name], size, str(len(runs)), f'{trained:.3f}', *cells(trained, *rest)]
             lines.append(f'| {" | ".join(words)} |')
             print(lines[-1], flush=True)
     return lines
@@ -147,6 +162,10 @@ def diagonal_cells(trained: float, without: float, size: float) -> list[str]:
     return [against(trained, without), f'{size:.2f}']
 
 
+def copying_cells(trained: float, first: float, again: float) -> list[str]:
+    return [f'{first:.3f}', against(first, again)]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     steps = table(
@@ -155,14 +174,18 @@ def main() -> None:
          'MLP: second update'], second_step, second_step_cells)
     diagonals = table(['attn-1', 'attn-2', 'cem-1', 'cem-2'], ['d = 0', 'mean of abs d'],
                       diagonal, diagonal_cells)
-    if len(steps) == len(diagonals) == 2:
+    copies = table([*NAMES], ['a text', 'the same again'], copying, copying_cells)
+    if len(copies) == 2:
         fail('no run of the ladder is finished: python reproduce.py ladder')
     page = [
         INTRODUCTION, '## The second step', '',
         'In one step: attention, or the MLP, takes one step of twice the length in place of two. '
         "The second update is set beside the first: the cosine between them, and the second's "
         "length over the first's.", '', *steps, '', '## The diagonal of A_k', '',
-        'd = 0: the diagonal, shared by the heads, is taken away in all layers.', '', *diagonals]
+        'd = 0: the diagonal, shared by the heads, is taken away in all layers.', '', *diagonals,
+        '', '## Copying', '',
+        'A text of 64 bytes, and the same once more behind it: its second half, read the first and '
+        'the second time. A model that copies has seen the answer.', '', *copies]
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'inside.md')
     write_whole(path, '\n'.join([*page, '']).encode())
 
