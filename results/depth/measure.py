@@ -36,6 +36,7 @@ T1 = '--attn_steps=1 --mlp_steps=1'
 ROPE = '--positions=rope --kq_diag=shared --score_scale=head'
 SMALL = '--embedding_std=0.0693'  # as all other weights at this width
 DISPLACED = '--residual=displacement'
+HEAD = '--score_scale=head'
 QUARTER = '--attn_step_size=0.25 --mlp_step_size=0.25'
 WIDE = '--d_model=128 --n_head=8 --d_mlp=344 --tokens=0.8M --learning_rate=2.8e-3'
 SEEDS = (1337, 1, 2)
@@ -48,6 +49,8 @@ FINAL = {
     'cem-1-8e-3': f'{T1} {RATE}',
     'cem-2-raw-8e-3': RATE,
     'cem-2-8e-3': f'{DISPLACED} {RATE}',
+    'cem-1-head-8e-3': f'{T1} {HEAD} {RATE}',
+    'cem-2-head-8e-3': f'{HEAD} {RATE}',
 }
 # One seed each, by question
 CHOICES = {
@@ -110,6 +113,7 @@ CEM = 'config/cem_t2.py'
 SHAPES = {
     'shape-llama': 'config/llama.py',
     'shape-cem-raw': CEM,
+    'shape-cem-head': f'{CEM} {HEAD}',
     'shape-cem': f'{CEM} {DISPLACED}',
     'shape-llama-small': 'config/llama.py --embedding_std=0.02',
     'shape-cem-small': f'{CEM} {DISPLACED} --embedding_std=0.02',
