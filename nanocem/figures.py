@@ -222,7 +222,7 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
     axes.axhline(0, color=COLOURS['Llama'], lw=1)
     axes.set(xscale='log', xlabel="Llama's parameters", ylabel='test perplexity over Llama, %')
     axes.grid(alpha=0.3)
-    legend(axes, ncols=2, loc='upper center', bbox_to_anchor=(0.5, -0.12), handlelength=4)
+    legend(axes, ncols=2, loc='upper center', bbox_to_anchor=(0.5, -0.16), handlelength=4)
     return figure
 
 
