@@ -80,7 +80,7 @@ def test_llamas_sublayers_have_no_second_step():
 
 
 class Copier:
-    """Knows the byte four places back for the next but three, and nothing else."""
+    """Says that the next byte is the one four places before it, and knows nothing else."""
     def __call__(self, x, targets=None):
         logits = torch.zeros(*x.shape, 20)
         before = x[:, :-3]

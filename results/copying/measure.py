@@ -4,16 +4,14 @@ steps of training until a model of two layers knows what comes next from the sec
 
     python results/copying/measure.py
 
-Every model at each of RATES, three seeds; the best rate counts. An hour of a core; a run that is
-done is kept in out/copying.json. Writes copying.md beside itself.
+Every model at each of RATES, three seeds; the best rate counts. An hour of two cores beside other
+work; a run that is done is kept in out/copying.json. Writes copying.md beside itself.
 """
 import json
 import os
 import statistics
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
@@ -26,6 +24,7 @@ from tqdm import tqdm  # noqa: E402
 from model import ModelConfig, Transformer  # noqa: E402
 from nanocem.files import read_json, write_whole  # noqa: E402
 from nanocem.ladder import MODELS  # noqa: E402
+from nanocem.workers import run_jobs, workers  # noqa: E402
 from reproduce import configs  # noqa: E402
 
 SHAPE = '--n_layer=2 --d_model=64 --n_head=4 --d_mlp=168 --vocab_size=64 --context_length=64'
@@ -54,7 +53,6 @@ def steps_to_copy(cfg: ModelConfig, rate: float, seed: int) -> int:
     """Until the loss of tokens that came before, a mean over some twenty steps, is below one nat of
     the log(64) = 4.2 it starts at; LIMIT where that does not happen."""
     torch.manual_seed(seed)
-    torch.set_num_threads(1)
     model, mean = Transformer(cfg), None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(seed)
@@ -73,9 +71,8 @@ def steps_to_copy(cfg: ModelConfig, rate: float, seed: int) -> int:
     return LIMIT
 
 
-def run(task: tuple[str, float, int]) -> int:
-    row, rate, seed = task
-    return steps_to_copy(configs(f'{SHAPE} {ROWS[row]}')[1], rate, seed)
+def key(row: str, rate: float, seed: int) -> str:
+    return f'{row}; {rate}; {seed}'
 
 
 def table(found: Mapping[str, int]) -> list[str]:
@@ -83,7 +80,7 @@ def table(found: Mapping[str, int]) -> list[str]:
     lines = ['| two layers | rate | steps, median | by seed | medians at the rates '
              f'{", ".join(f"{rate:g}" for rate in RATES)} |', '|---|---|---|---|---|']
     for row in ROWS:
-        steps = {rate: [found[f'{row}; {rate}; {seed}'] for seed in SEEDS] for rate in RATES}
+        steps = {rate: [found[key(row, rate, seed)] for seed in SEEDS] for rate in RATES}
         medians = {rate: statistics.median(of) for rate, of in steps.items()}
         best = min(medians, key=medians.get)
         words = [words_of(n) for n in (medians[best], *steps[best], *medians.values())]
@@ -99,15 +96,15 @@ def words_of(steps: float) -> str:
 def main() -> None:
     kept = 'out/copying.json'
     found = read_json(kept) or {}
-    tasks = [(row, rate, seed) for seed in SEEDS for row in ROWS for rate in RATES]
-    missing = [task for task in tasks if '; '.join(map(str, task)) not in found]
+    jobs = {key(row, rate, seed): (configs(f'{SHAPE} {options}')[1], rate, seed)
+            for seed in SEEDS for row, options in ROWS.items() for rate in RATES}
+    missing = {name: job for name, job in jobs.items() if name not in found}
     os.makedirs('out', exist_ok=True)
-    with ProcessPoolExecutor(os.cpu_count(), get_context('spawn')) as pool:
-        for task, steps in zip(missing, tqdm(pool.map(run, missing), total=len(missing)),
-                               strict=True):
-            found['; '.join(map(str, task))] = steps
+    with workers(os.cpu_count() or 1) as pool:
+        for name, steps in tqdm(run_jobs(pool, steps_to_copy, missing), total=len(missing)):
+            found[name] = steps
             write_whole(kept, json.dumps(found, indent=1).encode())
-            tqdm.write(f'{task}: {words_of(steps)}')
+            tqdm.write(f'{name}: {words_of(steps)}')
     page = ['Steps until a token that came before is known (loss below one nat), by '
             '`python results/copying/measure.py`.', '', *table(found), '']
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'copying.md')
