@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from nanocem import fast
 from nanocem.energy import Phi
 
-# The paper's Table 1. 256m is ours: the paper says only that its CEM model has two layers more.
+# 86m to 162m: the paper's Table 1. Of 256m it says only that its CEM model has two layers more.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'micro': dict(d_model=48, n_layer=2, n_head=3, d_mlp=128),
@@ -56,8 +56,9 @@ CEM_OPTIONS: dict[str, tuple[tuple[str, ...], Any, Any]] = {
     'exact_update': (('attn',), False, False),
     'mlp_energy': (('mlp',), 'gated', 'gated'),
     'mlp_match': (('mlp',), 'dims', 'dims'),
+    'attn_rank': (('attn',), 4, 4), 'mlp_rank': (('mlp',), 16, 16),
 }
-LLAMA_TOO = ('positions', 'attn_steps', 'mlp_steps')  # a Llama sublayer may have others of these
+LLAMA_TOO = ('positions', 'attn_steps', 'mlp_steps')  # a Llama sublayer takes these too
 
 
 @dataclass
@@ -129,8 +130,8 @@ class ModelConfig:
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,
                 f'positions=rope turns pairs of features: d_model / n_head = {D // K} is odd')
-        require(not self.exact_update or self.kq_diag != 'none',
-                'exact_update adds a term of the kq diagonal: set kq_diag=shared or per_head')
+        require(self.kq_diag != 'none' or not (self.exact_update or self.kq_diag_init),
+                'exact_update and kq_diag_init need the diagonal: set kq_diag=shared or per_head')
         require(not self.exact_update or self.attn_impl in ('auto', 'readable'),
                 'exact_update needs the attention weights: set attn_impl=auto or readable')
 
@@ -177,7 +178,7 @@ def start(residual: str, norm: RMSNorm, x0: Tensor, h: Tensor) -> tuple[Tensor, 
 class Preconditioner(nn.Module):
     """n symmetric matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), never formed (Eq. 13; its
     V is not the MLP's). Adam moves d = sqrt(D) p faster than it moves p. rank 0: no U, V."""
-    decayed = ('U', 'V')  # by weight decay; what a class does not name here is not
+    decayed = ('U', 'V')  # what weight decay acts on: no other weights of the class
 
     def __init__(self, n: int, dim: int, rank: int):
         super().__init__()
@@ -252,7 +253,7 @@ class Attention(nn.Module):
             self.b_self, self.b_cross = (nn.Parameter(torch.zeros(K)) for _ in range(2))
 
     def forward(self, x0: Tensor, pos: PositionTables, cache: Any = None, use: int = 0) -> Tensor:
-        """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). use: which one of Block's."""
+        """Algorithm 1, MHA, for all i and k: (B, I, D) -> (B, I, D). use: plain reuse's, 0, 1.."""
         # Main Block: the context, the same in all steps
         h_i = self.norm(x0)                                      # h_i <- rms(h_i), (B, I, D)
         if cache is None:
@@ -273,7 +274,7 @@ class Attention(nn.Module):
             q = self.project(u, self.W_Q, pos)                   # q_i <- W_k^Q u_i, (B, K, I, R)
             if way == 'readable':
                 a = self.scores(q, u, k, h, bias)                # a_ijk, (B, K, I, J)
-                alpha = a.softmax(dim=-1)                        # softmax_j(a_ijk)
+                alpha = a.softmax(dim=-1).type_as(v)             # softmax_j(a_ijk)
                 o = alpha @ v                                    # o_i <- sum_j alpha_ijk v_j
             else:
                 o, alpha = fast.attend(way, self, q, u, k, v, h, bias)
@@ -300,8 +301,8 @@ class Attention(nn.Module):
         return q / self.tau @ k.mT + bias
 
     def bias(self, pos: PositionTables) -> Tensor:
-        """b_ijk = -m_k |i - j| + b_self [i = j] + b_cross [i != j], 0 with rope, -inf where j > i:
-        (K, I, J) or (I, J). m_k = 2^-k, or from eight heads on 2^(-8k/K)."""
+        """b_ijk = -m_k |i - j| + b_self_k [i = j] + b_cross_k [i != j], and -inf where j > i:
+        (K, I, J). With rope that alone, (I, J). m_k = 2^-k, from eight heads on 2^(-8k/K)."""
         if self.rope:
             return pos.mask
         m, b_self, b_cross = fast.slopes(self.K, pos.mask), self.b_self, self.b_cross
@@ -314,7 +315,7 @@ class Attention(nn.Module):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u and h,
-        (B, J, D) -> (B, J). If P = I, with exact_update or no diagonal, dx = -d eps/du, h fixed."""
+        (B, J, D) -> (B, J). If P = I and (exact_update or no diagonal), dx = -d eps/du, h fixed."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set attn=cem')
         pos = position_tables(self.cfg, h)
         q, k = self.project(u, self.W_Q, pos), self.project(h, self.W_K, pos)
@@ -435,9 +436,8 @@ class Transformer(nn.Module):
         """Change T after training, eta as it was; None leaves T. ValueError below 1."""
         for name, steps in (('attn', attn_steps), ('mlp', mlp_steps)):
             require(steps is None or steps >= 1, f'{name}_steps={steps}: expected at least 1')
-            for block in self.blocks:
-                sublayer = getattr(block, name)
-                sublayer.steps = steps or sublayer.steps
+            for block in self.blocks if steps else ():
+                getattr(block, name).steps = steps
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())

@@ -75,7 +75,7 @@ class Options:
     seed: int = 0  # of all of them
     points: int = 4000  # training points of a draw
     test_points: int = 1000  # further points of the same draw
-    inputs: Literal['cube', 'unit', 'normal'] = 'cube'  # [-1, 1]^10, seen as [0, 1]^10; N(0, I)
+    inputs: Literal['cube', 'unit', 'normal'] = 'cube'  # [-1, 1]^10, or it as [0, 1]^10, or N(0, I)
     standardise: bool = False  # targets to mean 0, variance 1 over a draw's training points
     noise: float = 0.0  # standard deviation of the targets' noise; the kernels' is 1
     batch_size: int = 64  # points a step
@@ -226,7 +226,7 @@ def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
                 bias = n_in ** -0.5 * (2 * torch.rand(1, n_out, generator=g) - 1)
                 w[name + '_bias'] = bias if o.init == 'linear' else torch.zeros(1, n_out)
         if 'V' in w and o.precond != 'none':
-            w['P_d'] = torch.full((1, D), D ** -0.5)
+            w['P_p'] = torch.full((1, D), D ** -0.5)
         if 'V' in w and o.precond == 'diag_lowrank':
             w['P_U'] = 0.02 * torch.randn(D, 16, generator=g)
             w['P_V'] = torch.zeros(D, 16)
@@ -243,8 +243,8 @@ def recursion(w: dict[str, Tensor], h: Tensor, T: int, x: Tensor | None = None) 
     x = h if x is None else x
     gamma = h @ w['W'].mT
     W_out = w['V']
-    if 'P_d' in w:  # P = diag(softplus(sqrt(D) d)) + U V^T + V U^T (Eq. 13), folded into W_out
-        W_out = W_out * F.softplus(D ** 0.5 * w['P_d'])
+    if 'P_p' in w:  # P = diag(softplus(sqrt(D) p)) + U V^T + V U^T (Eq. 13), folded into W_out
+        W_out = W_out * F.softplus(D ** 0.5 * w['P_p'])
     if 'P_U' in w:
         W_out = W_out + (w['V'] @ w['P_U']) @ w['P_V'].mT + (w['V'] @ w['P_V']) @ w['P_U'].mT
     for _ in range(T):

@@ -26,6 +26,7 @@ from model import (
     position_tables,
     straight_through_sign,
 )
+from nanocem.decode import generate
 from nanocem.energy import energies_along
 
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
@@ -406,6 +407,23 @@ def test_steps_change_at_test_time() -> None:
         two.set_steps(mlp_steps=0)
 
 
+@pytest.mark.parametrize('options', [
+    dict(exact_update=True, kq_diag='per_head'),
+    *(dict(options, attn_impl=way) for way in ('readable', 'sdpa', 'rows') for options in (
+        dict(attn='llama', mlp='llama'), dict(), dict(positions='rope'),
+        dict(positions='rope', kq_diag='none')))], ids=str)
+def test_weights_in_bfloat16(options: dict) -> None:
+    """The whole model in bfloat16, reading and writing: no further off than rounding takes it."""
+    model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=19)
+    idx = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(20))
+    with torch.no_grad():
+        exact, _ = model(idx)
+        rounded, _ = model.to(torch.bfloat16)(idx)
+        written = generate(model, idx, 4, temperature=0.0)
+    assert rounded.dtype == torch.bfloat16 and written.shape == (2, 12)
+    assert (rounded - exact).norm() < 0.05 * exact.norm()
+
+
 @pytest.mark.parametrize('residual', OPTIONS['residual'])
 def test_steps_start_and_end_where_the_residual_says(residual: str) -> None:
     """Against a loop of single steps; the displacement is the sum of the steps."""
@@ -485,6 +503,10 @@ def test_activation_checkpointing_gives_the_same_gradients() -> None:
     (dict(mlp='llama', mlp_match='params'), 'set mlp=cem'),
     (dict(attn='llama', mlp='llama', residual='normed'), 'residual'),
     (dict(exact_update=True, kq_diag='none'), 'exact_update'),
+    (dict(kq_diag_init=0.5, kq_diag='none'), 'kq_diag_init'),
+    (dict(kq_diag_init=0.5, attn='llama'), 'kq_diag_init'),
+    (dict(attn_rank=9, attn='llama'), 'set attn=cem'),
+    (dict(mlp_rank=9, mlp='llama'), 'set mlp=cem'),
     (dict(exact_update=True, attn_impl='sdpa'), 'attn_impl'),
     (dict(exact_update=True, attn_impl='rows'), 'attn_impl'),
     (dict(attn_step_size=math.inf), 'attn_step_size'),

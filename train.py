@@ -92,8 +92,8 @@ class TrainConfig:
             raise ValueError(f'tokenizer={self.tokenizer} is for --text=FILE: data has its own')
 
 
-# What a run keeps from its first step to its last. All else may change when it is resumed, its
-# length too (Schedule.extended).
+# What a run keeps to its last step, beside its model and data. All else may change when it is
+# resumed, its length too (Schedule.extended).
 RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'learning_rate', 'warmup', 'final_lr', 'beta1',
           'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 
@@ -354,9 +354,12 @@ class Trainer:
         """A text of the model's, on the screen and in the log."""
         if self.world.rank == 0 and self.cfg.sample_tokens:
             self.model.eval()
-            with fast.eager():
-                text = sample_text(self.model, self.cfg.data, '', self.cfg.sample_tokens, 0.8,
-                                   None, self.cfg.seed)
+            try:
+                with fast.eager():
+                    text = sample_text(self.model, self.cfg.data, '', self.cfg.sample_tokens, 0.8,
+                                       None, self.cfg.seed)
+            except SystemExit as error:  # its tokenizer is gone, say: no reason to end a run
+                text = f'No sample: {error}'
             self.model.train()
             self.tell(text, sample=text)
 
@@ -390,8 +393,8 @@ def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     given = read_options(argv, TrainConfig, ModelConfig)
 
-    # Which run, a new one or one to go on with; and its options: what it began with, or what its
-    # size brings, under what was given
+    # Which run, a new one or one to go on with; and its options: what was given, over those it
+    # began with, or over its size's
     out_dir, resume = runs.which(given.get('init_from'), given.get('out_dir'))
     if resume:
         given, name = resumed_options(out_dir, given, TrainConfig, RECIPE), ''

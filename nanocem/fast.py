@@ -186,7 +186,7 @@ def absorbed(attn: Any, q: Tensor, du: Tensor, h: Tensor, bias: Tensor) -> tuple
     which are rows of one product."""
     W_K, I = attn.W_K.unflatten(0, (attn.K, -1)), q.shape[2]  # (K, R, D)
     reads = (q / attn.tau @ W_K + du).flatten(1, 2)  # (B, K I, D)
-    alpha = ((reads @ h.mT).unflatten(1, (-1, I)) + bias).softmax(dim=-1)
+    alpha = ((reads @ h.mT).unflatten(1, (-1, I)) + bias).softmax(dim=-1).type_as(h)
     return (alpha.flatten(1, 2) @ h).unflatten(1, (-1, I)) @ W_K.mT, alpha
 
 
@@ -413,7 +413,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 # FLOPs: a model's, a machine's
 
-DENSE_BF16 = {'A100': 312e12, 'H100': 989e12, 'H200': 989e12, 'B200': 2250e12}  # a second
+DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
+              'B200': 2250e12}  # a second; the first that the GPU's name has
 
 
 def flops_per_token(model: Any, training: bool) -> float:

@@ -190,8 +190,8 @@ def test_recursion_is_gradient_descent_on_the_energy(options):
     w = {name: p + 0.1 * torch.randn_like(p) for name, p in w.items()}
     h = torch.randn(2, 7, 64, dtype=torch.float64)
     x, P = h, torch.eye(64, dtype=torch.float64)
-    if 'P_d' in w:
-        P = torch.diag_embed(F.softplus(8 * w['P_d'][:, 0]))
+    if 'P_p' in w:
+        P = torch.diag_embed(F.softplus(8 * w['P_p'][:, 0]))
     if 'P_U' in w:
         P = P + w['P_U'] @ w['P_V'].mT + w['P_V'] @ w['P_U'].mT
     for _ in range(5):

@@ -29,6 +29,7 @@ from running import (
     VOCAB,
     Run,
     assert_one_line,
+    edit_meta,
     free_port,
     log,
     losses,
@@ -136,6 +137,17 @@ def test_compiled_steps_stay_close(tmp_path: Path) -> None:
     compiled.sample()
     graphs.append(graphs_made())
     assert [b - a for a, b in itertools.pairwise(graphs)] == [1, 1, 0]
+
+
+def test_a_data_folder_without_its_tokenizer_costs_the_samples_alone(tmp_path: Path) -> None:
+    data = write_data(tmp_path / 'data')
+    edit_meta(data, tokenizer='llama')
+    common = [f'--data={data}', steps(4), '--sample_interval=2']
+    asked = Run(tmp_path, *common, '--sample_tokens=3', f'--out_dir={tmp_path / "asked"}').wait()
+    plain = Run(tmp_path, *common, f'--out_dir={tmp_path / "plain"}').wait()
+    assert asked.codes == plain.codes == [0] and losses(tmp_path / 'asked') == losses(
+        tmp_path / 'plain')
+    assert asked.text.count('No sample: ') == 2 and 'tokenizer.model is missing' in asked.text
 
 
 def graphs_made() -> int:

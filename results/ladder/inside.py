@@ -10,6 +10,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
@@ -115,13 +116,20 @@ def copying(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
     return [math.exp(float(part.mean())) for part in (first, again)]
 
 
-@torch.no_grad()
-def look(out_dir: str, into: Callable[[Transformer, Tensor, Tensor], list[float]]) -> list[float]:
-    """A run's perplexity as trained, and what `into` finds."""
+@cache
+def open_run(out_dir: str) -> tuple[Transformer, Tensor, Tensor, float]:
+    """A run's model, what it is given, and its perplexity there."""
     model, state = load_run(out_dir, 'last')
     data = Sequences(state['data_dir'], 'test', model.cfg.context_length)
     x, y = data.batch(evenly_spaced(len(data), TOKENS // data.length))
-    return [perplexity(model, x, y), *into(model, x, y)]
+    return model, x, y, perplexity(model, x, y)
+
+
+@torch.no_grad()
+def look(out_dir: str, into: Callable[[Transformer, Tensor, Tensor], list[float]]) -> list[float]:
+    """A run's perplexity as trained, and what `into` finds, which leaves the model as it was."""
+    model, x, y, before = open_run(out_dir)
+    return [before, *into(model, x, y)]
 
 
 def table(models: Sequence[str], header: Sequence[str],
