@@ -1,5 +1,5 @@
-"""CEM attention in one step, Llama MLP: the weight tying alone, no preconditioner (paper, Figure
-2a)."""
+"""CEM attention in one step, Llama MLP: weight tying and the shared diagonal, no preconditioner
+(paper, Figure 2a; without the diagonal: --kq_diag=none)."""
 size = '134m'
 attn = 'cem'
 mlp = 'llama'

@@ -349,9 +349,10 @@ FIGURES: dict[str, Figure] = {
         'T = 3': {P_NAMES['']: 'mlp-3'}}),
     'fig_lr': Figure('Learning rate: Llama, and all-CEM with T = 2', draw_sweep, {
         '': {'Llama': 'llama', 'CEM': 'cem-2'}}),
-    'fig_kq_diag': Figure('The diagonal of A_k: CEM attention, T = 1', draw_bars, {
-        '': {'Llama': 'llama'}, 'none': {'CEM attention': 'attn-1-nodiag'},
-        'shared': {'CEM attention': 'attn-1'}, 'per head': {'CEM attention': 'attn-1-perhead'}}),
+    'fig_kq_diag': Figure('The diagonal of A_k: CEM attention, T = 1, P diagonal', draw_bars, {
+        '': {'Llama': 'llama'}, 'none': {'CEM attention': 'attn-1-diag-nodiag'},
+        'shared': {'CEM attention': 'attn-1-diag'},
+        'per head': {'CEM attention': 'attn-1-diag-perhead'}}),
     'fig_reuse_mlp': Figure('MLP: recursion within a layer against plain reuse of it', draw_bars, {
         'plain reuse': {'T = 1': 'llama', 'T = 2': 'llama-mlp-twice'},
         'dimension-matched': {'T = 1': 'mlp-1', 'T = 2': 'mlp-2'},

@@ -205,7 +205,7 @@ def test_the_plan_begins_with_what_tells_most(here):
             (model, seed) for model in FAMILIES + ladder.CONTROL for seed in (1, 2, 3)}
     figure = wanted(['fig_kq_diag'], SCALES['ladder'])
     assert {t.model for stage in figure for t in stage.tasks} == {
-        'llama', 'attn-1', 'attn-1-nodiag', 'attn-1-perhead'}
+        'llama', 'attn-1-diag', 'attn-1-diag-nodiag', 'attn-1-diag-perhead'}
 
 
 def test_the_plan_counts_hours(here, capsys):
