@@ -88,6 +88,23 @@ class Copier:
         return logits, None
 
 
+def test_where_bytes_were_seen_before():
+    """By hand, and with a slow search in random texts of few letters."""
+    assert inside.seen_before(torch.tensor([[1, 2, 3, 4, 9, 1, 2, 3, 4, 4]])).tolist() == [
+        [False] * 8 + [True, False]]
+    x = torch.randint(2, (4, 30), generator=torch.Generator().manual_seed(5))
+    slow = [[i >= 4 and any(row[j - 3:j + 1] == row[i - 3:i + 1] for j in range(3, i))
+             for i in range(30)] for row in x.tolist()]
+    assert inside.seen_before(x).tolist() == slow
+
+
+def test_copying_in_text():
+    """A model that copies four bytes back knows what was seen four before, and no more."""
+    x = torch.tensor([[1, 2, 3, 4, 1, 2, 3, 4, 1]])
+    found = inside.copying_in_text(Copier(), x[:, :-1], x[:, 1:])[2:]
+    assert found == pytest.approx([1, 20 ** (3 / 7)])
+
+
 def test_copying():
     """Texts of four different bytes, twice: a model that copies knows all of the second."""
     x = torch.stack([torch.randperm(20, generator=torch.Generator().manual_seed(n))[:8]

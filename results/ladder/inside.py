@@ -28,6 +28,7 @@ from nanocem.shards import Sequences, evenly_spaced  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
 TOKENS = 16_384  # of the test split, spread over it
+GRAM = 4  # bytes that say what may be copied
 INTRODUCTION = f'''The ladder's trained models looked into, by `python results/ladder/inside.py`:
 test perplexity on {TOKENS:,} bytes of each model as it was trained and, with no further training,
 changed. Means over seeds, tokens and layers.
@@ -116,6 +117,23 @@ def copying(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
     return [math.exp(float(part.mean())) for part in (first, again)]
 
 
+def seen_before(x: Tensor) -> Tensor:
+    """Where the last GRAM bytes stood in the context before, so that what followed them can be
+    copied: (B, J) -> (B, J)."""
+    grams = x.unfold(1, GRAM, 1)  # (B, J - GRAM + 1, GRAM)
+    equal = (grams[:, :, None] == grams[:, None]).all(dim=-1)
+    return F.pad(equal.tril(-1).any(dim=-1), (GRAM - 1, 0))
+
+
+def copying_in_text(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
+    """`copying`; and of the text as it is, the perplexity where the last bytes were seen before,
+    and of the rest."""
+    losses = F.cross_entropy(model(x)[0].mT, y, reduction='none')
+    seen = seen_before(x)
+    return [*copying(model, x, y),
+            *(math.exp(float(losses[where].mean())) for where in (seen, ~seen))]
+
+
 @cache
 def open_run(out_dir: str) -> tuple[Transformer, Tensor, Tensor, float]:
     """A run's model, what it is given, and its perplexity there."""
@@ -170,8 +188,9 @@ def diagonal_cells(trained: float, without: float, size: float) -> list[str]:
     return [against(trained, without), f'{size:.2f}']
 
 
-def copying_cells(trained: float, first: float, again: float) -> list[str]:
-    return [f'{first:.3f}', against(first, again)]
+def copying_cells(trained: float, first: float, again: float, seen: float, rest: float,
+                  ) -> list[str]:
+    return [f'{first:.3f}', against(first, again), f'{seen:.3f}', f'{rest:.3f}']
 
 
 def main() -> None:
@@ -182,7 +201,8 @@ def main() -> None:
          'MLP: second update'], second_step, second_step_cells)
     diagonals = table(['attn-1', 'attn-2', 'cem-1', 'cem-2'], ['d = 0', 'mean of abs d'],
                       diagonal, diagonal_cells)
-    copies = table([*NAMES], ['a text', 'the same again'], copying, copying_cells)
+    copies = table([*NAMES], ['a text', 'the same again', 'after bytes seen before', 'the rest'],
+                   copying_in_text, copying_cells)
     if len(copies) == 2:
         fail('no run of the ladder is finished: python reproduce.py ladder')
     page = [
@@ -193,7 +213,8 @@ def main() -> None:
         'd = 0: the diagonal, shared by the heads, is taken away in all layers.', '', *diagonals,
         '', '## Copying', '',
         'A text of 64 bytes, and the same once more behind it: its second half, read the first and '
-        'the second time. A model that copies has seen the answer.', '', *copies]
+        'the second time. A model that copies has seen the answer. And the text as it is: where '
+        f'the last {GRAM} bytes stood in the context before, and the rest.', '', *copies]
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'inside.md')
     write_whole(path, '\n'.join([*page, '']).encode())
 
