@@ -68,10 +68,10 @@ MODELS |= {
     'cem-2-displacement': Model('cem-2', f'{cem(2)} --residual=displacement'),
     **{f'{kind}-{T}-diag': Model(f'{kind}-{T}', f'{layer(T)} --preconditioner=diag')
        for kind, layer in (('attn', attn), ('mlp', mlp)) for T in (1, 2)},
+    **{f'attn-{T}-exact': Model(f'attn-{T}', f'{attn(T)} --exact_update') for T in (1, 2)},
     # the diagonal of A_k beside the paper's P
     **{f'attn-1-diag-{name}': Model('attn-1', f'{attn(1)} --preconditioner=diag --kq_diag={kind}')
        for name, kind in (('nodiag', 'none'), ('perhead', 'per_head'))},
-    **{f'attn-{T}-exact': Model(f'attn-{T}', f'{attn(T)} --exact_update') for T in (1, 2)},
 }
 FURTHER = [name for name in MODELS if name not in FAMILIES + VARIANTS]
 # twice the tokens: is ten a parameter too few?
