@@ -7,6 +7,7 @@ Every figure of the paper, and a few of our own: the runs each needs, done where
     python reproduce.py fig_attn             one figure
     python reproduce.py claims               claims and figures from the runs that are finished
     python reproduce.py claims --publish     the same into results/ and the README's table
+    python reproduce.py ladder --from_published    go on from the runs that results/ has
     python reproduce.py ladder --scale=gpu   the claims at 3 and 10 M weights, on a GPU
     python reproduce.py all --scale=paper    the plan at the paper's sizes; --run does it
 
@@ -31,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
-from nanocem import claims, ladder
+from nanocem import claims, ladder, records
 from nanocem.corpus import CORPUS, make_corpus
 from nanocem.figures import FIGURES, Cell, figure_files
 from nanocem.files import say, write_whole
@@ -52,6 +53,7 @@ MFU, A100_FLOPS, PAPER_GPU_HOURS = 0.4, 312e12, 10_000
 GPU_HOURS_NOTE = f'GPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}.'
 
 Found = dict[Task, dict[str, Any]]  # the results of the finished runs
+PUBLISHED: Found = {}  # from_published: those in results/, which hold
 
 
 @cache
@@ -96,9 +98,11 @@ def weights_at(scale: Scale, size: str) -> float:
 
 
 def finished(task: Task) -> dict[str, Any] | None:
-    """A run's result.json, with what the tables need beside it; None until it is finished.
+    """A run's result.json, or what is published of it; None until it is finished.
     SystemExit if what the folder holds was begun with other settings: a config file or a default
     has changed since."""
+    if task in PUBLISHED:
+        return describe(task, PUBLISHED[task])
     if saved := ladder.read_settings(task.folder):
         own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
         if changed := [k for part in configs(task.options) for k, v in asdict(part).items()
@@ -106,8 +110,25 @@ def finished(task: Task) -> dict[str, Any] | None:
             fail(f'{task.folder} holds a run of another {", ".join(changed)}: remove it to train '
                  'it anew')
     result = ladder.read_result(task.folder)
-    return result and {**result, 'seed': task.seed, 'rate': task.rate, 'out_dir': task.folder,
+    return result and describe(task, result)
+
+
+def describe(task: Task, result: dict[str, Any]) -> dict[str, Any]:
+    """A run's result, with what the tables need beside it."""
+    return {**result, 'seed': task.seed, 'rate': task.rate, 'out_dir': task.folder,
             'weights': cost(task.shape).weights}
+
+
+def read_published(scale: Scale) -> Found:
+    """The runs that results/ has. SystemExit if there are none, or of other shapes than today's."""
+    path = f'results/{scale.name}/runs.csv'
+    found = records.read_runs(path, scale) or fail(f'{path}: no runs are published there')
+    for task, result in found.items():
+        tokens, flops, *_ = cost(task.shape)
+        if not math.isclose(flops / tokens, result['flops_per_token'], rel_tol=1e-9):
+            fail(f'{path} has {task.model} at {task.size} in another shape: leave --from_published '
+                 'out, and it is trained anew')
+    return found
 
 
 def look(tasks: Iterable[Task]) -> Found:
@@ -208,8 +229,9 @@ def stages(scale: Scale) -> list[Stage]:
     check = [task._replace(rate=float(f'{task.rate * factor:.2g}'))
              for task in runs(swept, sizes[2:3], first) for factor in (0.5, 2)]
     again = [task for seed in further for task in all_sweeps(scale, seed, swept)]
-    plan = [
-        Stage('the sweep', all_sweeps(scale, SWEEP_SEED, FAMILIES)),
+    sweeps = all_sweeps(scale, SWEEP_SEED, FAMILIES)
+    plan = [  # the published rates hold, whether or not all of their runs are kept
+        Stage('the sweep', [task for task in sweeps if task in PUBLISHED or not PUBLISHED]),
         Stage('three smallest sizes, first seed', runs(FAMILIES, sizes[:3], first)),
         Stage('two smallest sizes, further seeds', runs(FAMILIES, sizes[:2], further)),
         Stage('third size, further seeds', runs(FAMILIES, sizes[2:3], further)),
@@ -311,6 +333,12 @@ def save(folder: str, name: str, data: bytes | str) -> None:
 def write_figure(name: str, cells: Mapping[tuple[str, str, str, str], list[Task]], found: Found,
                  folder: str, whole: bool) -> None:
     """A figure's picture and tables; `whole`: only if all its cells have runs."""
+    if FIGURES[name].reads_runs:  # of which results/ has only the results
+        here = {t: r for t, r in found.items() if os.path.exists(f'{t.folder}/result.json')}
+        gone = [t for of in cells.values() for t in of if t in found and t not in here]
+        if gone and whole:
+            return say(f'{name}: {folder} keeps the one it has, {gone[0].folder} is not here')
+        found = here
     every = [Cell(*key, [found[task] for task in tasks if task in found])
              for key, tasks in cells.items()]
     cells = [cell for cell in every if cell.results]
@@ -328,7 +356,8 @@ def write_claims(scale: Scale, found: Found, folder: str) -> list[str]:
     own = set(own_runs(scale, [*MODELS], scale.sizes, scale.seeds))
     swept = {t for seed in scale.seeds for t in all_sweeps(scale, seed, FAMILIES)}
     sizes = {size: weights_at(scale, size) for size in scale.sizes}
-    pages, front = claims.pages(sizes, MODELS, found, own, swept)
+    counted = records.read_counts(f'results/{scale.name}/spikes.csv') if PUBLISHED else {}
+    pages, front = claims.pages(sizes, MODELS, found, own, swept, counted)
     for name, page in pages.items():
         save(folder, name, page)
     return front
@@ -357,7 +386,12 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
     if len(finished_stages) < 2:
         return say('nothing is published before two of them are')
     whole = {t: found[t] for stage in finished_stages for t in stage.tasks if t in found}
+    path = f'{folder}/runs.csv'
+    if lost := [task for task in records.read_runs(path, scale) if task not in found]:
+        fail(f'{path} has {len(lost)} runs that are not here: --from_published keeps them; to '
+             'publish without them remove it')
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
+    save(folder, 'runs.csv', records.as_csv(found, scale))  # of unfinished stages too
     if with_claims:
         front = write_claims(scale, whole, folder)
         if scale.name == 'ladder':
@@ -431,6 +465,7 @@ class ReproduceConfig:
     run: bool = False  # scale=paper: execute what is printed; scale=gpu: even without a GPU
     list: bool = False  # print the runs and whether they are finished, and do nothing
     plan: bool = False  # print the stages and what they take, and do nothing
+    from_published: bool = False  # count the runs in results/ as finished
     publish: bool = False  # write results/ and the README's table from the stages that are finished
 
     def __post_init__(self) -> None:
@@ -494,6 +529,8 @@ def main(argv: list[str]) -> None:
     known = [name for name in FIGURES if cfg.scale in FIGURES[name].scales]
     if unknown := [name for name in names if name not in (*known, 'all', 'ladder', 'claims')]:
         fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(known)}, ladder, all, claims')
+    PUBLISHED.clear()
+    PUBLISHED.update(read_published(scale) if cfg.from_published else {})
     everything = bool({'all', 'ladder'} & set(names))
     figures = [name for name in known if name in names or everything or not names]
     if cfg.list or (not names and not cfg.plan):

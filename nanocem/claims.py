@@ -18,9 +18,9 @@ import numpy as np
 from scipy.interpolate import Akima1DInterpolator
 from scipy.stats import ttest_rel
 
-from nanocem.figures import read_log
 from nanocem.files import write_whole
 from nanocem.ladder import Task
+from nanocem.records import events_of
 from nanocem.scaling import (
     Runs,
     Trend,
@@ -34,6 +34,8 @@ from nanocem.scaling import (
 Results = Mapping[tuple[str, str], Sequence[dict[str, Any]]]  # (size, model) -> a result a seed
 # (size, model) -> seed -> rate -> test perplexity
 Sweeps = Mapping[tuple[str, str], Mapping[int, Mapping[float, float]]]
+# size -> steps, A's own spikes, shared ones: of runs whose logs are not kept
+Counts = Mapping[str, tuple[int, int, int]]
 
 LARGE = 43.4e6  # weights of the paper's smallest Llama, 86m, without its embeddings
 LITTLE, CLOSE = 0.01, 0.02
@@ -205,11 +207,11 @@ def at_one_size(d: Mapping[int, float]) -> str:
 
 
 def answer(key: str, claim: str, test: Comparison, sizes: Mapping[str, float], results: Results,
-           sweeps: Sweeps) -> Row:
+           sweeps: Sweeps, counted: Counts) -> Row:
     """A comparison at every size (name -> Llama's weights), and what its line says."""
     text = f'{test.text} ({test.kind})'
     if test.kind == 'none':
-        return events(key, claim, text, test, sizes, results)
+        return events(key, claim, text, test, sizes, results, counted)
     found = {size: differences(test, size, results, sweeps) for size in sizes}
     points = [(sizes[size], d) for size, of in found.items() for d in of.values()]
     cells = {size: at_one_size(of) for size, of in found.items()}
@@ -227,22 +229,24 @@ def answer(key: str, claim: str, test: Comparison, sizes: Mapping[str, float], r
 
 
 def events(key: str, claim: str, text: str, test: Comparison, sizes: Mapping[str, float],
-           results: Results) -> Row:
+           results: Results, counted: Counts) -> Row:
     """A's loss spikes and skipped steps. Where B has one at the same step of the same seed, it is
     the batch that is hard: such are counted apart."""
     cells, total = {}, None
     for size in sizes:
-        a, b = ({r['seed']: log for r in results.get((size, side), ()) if (log := read_log(r))}
-                for side in (test.A, test.B))
-        seeds = [seed for seed in a if seed in b or not test.B]
-        at, in_b = ({(seed, line['step']) for seed in seeds for line in logs.get(seed, ())
-                     if line.get('event') in ('spike', 'skipped')} for logs in (a, b))
+        steps, own, shared = counted.get(size, (0, 0, 0))
+        a, b = ({r['seed']: (r, at) for r in results.get((size, side), ())
+                 if (at := events_of(r)) is not None} for side in (test.A, test.B))
+        for seed, (r, at) in a.items():
+            if seed in b or not test.B:
+                in_b = b[seed][1] if test.B else set()
+                steps += r['steps']
+                own += len(at - in_b)
+                shared += len(at & in_b)
         cells[size] = ''
-        if seeds:
-            steps = sum(a[seed][-1]['step'] for seed in seeds)
-            cells[size] = f'{len(at - in_b)} in {steps:,} steps'
-            cells[size] += f'; {len(at & in_b)} shared' if at & in_b else ''
-            total = (total or 0) + len(at - in_b)
+        if steps:
+            cells[size] = f'{own} in {steps:,} steps{f"; {shared} shared" if shared else ""}'
+            total = (total or 0) + own
     said = 'not run' if total is None else 'does not hold' if total else 'holds'
     return Row(key, claim, text, cells, said=said)
 
@@ -283,13 +287,14 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def all_rows(sizes: Mapping[str, float], results: Results, sweeps: Sweeps) -> list[Row]:
+def all_rows(sizes: Mapping[str, float], results: Results, sweeps: Sweeps, counted: Counts,
+             ) -> list[Row]:
     """Every claim, answered as far as the runs are finished."""
     rows = []
     for key, (claim, tests) in CLAIMS.items():
         if key == 'j':
             rows.append(recursion_on_gp())
-        rows += [answer(key, claim, test, sizes, results, sweeps) for test in tests]
+        rows += [answer(key, claim, test, sizes, results, sweeps, counted) for test in tests]
     return rows
 
 
@@ -340,9 +345,11 @@ def into_readme(lines: Sequence[str], path: str = 'README.md') -> None:
 
 
 def pages(sizes: Mapping[str, float], models: Iterable[str], found: Mapping[Task, dict[str, Any]],
-          own: Container[Task], swept: Container[Task]) -> tuple[dict[str, str], list[str]]:
+          own: Container[Task], swept: Container[Task], counted: Counts,
+          ) -> tuple[dict[str, str], list[str]]:
     """The finished runs as claims.md, claims.csv and ladder.md; and the README's table. `own`: runs
-    at their model's rate; `swept`: those of the sweeps; the rest check the rates."""
+    at their model's rate; `swept`: those of the sweeps; the rest check the rates. `counted`: spikes
+    in runs whose logs are not kept."""
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     sweeps: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
     others = []
@@ -354,11 +361,12 @@ def pages(sizes: Mapping[str, float], models: Iterable[str], found: Mapping[Task
             sweeps.setdefault(at, {}).setdefault(task.seed, {})[task.rate] = value
         if task not in own and task not in swept:
             others.append(f'{task.model} at {task.size}, rate {task.rate:g}: {value:.3f}')
-    rows = all_rows(sizes, results, sweeps)
-    hours = sum(r['seconds'] for r in found.values()) / 3600
+    rows = all_rows(sizes, results, sweeps, counted)
+    timed = [r['seconds'] for r in found.values() if math.isfinite(r['seconds'])]
+    some = f' for the {len(timed)} whose time was kept' * (len(timed) < len(found))
     page = [*ladder_table(sizes, models, results), '',
-            f'{len(found)} runs, {hours:.1f} hours of one core. Beside the carried rates: '
-            f'{"; ".join(others) or "nothing yet"}.', '', *worth(sizes, results), '']
+            f'{len(found)} runs, {sum(timed) / 3600:.1f} hours of one core{some}. Beside the '
+            f'carried rates: {"; ".join(others) or "nothing yet"}.', '', *worth(sizes, results), '']
     return {'claims.md': '\n'.join([*table(rows, sizes), '']), 'claims.csv': as_csv(rows, sizes),
             'ladder.md': '\n'.join(page)}, front_table(rows)
 

@@ -47,11 +47,13 @@ class Cell(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """group -> label -> model, by the names of reproduce.py's table; `scales` where it is drawn."""
+    """group -> label -> model, by the names of reproduce.py's table; `scales` where it is drawn;
+    whether it reads the runs' logs or weights, and not only their results."""
     title: str
     draw: Callable[[list[Cell]], plt.Figure]
     groups: dict[str, dict[str, str]]
     scales: tuple[str, ...] = ('ladder', 'paper')
+    reads_runs: bool = False
 
 
 COLOURS = {
@@ -361,9 +363,9 @@ FIGURES: dict[str, Figure] = {
         'plain reuse': {'T = 1': 'llama', 'T = 2': 'llama-attn-twice'},
         'dimension-matched': {'T = 1': 'attn-1', 'T = 2': 'attn-2'}}),
     'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
-        '': {f'T = {T}': f'cem-{T}' for T in (1, 2, 3)}}),
+        '': {f'T = {T}': f'cem-{T}' for T in (1, 2, 3)}}, reads_runs=True),
     'fig_energy': Figure('Energy along the steps of each layer, all-CEM, T = 2', draw_energy, {
-        '': {'CEM': 'cem-2'}}),
+        '': {'CEM': 'cem-2'}}, reads_runs=True),
     'fig_rope': Figure('CEM attention: exact RoPE against ALiBi and a diagonal', draw_bars, {
         '': {'Llama': 'llama'},
         **{f'T = {T}': {'ALiBi, shared diagonal': f'attn-{T}', 'exact RoPE': f'attn-{T}-rope'}
@@ -385,7 +387,8 @@ FIGURES: dict[str, Figure] = {
             for T in (1, 2)}}
         for n, end in ((10, ''), (20, '-20'))}, ('ladder',)),
     'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
-        '': {'Llama': 'llama', **{f'CEM, T = {T}': f'cem-{T}' for T in (1, 2, 3)}}}),
+        '': {'Llama': 'llama', **{f'CEM, T = {T}': f'cem-{T}' for T in (1, 2, 3)}}},
+        reads_runs=True),
 }
 
 

@@ -32,7 +32,7 @@ def runs(gaps, model='a', seeds=(1, 2, 3), noise=0.001, draw=None):
 
 
 def said(kind, gaps, **more):
-    return answer('x', 'claim', Comparison('A', kind, 'a', 'b'), SIZES, runs(gaps, **more), {})
+    return answer('x', 'claim', Comparison('A', kind, 'a', 'b'), SIZES, runs(gaps, **more), {}, {})
 
 
 def test_every_model_that_is_asked_for_is_trained():
@@ -69,7 +69,7 @@ def test_comparisons_are_paired():
     does not count."""
     found = runs({'small': -0.01})
     found['small', 'b'].append({'seed': 4, 'test_perplexity': 99.0})
-    row = answer('x', '', Comparison('A', 'better', 'a', 'b'), SIZES, found, {})
+    row = answer('x', '', Comparison('A', 'better', 'a', 'b'), SIZES, found, {}, {})
     logs = [[math.log(r['test_perplexity']) for r in found['small', side]][:3] for side in 'ab']
     right = ttest_rel(*logs).confidence_interval()
     low, high = (f'{100 * math.expm1(end):+.1f}' for end in right)
@@ -149,23 +149,24 @@ def test_events_are_counted(tmp_path):
     lines = [{'step': 10}, {'step': 11, 'event': 'spike'}, {'step': 20}]
     text = '\n'.join(map(json.dumps, lines)) + '\n{"step": 2'  # the last line is half written
     (tmp_path / 'log.jsonl').write_text(text)
-    found = {('small', 'a'): [{'out_dir': str(tmp_path), 'seed': 1}]}
-    row = answer('x', '', Comparison('A', 'none', 'a'), SIZES, found, {})
+    found = {('small', 'a'): [{'out_dir': str(tmp_path), 'seed': 1, 'steps': 20}]}
+    row = answer('x', '', Comparison('A', 'none', 'a'), SIZES, found, {}, {})
     assert row.cells['small'] == '1 in 20 steps' and row.said == FAILS
-    assert answer('x', '', Comparison('A', 'none', 'a'), SIZES, {}, {}).said == 'not run'
+    assert answer('x', '', Comparison('A', 'none', 'a'), SIZES, {}, {}, {}).said == 'not run'
     beside = Comparison('A', 'none', 'a', 'b')
-    assert answer('x', '', beside, SIZES, found, {}).said == 'not run'
+    assert answer('x', '', beside, SIZES, found, {}, {}).said == 'not run'
     # of A's two seeds the first has its spike at step 11, the second another event
     (tmp_path / 'log2').mkdir()
     (tmp_path / 'log2/log.jsonl').write_text('{"step": 11, "event": "no context"}\n{"step": 20}')
-    found['small', 'a'].append({'out_dir': str(tmp_path / 'log2'), 'seed': 2})
+    found['small', 'a'].append({'out_dir': str(tmp_path / 'log2'), 'seed': 2,
+                                'steps': 20})
     for n, (seed, step, cell, said) in enumerate([
             (1, 11, '0 in 20 steps; 1 shared', HOLDS), (1, 12, '1 in 20 steps', FAILS),
             (2, 11, '0 in 20 steps', HOLDS), (3, 11, '', 'not run')]):
         (tmp_path / f'b{n}').mkdir()
         (tmp_path / f'b{n}/log.jsonl').write_text(json.dumps({'step': step, 'event': 'spike'}))
         found['small', 'b'] = [{'out_dir': str(tmp_path / f'b{n}'), 'seed': seed}]
-        row = answer('x', '', beside, SIZES, found, {})
+        row = answer('x', '', beside, SIZES, found, {}, {})
         assert (row.cells['small'], row.said) == (cell, said)
 
 
@@ -192,7 +193,7 @@ def test_recursion_on_gp(curves, line, right, tmp_path):
 def test_tables_show_every_comparison(monkeypatch, tmp_path):
     """Every row in claims.md, in the csv, and between the README's marks, all that changes."""
     monkeypatch.chdir(tmp_path)
-    rows = claims.all_rows(SIZES, runs({'small': -0.05, 'large': -0.1}, model='attn-2'), {})
+    rows = claims.all_rows(SIZES, runs({'small': -0.05, 'large': -0.1}, model='attn-2'), {}, {})
     asked = sum(len(tests) for _, tests in CLAIMS.values()) + 1  # and claim j
     assert len(rows) == asked
     table, front = claims.table(rows, SIZES), claims.front_table(rows)

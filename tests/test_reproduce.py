@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from dataclasses import asdict, replace
 import pytest
 
 import reproduce
-from nanocem import corpus, ladder
+from nanocem import corpus, ladder, records
 from nanocem.figures import FIGURES, look_inside
 from nanocem.ladder import FAMILIES, MODELS, SCALES, Task, canonical
 from reproduce import cells_of, choose_rates, cost, finished, stages, sweep, wanted
@@ -63,7 +64,8 @@ def pretend(task, perplexity, **more):
     train, model = map(asdict, reproduce.configs(task.options))
     tokens = int(cost(task.shape).tokens)
     result = {'test_perplexity': perplexity, 'val_perplexity': perplexity, 'parameters': 10,
-              'tokens': tokens, 'flops_per_token': 1e4, 'seconds': 2.0, **more}
+              'tokens': tokens, 'flops_per_token': cost(task.shape).flops / cost(task.shape).tokens,
+              'steps': 10, 'seconds': 2.0, **more}
     for name, content in (('result', result), ('config', {'train': train, 'model': model})):
         with open(f'{task.folder}/{name}.json', 'w', encoding='utf-8') as file:
             json.dump(content, file)
@@ -75,7 +77,7 @@ def likely(task):
     """A perplexity for a made-up run: the best rate is 0.01 and a little more for CEM."""
     best = 0.01 if task.model == 'llama' else 0.012
     gap = 0.02 * (MODELS[task.model].family != 'llama') + 0.001 * task.seed
-    return 5 * math.exp(gap + 0.1 * math.log(task.rate / best) ** 2)
+    return round(5 * math.exp(gap + 0.1 * math.log(task.rate / best) ** 2), 4)
 
 
 def pretend_all(monkeypatch):
@@ -248,7 +250,7 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     assert not asked
     printed = capsys.readouterr().out  # drawn once, not after every stage
     assert printed.count('\nout/results/ladder/fig_ladder: ') == 1
-    assert set(os.listdir('results/ladder')) == made
+    assert set(os.listdir('results/ladder')) == made | {'runs.csv'}
     text = (here / 'README.md').read_text()
     assert '| a | CEM attention, T = 1' in text
 
@@ -295,6 +297,56 @@ def test_publish_takes_finished_stages_only(here, monkeypatch, capsys):
     for option in ('--seeds=1', '--sizes=s1'):
         with pytest.raises(SystemExit, match='publish writes whole tables'):
             reproduce.main(['claims', '--publish', option])
+
+
+def test_going_on_from_what_is_published(here, monkeypatch, capsys):
+    """On a machine without the runs' folders: none is done again, tables and pictures are the same,
+    those that want logs or weights stay; runs of unfinished stages and spikes are kept too."""
+    scale = use(monkeypatch, sizes=3)
+    asked = pretend_all(monkeypatch)
+    reproduce.main(['ladder'])
+    last = [task for task in reproduce.stages(scale)[3].tasks if task.model == 'cem-2'][-1]
+    with open(f'{last.folder}/log.jsonl', 'a', encoding='utf-8') as file:
+        file.write('{"step": 5, "event": "spike"}\n')
+    reproduce.main(['claims', '--publish'])
+    before = {name: (here / 'results/ladder' / name).read_bytes()
+              for name in os.listdir('results/ladder')}
+    assert '1 in ' in before['claims.md'].decode()
+    assert all(f'{name}.png' in before for name in FIGURES)
+
+    shutil.rmtree('out')
+    asked.clear()
+    reproduce.main(['ladder', '--from_published', '--publish'])
+    assert not asked
+    printed = capsys.readouterr().out
+    for name in ('fig_test_T', 'fig_energy', 'fig_curves'):
+        assert f'{name}: results/ladder keeps the one it has' in printed
+    after = {name: (here / 'results/ladder' / name).read_bytes()
+             for name in os.listdir('results/ladder')}
+    assert after == before
+
+    # without the option it is trained anew, and what is published is not lost
+    reproduce.main(['ladder', '--seeds=1'])
+    assert asked
+    with pytest.raises(SystemExit, match='runs that are not here: --from_published keeps them'):
+        reproduce.main(['claims', '--publish'])
+    assert (here / 'results/ladder/runs.csv').read_bytes() == before['runs.csv']
+
+
+@pytest.mark.parametrize(('old', 'new', 'message'), [
+    (',llama,', ',lama,', 'runs.csv, line 2 is damaged'),
+    (',528,', ',,', 'runs.csv, line 2 is damaged'),
+    (',683136.0,', ',683137.0,', 'has llama at 83k in another shape')])
+def test_damaged_records(old, new, message, here):
+    os.makedirs('results/ladder')
+    columns = ','.join(records.COLUMNS)
+    line = '83k,llama,0.014,1,107952,1081344,683136.0,528,,6.7058,float32,,'
+    with pytest.raises(SystemExit, match='no runs are published there'):
+        reproduce.main(['fig_attn', '--from_published'])
+    with open('results/ladder/runs.csv', 'w', encoding='utf-8') as file:
+        file.write(f'{columns}\n{line.replace(old, new)}\n')
+    with pytest.raises(SystemExit, match=message):
+        reproduce.main(['fig_attn', '--from_published'])
 
 
 def test_nothing_is_published_from_little(here, monkeypatch, capsys):
