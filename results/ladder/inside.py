@@ -1,9 +1,10 @@
 """
 Trained models looked into: what a second step does, the diagonal of A_k, and copying.
 
-    python results/ladder/inside.py
+    python results/ladder/inside.py [PAGE.md]
 
-Of the runs of `python reproduce.py ladder` that are finished; writes inside.md beside itself.
+Of the runs of `python reproduce.py ladder` whose folders are here; writes the page, inside.md where
+no other is named, beside itself.
 """
 import math
 import os
@@ -166,7 +167,8 @@ def table(models: Sequence[str], header: Sequence[str],
                 continue
             found = zip(*(look(run['out_dir'], into) for run in runs), strict=True)
             trained, *rest = map(statistics.fmean, found)
-            words = [NAMES[name], size, str(len(runs)), f'{trained:.3f}', *cells(trained, *rest)]
+            seeds = ', '.join(str(run['seed']) for run in runs)
+            words = [NAMES[name], size, seeds, f'{trained:.3f}', *cells(trained, *rest)]
             lines.append(f'| {" | ".join(words)} |')
             print(lines[-1], flush=True)
     return lines
@@ -215,7 +217,8 @@ def main() -> None:
         'A text of 64 bytes, and the same once more behind it: its second half, read the first and '
         'the second time. A model that copies has seen the answer. And the text as it is: where '
         f'the last {GRAM} bytes stood in the context before, and the rest.', '', *copies]
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'inside.md')
+    name = os.path.basename(sys.argv[1]) if len(sys.argv) > 1 else 'inside.md'
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
     write_whole(path, '\n'.join([*page, '']).encode())
 
 
