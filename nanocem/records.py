@@ -40,14 +40,19 @@ def as_csv(found: Mapping[Task, dict[str, Any]], scale: Scale) -> str:
     sizes = list({**scale.sweep_sizes, **scale.sizes})
     for task, r in sorted(found.items(), key=lambda of: (sizes.index(of[0].size), of[0])):
         events = events_of(r)
-        words = {'val_perplexity': f'{r["val_perplexity"]:.4f}',
-                 'test_perplexity': f'{r["test_perplexity"]:.4f}', 'seconds': f'{r["seconds"]:.0f}',
-                 'events': '' if events is None else ' '.join(map(str, sorted(events))) or NONE}
-        values = {**r, **{name: '' if word == 'nan' else word for name, word in words.items()},
-                  'size': task.size, 'model': task.model, 'learning_rate': f'{task.rate:g}',
-                  'seed': task.seed}
+        values = {
+            **r, **task._asdict(), 'learning_rate': f'{task.rate:g}',
+            'val_perplexity': written(r['val_perplexity'], 4),
+            'test_perplexity': written(r['test_perplexity'], 4),
+            'seconds': written(r['seconds'], 0),
+            'events': '' if events is None else ' '.join(map(str, sorted(events))) or NONE}
         writer.writerow([values.get(name, '') for name in COLUMNS])
     return text.getvalue()
+
+
+def written(value: float, digits: int) -> str:
+    """A number with so many decimals; empty where it was not kept."""
+    return f'{value:.{digits}f}' if math.isfinite(value) else ''
 
 
 def read_rows(path: str) -> list[dict[str, str]]:
