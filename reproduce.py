@@ -389,7 +389,7 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
     path = f'{folder}/runs.csv'
     if lost := [task for task in records.read_runs(path, scale) if task not in found]:
         fail(f'{path} has {len(lost)} runs that are not here: --from_published keeps them; to '
-             'publish without them remove it')
+             'publish without them remove it, and spikes.csv beside it')
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
     save(folder, 'runs.csv', records.as_csv(found, scale))  # of unfinished stages too
     if with_claims:

@@ -158,8 +158,7 @@ def test_events_are_counted(tmp_path):
     # of A's two seeds the first has its spike at step 11, the second another event
     (tmp_path / 'log2').mkdir()
     (tmp_path / 'log2/log.jsonl').write_text('{"step": 11, "event": "no context"}\n{"step": 20}')
-    found['small', 'a'].append({'out_dir': str(tmp_path / 'log2'), 'seed': 2,
-                                'steps': 20})
+    found['small', 'a'].append({'out_dir': str(tmp_path / 'log2'), 'seed': 2, 'steps': 20})
     for n, (seed, step, cell, said) in enumerate([
             (1, 11, '0 in 20 steps; 1 shared', HOLDS), (1, 12, '1 in 20 steps', FAILS),
             (2, 11, '0 in 20 steps', HOLDS), (3, 11, '', 'not run')]):

@@ -111,3 +111,9 @@ def test_copying():
                      for n in range(3)])
     first, again = inside.copying(Copier(), x, x)
     assert first == pytest.approx(20) and again == pytest.approx(1)
+
+
+@pytest.mark.parametrize('argv', [['--help'], ['a.md', 'b.md'], ['../a.md']])
+def test_pages_of_other_names(argv):
+    with pytest.raises(SystemExit, match='expected at most the name of a page'):
+        inside.main(argv)

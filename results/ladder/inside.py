@@ -195,7 +195,10 @@ def copying_cells(trained: float, first: float, again: float, seen: float, rest:
     return [f'{first:.3f}', against(first, again), f'{seen:.3f}', f'{rest:.3f}']
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
+    name = argv[0] if argv else 'inside.md'
+    if len(argv) > 1 or not name.endswith('.md') or os.path.basename(name) != name:
+        fail(f'{" ".join(argv)}: expected at most the name of a page beside this file, PAGE.md')
     torch.set_num_threads(1)
     steps = table(
         ['cem-2', 'rope-2', 'attn-2', 'mlp-2'],
@@ -217,11 +220,10 @@ def main() -> None:
         'A text of 64 bytes, and the same once more behind it: its second half, read the first and '
         'the second time. A model that copies has seen the answer. And the text as it is: where '
         f'the last {GRAM} bytes stood in the context before, and the rest.', '', *copies]
-    name = os.path.basename(sys.argv[1]) if len(sys.argv) > 1 else 'inside.md'
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
     write_whole(path, '\n'.join([*page, '']).encode())
 
 
 if __name__ == '__main__':
     os.chdir(ROOT)
-    main()
+    main(sys.argv[1:])
