@@ -243,9 +243,9 @@ def stages(scale: Scale) -> list[Stage]:
         Stage('further variants', runs(ladder.FURTHER, sizes[:2], scale.seeds)),
         Stage('fourth size, further seeds', runs(ladder.PAPERS + control, sizes[3:4], further)),
         Stage('twice the tokens', runs(ladder.LONGER, sizes[:2], first)),
-        Stage('sweeps of further seeds', again),
         *(Stage(f'fifth size, seed {seed}', runs(ladder.PAPERS + control, sizes[4:], [seed]))
           for seed in further),
+        Stage('sweeps of further seeds', again),
         Stage('exact RoPE, further seeds', runs(FAMILIES, sizes[3:], further))]
     return asked(plan, scale)
 
