@@ -304,7 +304,13 @@ def test_going_on_from_what_is_published(here, monkeypatch, capsys):
     those that want logs or weights stay; runs of unfinished stages and spikes are kept too."""
     scale = use(monkeypatch, sizes=3)
     asked = pretend_all(monkeypatch)
-    reproduce.main(['ladder'])
+
+    def train(*options):  # without the pictures after every stage
+        with monkeypatch.context() as undrawn:
+            undrawn.setattr(reproduce, 'write_out', lambda *given, **options: None)
+            reproduce.main(['ladder', *options])
+
+    train()
     last = [task for task in reproduce.stages(scale)[3].tasks if task.model == 'cem-2'][-1]
     with open(f'{last.folder}/log.jsonl', 'a', encoding='utf-8') as file:
         file.write('{"step": 5, "event": "spike"}\n')
@@ -326,7 +332,7 @@ def test_going_on_from_what_is_published(here, monkeypatch, capsys):
     assert after == before
 
     # without the option it is trained anew, and what is published is not lost
-    reproduce.main(['ladder', '--seeds=1'])
+    train('--seeds=1')
     assert asked
     with pytest.raises(SystemExit, match='runs that are not here: --from_published keeps them'):
         reproduce.main(['claims', '--publish'])
