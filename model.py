@@ -409,8 +409,8 @@ class Transformer(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Any = None,
                 ) -> tuple[Tensor | None, Tensor | None]:
-        """Ids (B, I) -> logits (B, I, vocabulary), None; with targets (B, I): None, mean loss. With
-        a cache, idx are the tokens behind those it holds."""
+        """Ids (B, I) -> logits (B, I, vocabulary), None; with targets (B, I), -100 for none: None,
+        mean loss. With a cache, idx are the tokens behind those it holds."""
         x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None

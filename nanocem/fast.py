@@ -31,6 +31,7 @@ from nanocem.files import say
 
 WORTH_COMPILING = 2e12  # FLOPs; a run of fewer, a minute on a CPU, ends before that pays
 LOGITS_AT_ONCE = 2 ** 26  # the loss of more logits than this is taken a few rows at a time
+NO_TARGET = -100  # what is not to be learned, as in F.cross_entropy
 SCORES_AT_ONCE = 2 ** 20  # of rows: 4 MB, for a CPU's cache
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 MAKES_ITS_BIAS = ('rows', 'triton')  # all others take the table of Attention.bias
@@ -377,10 +378,11 @@ def at_least_float(x: Tensor) -> Tensor:
 
 
 def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of the logits x W^T: x (B, J, D), W (vocabulary, D), targets (B, J)."""
+    """Mean cross-entropy of the logits x W^T: x (B, J, D), W (vocabulary, D), targets (B, J), of
+    which those of -100 do not count."""
     x, targets = x.flatten(0, 1), targets.flatten()
     if len(x) * len(W) <= LOGITS_AT_ONCE:
-        return F.cross_entropy(at_least_float(F.linear(x, W)), targets)
+        return F.cross_entropy(at_least_float(F.linear(x, W)), targets, ignore_index=NO_TARGET)
     return LinearCrossEntropy.apply(x, W, targets, torch.is_grad_enabled())
 
 
@@ -391,23 +393,27 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, learn: bool) -> Tensor:
         loss, dx, dW = 0, [], torch.zeros_like(W) if learn else None
         rows = max(1, LOGITS_AT_ONCE // len(W))
-        for x_n, target in zip(x.split(rows), targets[:, None].split(rows), strict=True):
+        counts = (targets != NO_TARGET)[:, None]
+        targets = targets[:, None].where(counts, 0)
+        pieces = zip(x.split(rows), targets.split(rows), counts.split(rows), strict=True)
+        for x_n, target, count in pieces:
             logits = F.linear(x_n, W)
             log_p = at_least_float(logits).log_softmax(dim=-1)
-            loss = loss - log_p.gather(-1, target).sum()
+            loss = loss - (log_p.gather(-1, target) * count).sum()
             if learn:
                 one = torch.ones_like(log_p[:, :1])
                 d = log_p.exp_().scatter_add_(-1, target, -one).to(logits.dtype)  # p - one-hot
-                dx.append((d @ W).to(x.dtype))
-                dW += d.mT @ x_n
+                dx.append((d @ W).to(x.dtype) * count)
+                dW += d.mT @ (x_n * count)
+        n = counts.sum()
         if learn:
-            ctx.save_for_backward(torch.cat(dx), dW)
-        return loss / len(x)
+            ctx.save_for_backward(torch.cat(dx), dW, n)
+        return loss / n
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dW = ctx.saved_tensors
-        grad = grad / len(dx)
+        dx, dW, n = ctx.saved_tensors
+        grad = grad / n
         return grad * dx, grad * dW, None, None
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model import ModelConfig, Transformer
 from nanocem import fast
@@ -287,6 +287,22 @@ def test_loss_in_pieces_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     for whole, *pieces in zip(*results, strict=True):
         for piece in pieces:
             torch.testing.assert_close(piece, whole, rtol=1e-11, atol=1e-13)
+
+
+def test_targets_of_minus_100_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and in pieces, beside the mean over the others. None that count: no number."""
+    torch.manual_seed(4)
+    x, W = torch.randn(3, 17, 8).double(), torch.randn(50, 8).double()
+    x.requires_grad_(), W.requires_grad_()
+    targets, counts = torch.randint(50, (3, 17)), torch.rand(3, 17) < 0.6
+    mean = nn.functional.cross_entropy((x @ W.mT)[counts], targets[counts])
+    gradients = torch.autograd.grad(mean, (x, W))
+    for at_once in (2 ** 26, 350, 50):
+        monkeypatch.setattr(fast, 'LOGITS_AT_ONCE', at_once)
+        loss = fast.cross_entropy(x, W, targets.where(counts, -100))
+        torch.testing.assert_close(loss, mean)
+        torch.testing.assert_close(torch.autograd.grad(loss, (x, W)), gradients)
+        assert fast.cross_entropy(x, W, torch.full_like(targets, -100)).isnan()
 
 
 @pytest.mark.parametrize('autocast', [False, True])
