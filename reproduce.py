@@ -352,15 +352,18 @@ def write_figure(name: str, cells: Mapping[tuple[str, str, str, str], list[Task]
 
 
 def write_claims(scale: Scale, found: Found, folder: str) -> list[str]:
-    """claims.md, claims.csv and ladder.md; returns the README's table."""
+    """claims.md, claims.csv and ladder.md, by test and by validation; returns the README's table,
+    by test."""
     own = set(own_runs(scale, [*MODELS], scale.sizes, scale.seeds))
     swept = {t for seed in scale.seeds for t in all_sweeps(scale, seed, FAMILIES)}
     sizes = {size: weights_at(scale, size) for size in scale.sizes}
     counted = records.read_counts(f'results/{scale.name}/spikes.csv') if PUBLISHED else {}
-    pages, front = claims.pages(sizes, MODELS, found, own, swept, counted)
-    for name, page in pages.items():
-        save(folder, name, page)
-    return front
+    front = {}
+    for split in claims.SPLITS:
+        pages, front[split] = claims.pages(sizes, MODELS, found, own, swept, counted, split)
+        for name, page in pages.items():
+            save(folder, name, page)
+    return front['test']
 
 
 def write_out(names: Sequence[str], scale: Scale, with_claims: bool, publish: bool) -> None:

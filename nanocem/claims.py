@@ -2,7 +2,8 @@
 The paper's claims as comparisons of runs, and what each says.
 
 A comparison is paired: both sides have read the same data in the same order, so a seed's
-difference is one number, the log of A's test perplexity over B's. At one size: its mean and 95%
+difference is one number, the log of A's perplexity over B's, on the test text or, to see how much
+of it hangs on that text, on the validation text. At one size: its mean and 95%
 interval (scipy's paired t-test). Over sizes: a straight line in log N, read at the largest size
 that was run. What is said of a claim follows from that line alone, by `verdict`, `direction`.
 """
@@ -37,13 +38,14 @@ Sweeps = Mapping[tuple[str, str], Mapping[int, Mapping[float, float]]]
 # size -> steps, A's own spikes, shared ones: of runs whose logs are not kept
 Counts = Mapping[str, tuple[int, int, int]]
 
+SPLITS = {'test': 'Test', 'val': 'Validation'}
 LARGE = 43.4e6  # weights of the paper's smallest Llama, 86m, without its embeddings
 LITTLE, CLOSE = 0.01, 0.02
 DRAWS = 500  # of the bootstrap
 
 
 class Comparison(NamedTuple):
-    """`kind` is what is claimed of A's test perplexity against B's: better, worse; no better: by
+    """`kind` is what is claimed of A's perplexity against B's: better, worse; no better: by
     less than 1%; close: at most 2% worse; alike: within 2% either way; higher: of A's best rate;
     none: of A's loss spikes and skipped steps, where B has none at that step. `of`: the runs at
     each model's own carried rate, or the sweeps: their best rates, the perplexities there, or both
@@ -127,7 +129,7 @@ class Row(NamedTuple):
 def differences(test: Comparison, size: str, results: Results, sweeps: Sweeps) -> dict[int, float]:
     """seed -> the log ratio of A over B at a size, for the seeds that both have."""
     if test.of == 'runs':
-        a, b = ({r['seed']: math.log(r['test_perplexity']) for r in results.get((size, side), ())}
+        a, b = ({r['seed']: math.log(r['perplexity']) for r in results.get((size, side), ())}
                 for side in (test.A, test.B))
         return {seed: a[seed] - b[seed] for seed in a if seed in b}
     found = {}
@@ -298,12 +300,13 @@ def all_rows(sizes: Mapping[str, float], results: Results, sweeps: Sweeps, count
     return rows
 
 
-def table(rows: Sequence[Row], sizes: Mapping[str, float]) -> list[str]:
+def table(rows: Sequence[Row], sizes: Mapping[str, float], split: str = 'test') -> list[str]:
     """The claims in Markdown, every comparison with its numbers."""
     asked = [n for n, row in enumerate(rows) if row.p is not None]
     adjusted = dict(zip(asked, holm([rows[n].p for n in asked]), strict=True))
     lines = [
-        'Test perplexity of A over that of B, less one, with its 95% interval, paired by seed; '
+        f'{SPLITS[split]} perplexity of A over that of B, less one, with its 95% interval, paired '
+        'by seed; '
         'below zero A is better. "No better": by less than 1%; "close": at most 2% worse; "alike": '
         'within 2% either way; "higher": the best rates. At the largest size, a tenfold and '
         f'{LARGE / 1e6:.1f} M weights are read off the straight line through all pairs over log N; '
@@ -345,18 +348,20 @@ def into_readme(lines: Sequence[str], path: str = 'README.md') -> None:
 
 
 def pages(sizes: Mapping[str, float], models: Iterable[str], found: Mapping[Task, dict[str, Any]],
-          own: Container[Task], swept: Container[Task], counted: Counts,
+          own: Container[Task], swept: Container[Task], counted: Counts, split: str = 'test',
           ) -> tuple[dict[str, str], list[str]]:
     """The finished runs as claims.md, claims.csv and ladder.md; and the README's table. `own`: runs
     at their model's rate; `swept`: those of the sweeps; the rest check the rates. `counted`: spikes
-    in runs whose logs are not kept."""
+    in runs whose logs are not kept. By validation the files' names say so."""
     results: dict[tuple[str, str], list[dict[str, Any]]] = {}
     sweeps: dict[tuple[str, str], dict[int, dict[float, float]]] = {}
     others = []
     for task, r in sorted(found.items(), key=lambda item: item[0]):
-        at, value = (task.size, task.model), r['test_perplexity']
+        at, value = (task.size, task.model), r[f'{split}_perplexity']
+        if not math.isfinite(value):  # not kept
+            continue
         if task in own:
-            results.setdefault(at, []).append(r)
+            results.setdefault(at, []).append({**r, 'perplexity': value})
         if task in swept:
             sweeps.setdefault(at, {}).setdefault(task.seed, {})[task.rate] = value
         if task not in own and task not in swept:
@@ -364,22 +369,25 @@ def pages(sizes: Mapping[str, float], models: Iterable[str], found: Mapping[Task
     rows = all_rows(sizes, results, sweeps, counted)
     timed = [r['seconds'] for r in found.values() if math.isfinite(r['seconds'])]
     some = f' for the {len(timed)} whose time was kept' * (len(timed) < len(found))
-    page = [*ladder_table(sizes, models, results), '',
+    page = [*ladder_table(sizes, models, results, split), '',
             f'{len(found)} runs, {sum(timed) / 3600:.1f} hours of one core{some}. Beside the '
             f'carried rates: {"; ".join(others) or "nothing yet"}.', '', *worth(sizes, results), '']
-    return {'claims.md': '\n'.join([*table(rows, sizes), '']), 'claims.csv': as_csv(rows, sizes),
-            'ladder.md': '\n'.join(page)}, front_table(rows)
+    end = '' if split == 'test' else '_validation'
+    return {f'claims{end}.md': '\n'.join([*table(rows, sizes, split), '']),
+            f'claims{end}.csv': as_csv(rows, sizes),
+            f'ladder{end}.md': '\n'.join(page)}, front_table(rows)
 
 
-def ladder_table(sizes: Mapping[str, float], models: Iterable[str], results: Results) -> list[str]:
+def ladder_table(sizes: Mapping[str, float], models: Iterable[str], results: Results, split: str,
+                 ) -> list[str]:
     """Every model at every size: perplexity, learning rate, seeds."""
-    lines = ['Test perplexity, mean ± standard deviation; learning rate; seeds.', '',
+    lines = [f'{SPLITS[split]} perplexity, mean ± standard deviation; learning rate; seeds.', '',
              f'| model | {" | ".join(sizes)} |', '|' + '---|' * (len(sizes) + 1)]
     for model in models:
         words = []
         for size in sizes:
             of = results.get((size, model), ())
-            values = [r['test_perplexity'] for r in of]
+            values = [r['perplexity'] for r in of]
             spread = f' ± {statistics.stdev(values):.3f}' if len(values) > 1 else ''
             words.append(f'{statistics.fmean(values):.3f}{spread}; {of[0]["rate"]:g}; {len(of)}'
                          if of else '')
@@ -413,7 +421,7 @@ def runs_of(recursion: Recursion, sizes: Mapping[str, float], results: Results) 
             for r in results.get((size, model), ()):
                 rec = sum(r['weights'][kind] for kind in recursion.weights)
                 once = sum(r['weights'].values()) - rec
-                rows.append((once, rec, T, r['seed'], math.log(r['test_perplexity'])))
+                rows.append((once, rec, T, r['seed'], math.log(r['perplexity'])))
     return Runs(*np.array(rows, dtype=float).reshape(-1, 5).T)
 
 
@@ -467,7 +475,7 @@ def prices(recursion: Recursion, sizes: Mapping[str, float], results: Results, E
     for size in sizes:
         for T, model in ((1, recursion.once), (2, recursion.twice)):
             if of := results.get((size, model)):
-                loss[size, T] = statistics.fmean(math.log(r['test_perplexity']) for r in of)
+                loss[size, T] = statistics.fmean(math.log(r['perplexity']) for r in of)
                 flops[size, T] = of[0]['tokens'] * of[0]['flops_per_token']
     single = [size for size in sizes if (size, 1) in loss]
     if len(single) < 2:

@@ -10,7 +10,7 @@ from scipy.stats import ttest_rel
 
 from nanocem import claims
 from nanocem.claims import CLAIMS, Comparison, answer, direction, holm, p_of, verdict
-from nanocem.ladder import MODELS
+from nanocem.ladder import MODELS, Task
 from nanocem.scaling import trend
 
 SIZES = {'small': 8e4, 'middle': 3e5, 'large': 1e6}
@@ -26,7 +26,7 @@ def runs(gaps, model='a', seeds=(1, 2, 3), noise=0.001, draw=None):
         offsets = rng.normal(size=len(seeds)) if draw else np.arange(len(seeds)) - len(seeds) // 2
         for name, of in (('b', 0 * offsets), (model, gap + noise * offsets)):
             logs = np.array([0.05 * seed for seed in seeds]) + of
-            found[size, name] = [{'seed': seed, 'test_perplexity': 5 * math.exp(log)}
+            found[size, name] = [{'seed': seed, 'perplexity': 5 * math.exp(log)}
                                  for seed, log in zip(seeds, logs, strict=True)]
     return found
 
@@ -68,9 +68,9 @@ def test_comparisons_are_paired():
     """Seeds differ by 5%, pairs by 0.1%: the interval is the pairs'. A seed that one side lacks
     does not count."""
     found = runs({'small': -0.01})
-    found['small', 'b'].append({'seed': 4, 'test_perplexity': 99.0})
+    found['small', 'b'].append({'seed': 4, 'perplexity': 99.0})
     row = answer('x', '', Comparison('A', 'better', 'a', 'b'), SIZES, found, {}, {})
-    logs = [[math.log(r['test_perplexity']) for r in found['small', side]][:3] for side in 'ab']
+    logs = [[math.log(r['perplexity']) for r in found['small', side]][:3] for side in 'ab']
     right = ttest_rel(*logs).confidence_interval()
     low, high = (f'{100 * math.expm1(end):+.1f}' for end in right)
     assert row.cells == {'small': f'-1.0% ({low} to {high})', 'middle': '', 'large': ''}
@@ -209,6 +209,29 @@ def test_tables_show_every_comparison(monkeypatch, tmp_path):
     assert (tmp_path / 'README.md').read_text() == 'no marks' and os.listdir() == ['README.md']
 
 
+def test_pages_by_test_and_by_validation(monkeypatch):
+    """Two gaps, each on its page; a run whose validation was not kept does not count there."""
+    monkeypatch.setattr(claims, 'DRAWS', 2)
+    found = {}
+    for seed in (1, 2, 3):
+        for model, test, val in (('llama', 0, 0), ('cem-2', 0.02, 0.1)):
+            found[Task('ladder', '83k', model, 0.01, seed)] = {
+                'seed': seed, 'rate': 0.01, 'test_perplexity': 5 * math.exp(test + seed / 10),
+                'val_perplexity': 5 * math.exp(val + seed / 20) if seed < 3 else math.nan,
+                'weights': {'attn': 1e4, 'mlp': 1e4}, 'tokens': 1e6, 'flops_per_token': 6e4,
+                'seconds': 1.0, 'events': None}
+    common = ({'83k': 2e4}, ['llama', 'cem-2'], found, set(found), set(), {})
+    by_test, _ = claims.pages(*common)
+    by_val, _ = claims.pages(*common, 'val')
+    assert set(by_test) == {'claims.md', 'claims.csv', 'ladder.md'}
+    for pages, end, gap, title, seeds in ((by_test, '', '+2.0% (+2.0 to +2.0)', 'Test', 3),
+                                          (by_val, '_validation', '+10.5% (', 'Validation', 2)):
+        assert gap in pages[f'claims{end}.md'] and gap in pages[f'claims{end}.csv']
+        assert pages[f'claims{end}.md'].startswith(f'{title} perplexity of A')
+        table = pages[f'ladder{end}.md']
+        assert table.startswith(f'{title} perplexity') and f'0.01; {seeds} |' in table
+
+
 def test_worth_of_a_step(monkeypatch):
     """phi of made-up attention runs, and the price of a step in FLOPs."""
     monkeypatch.setattr(claims, 'DRAWS', 20)
@@ -218,7 +241,7 @@ def test_worth_of_a_step(monkeypatch):
             weights = {'attn': 0.4 * N, 'mlp': 0.6 * N}
             loss = 0.8 + 25 * (weights['mlp'] + T ** 0.46 * weights['attn']) ** -0.3
             found[size, f'attn-{T}'] = [
-                {'seed': s, 'weights': weights, 'test_perplexity': math.exp(loss), 'tokens': 10 * N,
+                {'seed': s, 'weights': weights, 'perplexity': math.exp(loss), 'tokens': 10 * N,
                  'flops_per_token': 6 * N * (1 + 0.4 * (T - 1))} for s in (1, 2, 3)]
     lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
     (line,) = [line for line in lines if line.startswith('| attention |')]
@@ -238,7 +261,7 @@ def test_worth_of_a_step(monkeypatch):
     # seeds that lie further apart than T = 1 and 2: the law misses them by as much
     for runs in found.values():
         for r, factor in zip(runs, (0.5, 1, 2), strict=True):
-            r['test_perplexity'] *= factor
+            r['perplexity'] *= factor
     lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
     assert any('), void | ' in line for line in lines if line.startswith('| attention |'))
 

@@ -235,7 +235,7 @@ def test_everything_in_the_plans_order(here, monkeypatch, capsys):
     swept = set(reproduce.all_sweeps(scale, 1, FAMILIES))
     assert set(asked[:len(swept)]) == swept
     made = set(os.listdir('out/results/ladder'))
-    assert {'claims.md', 'claims.csv', 'ladder.md', 'rates.json'} <= made
+    assert {'claims.md', 'claims_validation.md', 'ladder.md', 'rates.json'} <= made
     assert {f'{name}.{end}' for name in FIGURES for end in ('png', 'csv', 'md')} <= made
     assert not os.path.exists('results')
     table = (here / 'out/results/ladder/ladder.md').read_text()
