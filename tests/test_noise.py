@@ -13,7 +13,7 @@ noise = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(noise)
 
 BOS = 256
-TEXT = [BOS, *b'"""\nShort words here', BOS, *b'and others', BOS, *b'=' * 9]
+TEXT = [BOS, *b'#!/bin/env python\n"""\nShort words here', BOS, *b'and two', BOS, *b'=' * 9]
 DATA = SimpleNamespace(shards=[np.array(TEXT)], length=4)
 
 
@@ -30,7 +30,7 @@ def test_documents():
     assert parts.sum() == pytest.approx(loss.mean())
     assert parts[0] == pytest.approx(loss[of == 1].sum() / 12)
     assert [noise.first_line(DATA, n, BOS) for n in (1, 2, 3)] == [
-        'Short words here', 'and others', 'no words']
+        'Short words here', 'no words', 'no words']
 
 
 def test_spread():

@@ -60,12 +60,12 @@ def spread(models: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def first_line(data: Sequences, name: int, bos: int) -> str:
-    """The first words of a document."""
+    """The first words of a document, three or more in a line."""
     (tokens,) = data.shards
     start, end = [*np.flatnonzero(tokens == bos), len(tokens)][name - 1:name + 1]
     text = bytes(tokens[start + 1:end][:400].tolist())
-    words = re.findall(r'\w[\w ,.\-]{8,}', text.decode(errors='replace'))
-    return words[0].strip()[:50] if words else 'no words'
+    words = re.findall(r'\w+(?: \w[\w.,-]*){2,}', text.decode(errors='replace'))
+    return words[0][:50] if words else 'no words'
 
 
 def rows(split: str, trained: Sequence[Sequence[Transformer]]) -> list[str]:
