@@ -358,14 +358,14 @@ def pages(sizes: Mapping[str, float], models: Iterable[str], found: Mapping[Task
     others = []
     for task, r in sorted(found.items(), key=lambda item: item[0]):
         at, value = (task.size, task.model), r[f'{split}_perplexity']
-        if not math.isfinite(value):  # not kept
-            continue
-        if task in own:
+        kept = math.isfinite(value)
+        if task in own and kept:
             results.setdefault(at, []).append({**r, 'perplexity': value})
-        if task in swept:
+        if task in swept and kept:
             sweeps.setdefault(at, {}).setdefault(task.seed, {})[task.rate] = value
         if task not in own and task not in swept:
-            others.append(f'{task.model} at {task.size}, rate {task.rate:g}: {value:.3f}')
+            others.append(f'{task.model} at {task.size}, rate {task.rate:g}: '
+                          f'{f"{value:.3f}" if kept else "not kept"}')
     rows = all_rows(sizes, results, sweeps, counted)
     timed = [r['seconds'] for r in found.values() if math.isfinite(r['seconds'])]
     some = f' for the {len(timed)} whose time was kept' * (len(timed) < len(found))

@@ -220,16 +220,21 @@ def test_pages_by_test_and_by_validation(monkeypatch):
                 'val_perplexity': 5 * math.exp(val + seed / 20) if seed < 3 else math.nan,
                 'weights': {'attn': 1e4, 'mlp': 1e4}, 'tokens': 1e6, 'flops_per_token': 6e4,
                 'seconds': 1.0, 'events': None}
-    common = ({'83k': 2e4}, ['llama', 'cem-2'], found, set(found), set(), {})
+    own = set(found)
+    found[Task('ladder', '83k', 'llama', 0.02, 1)] = {  # beside the models' own rates
+        'test_perplexity': 5.4321, 'val_perplexity': math.nan, 'seconds': 1.0}
+    common = ({'83k': 2e4}, ['llama', 'cem-2'], found, own, set(), {})
     by_test, _ = claims.pages(*common)
     by_val, _ = claims.pages(*common, 'val')
     assert set(by_test) == {'claims.md', 'claims.csv', 'ladder.md'}
-    for pages, end, gap, title, seeds in ((by_test, '', '+2.0% (+2.0 to +2.0)', 'Test', 3),
-                                          (by_val, '_validation', '+10.5% (', 'Validation', 2)):
+    for pages, end, gap, title, seeds, beside in (
+            (by_test, '', '+2.0% (+2.0 to +2.0)', 'Test', 3, '5.432'),
+            (by_val, '_validation', '+10.5% (', 'Validation', 2, 'not kept')):
         assert gap in pages[f'claims{end}.md'] and gap in pages[f'claims{end}.csv']
         assert pages[f'claims{end}.md'].startswith(f'{title} perplexity of A')
         table = pages[f'ladder{end}.md']
         assert table.startswith(f'{title} perplexity') and f'0.01; {seeds} |' in table
+        assert f'rate 0.02: {beside}.' in table
 
 
 def test_worth_of_a_step(monkeypatch):
