@@ -113,7 +113,7 @@ def test_copying():
     assert first == pytest.approx(20) and again == pytest.approx(1)
 
 
-@pytest.mark.parametrize('argv', [['--help'], ['a.md', 'b.md'], ['../a.md']])
+@pytest.mark.parametrize('argv', [['--help'], ['a.md', 'b.md'], ['../a.md'], ['a.md', 'val', 'x']])
 def test_pages_of_other_names(argv):
     with pytest.raises(SystemExit, match='expected at most the name of a page'):
         inside.main(argv)

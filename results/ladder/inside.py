@@ -1,17 +1,17 @@
 """
 Trained models looked into: what a second step does, the diagonal of A_k, and copying.
 
-    python results/ladder/inside.py [PAGE.md]
+    python results/ladder/inside.py [PAGE.md [SPLIT]]
 
-Of the runs of `python reproduce.py ladder` whose folders are here; writes the page, inside.md where
-no other is named, beside itself.
+Of the runs of `python reproduce.py ladder` whose folders are here, on the test or the val split;
+writes the page, inside.md by test where nothing is said, beside itself.
 """
 import math
 import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
@@ -28,10 +28,11 @@ from nanocem.runs import load_run  # noqa: E402
 from nanocem.shards import Sequences, evenly_spaced  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
-TOKENS = 16_384  # of the test split, spread over it
+TOKENS = 16_384  # of the split, spread over it
+SPLITS = {'test': 'test', 'val': 'validation'}
 GRAM = 4  # bytes that say what may be copied
-INTRODUCTION = f'''The ladder's trained models looked into, by `python results/ladder/inside.py`:
-test perplexity on {TOKENS:,} bytes of each model as it was trained and, with no further training,
+INTRODUCTION = '''The ladder's trained models looked into, by `python results/ladder/inside.py{}`:
+{} perplexity on {:,} bytes of each model as it was trained and, with no further training,
 changed. Means over seeds, tokens and layers.
 '''
 NAMES = {'llama': 'Llama', 'llama-alibi': 'Llama with ALiBi',
@@ -136,22 +137,23 @@ def copying_in_text(model: Transformer, x: Tensor, y: Tensor) -> list[float]:
 
 
 @cache
-def open_run(out_dir: str) -> tuple[Transformer, Tensor, Tensor, float]:
-    """A run's model, what it is given, and its perplexity there."""
+def open_run(out_dir: str, split: str) -> tuple[Transformer, Tensor, Tensor, float]:
+    """A run's model, what of a split it is given, and its perplexity there."""
     model, state = load_run(out_dir, 'last')
-    data = Sequences(state['data_dir'], 'test', model.cfg.context_length)
+    data = Sequences(state['data_dir'], split, model.cfg.context_length)
     x, y = data.batch(evenly_spaced(len(data), TOKENS // data.length))
     return model, x, y, perplexity(model, x, y)
 
 
 @torch.no_grad()
-def look(out_dir: str, into: Callable[[Transformer, Tensor, Tensor], list[float]]) -> list[float]:
+def look(out_dir: str, split: str,
+         into: Callable[[Transformer, Tensor, Tensor], list[float]]) -> list[float]:
     """A run's perplexity as trained, and what `into` finds, which leaves the model as it was."""
-    model, x, y, before = open_run(out_dir)
+    model, x, y, before = open_run(out_dir, split)
     return [before, *into(model, x, y)]
 
 
-def table(models: Sequence[str], header: Sequence[str],
+def table(split: str, models: Sequence[str], header: Sequence[str],
           into: Callable[[Transformer, Tensor, Tensor], list[float]],
           cells: Callable[..., list[str]]) -> list[str]:
     """A line for each model and size of which runs are finished: its name, size, seeds, and `cells`
@@ -165,7 +167,7 @@ def table(models: Sequence[str], header: Sequence[str],
                     if (run := finished(task))]
             if not runs:
                 continue
-            found = zip(*(look(run['out_dir'], into) for run in runs), strict=True)
+            found = zip(*(look(run['out_dir'], split, into) for run in runs), strict=True)
             trained, *rest = map(statistics.fmean, found)
             seeds = ', '.join(str(run['seed']) for run in runs)
             words = [NAMES[name], size, seeds, f'{trained:.3f}', *cells(trained, *rest)]
@@ -196,22 +198,25 @@ def copying_cells(trained: float, first: float, again: float, seen: float, rest:
 
 
 def main(argv: Sequence[str]) -> None:
-    name = argv[0] if argv else 'inside.md'
-    if len(argv) > 1 or not name.endswith('.md') or os.path.basename(name) != name:
-        fail(f'{" ".join(argv)}: expected at most the name of a page beside this file, PAGE.md')
+    name, split, *more = [*argv, *('inside.md', 'test')[len(argv):]]
+    if more or split not in SPLITS or not name.endswith('.md') or os.path.basename(name) != name:
+        fail(f'{" ".join(argv)}: expected at most the name of a page beside this file, PAGE.md, '
+             f'and {" or ".join(SPLITS)}')
     torch.set_num_threads(1)
-    steps = table(
+    tabled = partial(table, split)
+    steps = tabled(
         ['cem-2', 'rope-2', 'attn-2', 'mlp-2'],
         ['attention in one step', 'attention: second update', 'MLP in one step',
          'MLP: second update'], second_step, second_step_cells)
-    diagonals = table(['attn-1', 'attn-2', 'cem-1', 'cem-2'], ['d = 0', 'mean of abs d'],
-                      diagonal, diagonal_cells)
-    copies = table([*NAMES], ['a text', 'the same again', 'after bytes seen before', 'the rest'],
-                   copying_in_text, copying_cells)
+    diagonals = tabled(['attn-1', 'attn-2', 'cem-1', 'cem-2'], ['d = 0', 'mean of abs d'],
+                       diagonal, diagonal_cells)
+    copies = tabled([*NAMES], ['a text', 'the same again', 'after bytes seen before', 'the rest'],
+                    copying_in_text, copying_cells)
     if len(copies) == 2:
         fail('no run of the ladder is finished: python reproduce.py ladder')
     page = [
-        INTRODUCTION, '## The second step', '',
+        INTRODUCTION.format(''.join(f' {a}' for a in argv), SPLITS[split], TOKENS),
+        '## The second step', '',
         'In one step: attention, or the MLP, takes one step of twice the length in place of two. '
         "The second update is set beside the first: the cosine between them, and the second's "
         "length over the first's.", '', *steps, '', '## The diagonal of A_k', '',
