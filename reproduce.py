@@ -388,13 +388,15 @@ def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: 
     say(f'finished stages: {"; ".join(stage.title for stage in finished_stages) or "none"}')
     if len(finished_stages) < 2:
         return say('nothing is published before two of them are')
-    whole = {t: found[t] for stage in finished_stages for t in stage.tasks if t in found}
     path = f'{folder}/runs.csv'
     if lost := [task for task in records.read_runs(path, scale) if task not in found]:
         fail(f'{path} has {len(lost)} runs that are not here: --from_published keeps them; to '
              'publish without them remove it, and spikes.csv beside it')
     save(folder, 'rates.json', json.dumps(chosen, indent=1))
     save(folder, 'runs.csv', records.as_csv(found, scale))  # of unfinished stages too
+    # tables from what is written there, so that another machine makes the same ones
+    written = {task: describe(task, result) for task, result in read_published(scale).items()}
+    whole = {t: written[t] for of in finished_stages for t in of.tasks if t in written}
     if with_claims:
         front = write_claims(scale, whole, folder)
         if scale.name == 'ladder':

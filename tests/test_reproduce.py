@@ -312,6 +312,9 @@ def test_going_on_from_what_is_published(here, monkeypatch, capsys):
 
     train()
     last = [task for task in reproduce.stages(scale)[3].tasks if task.model == 'cem-2'][-1]
+    result = json.loads((here / last.folder / 'result.json').read_text())
+    result['test_perplexity'] += 4.9e-5  # the tables are of what runs.csv keeps, four decimals
+    (here / last.folder / 'result.json').write_text(json.dumps(result))
     with open(f'{last.folder}/log.jsonl', 'a', encoding='utf-8') as file:
         file.write('{"step": 5, "event": "spike"}\n')
     reproduce.main(['claims', '--publish'])
