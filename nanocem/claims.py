@@ -3,9 +3,9 @@ The paper's claims as comparisons of runs, and what each says.
 
 A comparison is paired: both sides have read the same data in the same order, so a seed's
 difference is one number, the log of A's perplexity over B's, on the test text or, to see how much
-of it hangs on that text, on the validation text. At one size: its mean and 95%
-interval (scipy's paired t-test). Over sizes: a straight line in log N, read at the largest size
-that was run. What is said of a claim follows from that line alone, by `verdict`, `direction`.
+of it hangs on that text, on the validation text. At one size: its mean and 95% interval (scipy's
+paired t-test). Over sizes: a straight line in log N, read at the largest size that was run. What is
+said of a claim follows from that line alone, by `verdict`, `direction`.
 """
 import csv
 import io
@@ -306,12 +306,11 @@ def table(rows: Sequence[Row], sizes: Mapping[str, float], split: str = 'test') 
     adjusted = dict(zip(asked, holm([rows[n].p for n in asked]), strict=True))
     lines = [
         f'{SPLITS[split]} perplexity of A over that of B, less one, with its 95% interval, paired '
-        'by seed; '
-        'below zero A is better. "No better": by less than 1%; "close": at most 2% worse; "alike": '
-        'within 2% either way; "higher": the best rates. At the largest size, a tenfold and '
-        f'{LARGE / 1e6:.1f} M weights are read off the straight line through all pairs over log N; '
-        'the last lies far outside what was run and promises nothing. Holm: the p of what is said, '
-        f'adjusted for {len(asked)} comparisons.', '',
+        'by seed; below zero A is better. "No better": by less than 1%; "close": at most 2% worse; '
+        '"alike": within 2% either way; "higher": the best rates. At the largest size, a tenfold '
+        f'and {LARGE / 1e6:.1f} M weights are read off the straight line through all pairs over log '
+        'N; the last lies far outside what was run and promises nothing. Holm: the p of what is '
+        f'said, adjusted for {len(asked)} comparisons.', '',
         f'| | claim | A against B | {" | ".join(sizes)} | at the largest size | a tenfold N adds | '
         f'the line at {LARGE / 1e6:.1f} M | | Holm |', '|' + '---|' * (len(sizes) + 8)]
     last = ''

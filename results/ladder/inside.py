@@ -22,6 +22,7 @@ from torch import Tensor  # noqa: E402
 
 from configurator import fail  # noqa: E402
 from model import MLP, Attention, Transformer  # noqa: E402
+from nanocem.claims import SPLITS  # noqa: E402
 from nanocem.files import write_whole  # noqa: E402
 from nanocem.ladder import SCALES  # noqa: E402
 from nanocem.runs import load_run  # noqa: E402
@@ -29,7 +30,6 @@ from nanocem.shards import Sequences, evenly_spaced  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
 TOKENS = 16_384  # of the split, spread over it
-SPLITS = {'test': 'test', 'val': 'validation'}
 GRAM = 4  # bytes that say what may be copied
 INTRODUCTION = '''The ladder's trained models looked into, by `python results/ladder/inside.py{}`:
 {} perplexity on {:,} bytes of each model as it was trained and, with no further training,
@@ -215,7 +215,7 @@ def main(argv: Sequence[str]) -> None:
     if len(copies) == 2:
         fail('no run of the ladder is finished: python reproduce.py ladder')
     page = [
-        INTRODUCTION.format(''.join(f' {a}' for a in argv), SPLITS[split], TOKENS),
+        INTRODUCTION.format(''.join(f' {a}' for a in argv), SPLITS[split].lower(), TOKENS),
         '## The second step', '',
         'In one step: attention, or the MLP, takes one step of twice the length in place of two. '
         "The second update is set beside the first: the cosine between them, and the second's "

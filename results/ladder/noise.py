@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from configurator import fail  # noqa: E402
 from model import Transformer  # noqa: E402
+from nanocem.claims import SPLITS  # noqa: E402
 from nanocem.corpus import CORPUS  # noqa: E402
 from nanocem.files import write_whole  # noqa: E402
 from nanocem.ladder import CONTROL, PAPERS, SCALES  # noqa: E402
@@ -110,7 +111,7 @@ def main(argv: Sequence[str]) -> None:
         'standard deviation over the seeds of a model, pooled over models, of what a document adds '
         'to the mean loss in nats, or of the mean loss itself; 0.01 is 1% of perplexity.', '',
         '| split | document | share | loss | spread |', '|---|---|---|---|---|',
-        *(line for split in ('test', 'val') for line in rows(split, trained)), '']
+        *(line for split in SPLITS for line in rows(split, trained)), '']
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'noise.md')
     write_whole(path, '\n'.join(page).encode())
     print('\n'.join(page))
