@@ -308,9 +308,9 @@ def table(rows: Sequence[Row], sizes: Mapping[str, float], split: str = 'test') 
         f'{SPLITS[split]} perplexity of A over that of B, less one, with its 95% interval, paired '
         'by seed; below zero A is better. "No better": by less than 1%; "close": at most 2% worse; '
         '"alike": within 2% either way; "higher": the best rates. At the largest size, a tenfold '
-        f'and {LARGE / 1e6:.1f} M weights are read off the straight line through all pairs over log '
-        'N; the last lies far outside what was run and promises nothing. Holm: the p of what is '
-        f'said, adjusted for {len(asked)} comparisons.', '',
+        f'and {LARGE / 1e6:.1f} M weights are read off the straight line through all pairs over '
+        'log N; the last lies far outside what was run and promises nothing. Holm: the p of what '
+        f'is said, adjusted for {len(asked)} comparisons.', '',
         f'| | claim | A against B | {" | ".join(sizes)} | at the largest size | a tenfold N adds | '
         f'the line at {LARGE / 1e6:.1f} M | | Holm |', '|' + '---|' * (len(sizes) + 8)]
     last = ''
