@@ -359,7 +359,7 @@ def write_claims(scale: Scale, found: Found, folder: str) -> list[str]:
     sizes = {size: weights_at(scale, size) for size in scale.sizes}
     counted = records.read_counts(f'results/{scale.name}/spikes.csv') if PUBLISHED else {}
     front = {}
-    for split in claims.SPLITS:
+    for split in ladder.SPLITS:
         pages, front[split] = claims.pages(sizes, MODELS, found, own, swept, counted, split)
         for name, page in pages.items():
             save(folder, name, page)

@@ -20,7 +20,7 @@ from scipy.interpolate import Akima1DInterpolator
 from scipy.stats import ttest_rel
 
 from nanocem.files import write_whole
-from nanocem.ladder import Task
+from nanocem.ladder import SPLITS, Task
 from nanocem.records import events_of
 from nanocem.scaling import (
     Runs,
@@ -38,7 +38,6 @@ Sweeps = Mapping[tuple[str, str], Mapping[int, Mapping[float, float]]]
 # size -> steps, A's own spikes, shared ones: of runs whose logs are not kept
 Counts = Mapping[str, tuple[int, int, int]]
 
-SPLITS = {'test': 'Test', 'val': 'Validation'}
 LARGE = 43.4e6  # weights of the paper's smallest Llama, 86m, without its embeddings
 LITTLE, CLOSE = 0.01, 0.02
 DRAWS = 500  # of the bootstrap

@@ -17,6 +17,7 @@ from scipy.interpolate import Akima1DInterpolator
 from model import MLP, Attention
 from nanocem.energy import energies_along
 from nanocem.files import read_json, read_json_lines, write_whole
+from nanocem.ladder import SPLITS
 from nanocem.runs import load_run
 from nanocem.scaling import akima_optimum
 from nanocem.shards import Sequences, evenly_spaced
@@ -200,32 +201,41 @@ def draw_ladder(cells: list[Cell]) -> plt.Figure:
 
 
 def draw_gap(cells: list[Cell]) -> plt.Figure:
-    """Test perplexity over Llama's, same seeds, against Llama's parameters; the bars are standard
-    deviations over the pairs."""
-    figure, axes = plt.subplots(figsize=(6.5, 5.2))
+    """Perplexity over Llama's, same seeds, against Llama's parameters, a panel a text; the bars
+    are standard deviations over the pairs."""
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
     llama = {cell.size: cell for cell in cells if cell.label == 'Llama'}
     others = [cell for cell in cells if cell.label != 'Llama' and cell.size in llama]
     for n, (group, same) in enumerate(grouped(others, 'group').items()):
         for label, line in grouped(same, 'label').items():
             name, colour = (f'{group}, {label}', f'C{n}') if group else (label, COLOURS[label])
-            points = []
-            for cell in line:
-                base = {r['seed']: r['test_perplexity'] for r in llama[cell.size].results}
-                gaps = [100 * (r['test_perplexity'] / base[r['seed']] - 1)
-                        for r in cell.results if r['seed'] in base]
-                if gaps:
-                    spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
-                    x = llama[cell.size].results[0]['parameters']
-                    points.append((x, statistics.fmean(gaps), spread))
-            if points:
-                style = '--' if label == 'T = 1' else '-'
-                axes.errorbar(*zip(*points, strict=True), color=colour, ls=style, marker='o', ms=4,
-                              capsize=2, label=name)
-    axes.axhline(0, color=COLOURS['Llama'], lw=1)
-    axes.set(xscale='log', xlabel="Llama's parameters", ylabel='test perplexity over Llama, %')
-    axes.grid(alpha=0.3)
-    legend(axes, ncols=2, loc='upper center', bbox_to_anchor=(0.5, -0.16), handlelength=4)
+            style = '--' if label == 'T = 1' else '-'
+            for axes, split in zip(both, SPLITS, strict=True):
+                points = gap_points(line, llama, f'{split}_perplexity')
+                if points:
+                    axes.errorbar(*zip(*points, strict=True), color=colour, ls=style, marker='o',
+                                  ms=4, capsize=2, label=name)
+    for axes, split in zip(both, SPLITS.values(), strict=True):
+        axes.axhline(0, color=COLOURS['Llama'], lw=1)
+        axes.set(xscale='log', xlabel="Llama's parameters", title=split)
+        axes.grid(alpha=0.3)
+    both[0].set(ylabel='perplexity over Llama, %')
+    legend(both[1], loc='upper left', bbox_to_anchor=(1.02, 1), handlelength=4)
     return figure
+
+
+def gap_points(line: list[Cell], llama: dict[str, Cell], key: str,
+               ) -> list[tuple[float, float, float]]:
+    """Of a line's cells: Llama's parameters, mean and standard deviation of the gaps in %."""
+    points = []
+    for cell in line:
+        base = {r['seed']: r[key] for r in llama[cell.size].results}
+        gaps = [100 * (r[key] / base[r['seed']] - 1) for r in cell.results if r['seed'] in base]
+        if gaps:
+            spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
+            x = llama[cell.size].results[0]['parameters']
+            points.append((x, statistics.fmean(gaps), spread))
+    return points
 
 
 def draw_steps(cells: list[Cell]) -> plt.Figure:

@@ -152,6 +152,9 @@ class Task(NamedTuple):
 
 # What a run and the sweeps leave. A file that is damaged is named; SystemExit.
 
+SPLITS = {'test': 'Test', 'val': 'Validation'}  # the texts whose perplexity a result has
+
+
 def above_zero(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf
 
