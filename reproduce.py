@@ -228,7 +228,8 @@ def stages(scale: Scale) -> list[Stage]:
         return asked(plan, scale)
     check = [task._replace(rate=float(f'{task.rate * factor:.2g}'))
              for task in runs(swept, sizes[2:3], first) for factor in (0.5, 2)]
-    again = [task for seed in further for task in all_sweeps(scale, seed, swept)]
+    again = [task for seed in scale.seeds if seed != SWEEP_SEED
+             for task in all_sweeps(scale, seed, swept)]
     sweeps = all_sweeps(scale, SWEEP_SEED, FAMILIES)
     plan = [  # the published rates hold, whether or not all of their runs are kept
         Stage('the sweep', [task for task in sweeps if task in PUBLISHED or not PUBLISHED]),

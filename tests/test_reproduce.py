@@ -208,6 +208,9 @@ def test_the_plan_begins_with_what_tells_most(here):
     figure = wanted(['fig_kq_diag'], SCALES['ladder'])
     assert {t.model for stage in figure for t in stage.tasks} == {
         'llama', 'attn-1-diag', 'attn-1-diag-nodiag', 'attn-1-diag-perhead'}
+    other = wanted(['fig_lr'], replace(SCALES['ladder'], seeds=(2,)))
+    assert {(t.seed, t.rate) for stage in other for t in stage.tasks} == {
+        (2, rate) for rate in SCALES['ladder'].rates}
 
 
 def test_the_plan_counts_hours(here, capsys):
