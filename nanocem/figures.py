@@ -206,18 +206,16 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
     figure, both = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
     llama = {cell.size: cell for cell in cells if cell.label == 'Llama'}
     others = [cell for cell in cells if cell.label != 'Llama' and cell.size in llama]
-    for n, (group, same) in enumerate(grouped(others, 'group').items()):
-        for label, line in grouped(same, 'label').items():
-            name, colour = (f'{group}, {label}', f'C{n}') if group else (label, COLOURS[label])
-            style = '--' if label == 'T = 1' else '-'
-            for axes, split in zip(both, SPLITS, strict=True):
+    for axes, (split, title) in zip(both, SPLITS.items(), strict=True):
+        for n, (group, same) in enumerate(grouped(others, 'group').items()):
+            for label, line in grouped(same, 'label').items():
+                name, colour = (f'{group}, {label}', f'C{n}') if group else (label, COLOURS[label])
                 points = gap_points(line, llama, f'{split}_perplexity')
                 if points:
-                    axes.errorbar(*zip(*points, strict=True), color=colour, ls=style, marker='o',
-                                  ms=4, capsize=2, label=name)
-    for axes, split in zip(both, SPLITS.values(), strict=True):
+                    axes.errorbar(*zip(*points, strict=True), color=colour, label=name, marker='o',
+                                  ms=4, capsize=2, ls='--' if label == 'T = 1' else '-')
         axes.axhline(0, color=COLOURS['Llama'], lw=1)
-        axes.set(xscale='log', xlabel="Llama's parameters", title=split)
+        axes.set(xscale='log', xlabel="Llama's parameters", title=title)
         axes.grid(alpha=0.3)
     both[0].set(ylabel='perplexity over Llama, %')
     legend(both[1], loc='upper left', bbox_to_anchor=(1.02, 1), handlelength=4)
