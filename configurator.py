@@ -138,3 +138,48 @@ def _help(classes: tuple[type, ...]) -> NoReturn:
     with contextlib.suppress(OSError):  # --help | head
         os.write(1, '\n'.join([*lines, '']).encode())
     sys.exit(0)
+
+
+def in_range(options: Any, low: float, high: float, names: str) -> None:
+    """ValueError unless these options, where they are set, lie from `low` to `high`."""
+    for name in names.split():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f'{name}={value}: expected {low:,} to {high:,}')
+
+
+def check_types(options: Any) -> None:
+    """ValueError unless every field of a dataclass has a value of the type that it declares."""
+    for name, hint in typing.get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint
+        if value is None and kind is not hint:
+            continue
+        if typing.get_origin(kind) is typing.Literal:
+            right = value in typing.get_args(kind)
+        elif typing.get_origin(kind) is tuple:
+            right = isinstance(value, tuple)
+        else:
+            right = type(value) is kind or (kind is float and type(value) is int)
+            right = right and (kind is not float or abs(value) < float('inf'))
+        if not right:
+            raise ValueError(f'{name}={value}: expected {describe(hint)}')
+
+
+def fill(options: Any, **defaults: Any) -> None:
+    """Set the fields that are None."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def expect(options: Any, needs: str, **values: Any) -> None:
+    """ValueError unless these options have these values, all others of which need `needs`."""
+    for name, value in values.items():
+        given = getattr(options, name)
+        require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
+
+
+def require(ok: bool, otherwise: str) -> None:
+    if not ok:
+        raise ValueError(otherwise)
