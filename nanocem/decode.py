@@ -20,16 +20,13 @@ class Cache:
     attention, in their order."""
     def __init__(self, max_length: int):
         self.max_length = max_length
-        self.past = 0  # tokens before this forward pass
-        self.length = 0  # and with it
+        self.past = self.length = 0  # tokens before this forward pass, and with it
         self.buffers: list[Tensor] = []
         self.next = 0  # the buffer that the pass comes to next
 
     def begin(self, tokens: int) -> int:
         """A pass of so many new tokens; returns how many stand before them."""
-        self.past = self.length
-        self.length += tokens
-        self.next = 0
+        self.past, self.length, self.next = self.length, self.length + tokens, 0
         return self.past
 
     def update(self, attn: Any, h: Tensor, k: Tensor, v: Tensor,
@@ -69,24 +66,20 @@ def as_multiplied(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def weights_at_hand(model: Any) -> Iterator[None]:
-    """While it is open, what a token does not change is made but once: every sublayer's output
-    weight, P folded in, and the bias of a single token, which depends on distances alone."""
-    length = model.cfg.context_length
-    last = position_tables(model.cfg, model.embedding.new_empty(1, 1, 0), past=length - 1)
-    attentions = [block.attn for block in model.blocks]
-    sublayers = [*attentions, *(block.mlp for block in model.blocks)]
-    for sublayer in sublayers:
-        W_out = as_multiplied(sublayer.output_weight())
-        sublayer.output_weight = lambda W_out=W_out: W_out
-    for attn in attentions:
-        attn.bias = partial(bias_at_hand, attn.bias, attn.bias(last))
+    """Inside it, what no token changes is made but once: every sublayer's output weight, P folded
+    in, and the bias of a single token, which depends on distances alone."""
+    past = model.cfg.context_length - 1
+    last = position_tables(model.cfg, model.embedding.new_empty(1, 1, 0), past)
+    for block in model.blocks:
+        block.attn.bias = partial(bias_at_hand, block.attn.bias, block.attn.bias(last))
+        for sublayer in (block.attn, block.mlp):
+            W_out = as_multiplied(sublayer.output_weight())
+            sublayer.output_weight = lambda W_out=W_out: W_out
     try:
         yield
     finally:
-        for sublayer in sublayers:
-            del sublayer.output_weight
-        for attn in attentions:
-            del attn.bias
+        for block in model.blocks:
+            del block.attn.bias, block.attn.output_weight, block.mlp.output_weight
 
 
 def bias_at_hand(bias: Any, last: Tensor, pos: Any) -> Tensor:

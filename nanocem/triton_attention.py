@@ -358,8 +358,7 @@ def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | No
     return dq, dk, ddu, dh, q.new_empty(0) if b is None else db.sum(dim=(0, 2))
 
 
-# One operator, which torch.compile leaves whole. It has a gradient, and neither forward mode nor a
-# second derivative.
+# One operator, which torch.compile leaves whole; it has a gradient and no second one
 
 def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
               b: Tensor | None) -> Tensor:
@@ -417,8 +416,8 @@ attention_op.register_autograd(gradients, setup_context=save_for_backward)
 
 # The check that lets them run on a GPU that nobody has tried
 
-# Of a row, over its norm and a typical row's, in units of the dtype's epsilon. Right kernels reach
-# 2 in float16, and round the same quantities in bfloat16; what is wrong altogether makes 128 there.
+# Of a row, over its norm and a typical row's, in units of the dtype's epsilon: right kernels reach
+# 2, what is wrong altogether makes 128 in bfloat16
 MOST_ERROR = 8
 
 
