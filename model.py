@@ -1,17 +1,17 @@
 """
-Llama and Causal Energy Minimization (CEM, arXiv 2605.07588) in one file.
+Llama and Causal Energy Minimization (CEM, arXiv 2605.07588): all layers in one file.
 
 A Transformer layer as descent on two conditional energies: attention steps down the interaction
 energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is one class, in which
 'llama' (untied weights) or 'cem' (tied weights) is a flag. A CEM sublayer:
 
-    h = norm(x)                                  the context: keys = values = W_K h, gamma = W h
+    h = norm(x)                            the context: keys = values = W_K h, gamma = W h
     for t in range(T):
         u = norm(x)
-        x = x + eta * P * update(u | h)          minus the energy's gradient: see exact_update
+        x = x + eta * P * update(u | h)    minus dE/du, E the energy (see exact_update)
 
-Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. Faster ways to the
-same numbers are in nanocem/fast.py; decoding with a cache is in nanocem/decode.py.
+Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. docs/options.md has
+the choices where the paper is silent, nanocem/fast.py faster ways to the same numbers.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width, K
 heads R = D_r = D / K wide. A subscript k is a head, k_j a key.
@@ -49,7 +49,7 @@ PositionTables = namedtuple('PositionTables', 'distance mask cos sin')  # see po
 
 @dataclass
 class ModelConfig:
-    """The architecture. None means what the comment says; __post_init__ fills it in."""
+    """The architecture. None means what the comment, which --help prints, says."""
     size: Literal[tuple(SIZES)] = 'mini'  # preset for the next four
     d_model: int | None = None  # D_h; default: the size's
     n_layer: int | None = None  # default: the size's
@@ -82,35 +82,33 @@ class ModelConfig:
     attn_impl: Literal['auto', 'readable', 'sdpa', 'triton'] = 'auto'  # see nanocem/fast.py
 
     def __post_init__(self) -> None:
-        """Fill in what is None. ValueError where a value is no good, or would be ignored."""
+        """Fill in what is None. ValueError for a bad value, or CEM's options on Llama sublayers."""
         check_types(self)
-        cem_attn, cem_mlp = self.attn == 'cem', self.mlp == 'cem'
-        fill(self, **SIZES[self.size],
-             extra_layers=2 if self.size == '256m' and cem_attn and cem_mlp else 0,
-             attn_steps=2 if cem_attn else 1, mlp_steps=2 if cem_mlp else 1,
-             positions='alibi' if cem_attn else 'rope', kq_diag='shared' if cem_attn else 'none',
-             score_scale='model' if cem_attn else 'head',
-             preconditioner='diag_lowrank' if cem_attn or cem_mlp else 'none')
+        attn, mlp = self.attn == 'cem', self.mlp == 'cem'
+        fill(self, **SIZES[self.size], extra_layers=2 * (self.size == '256m' and attn and mlp),
+             attn_steps=2 if attn else 1, mlp_steps=2 if mlp else 1,
+             positions='alibi' if attn else 'rope', kq_diag='shared' if attn else 'none',
+             score_scale='model' if attn else 'head',
+             preconditioner='diag_lowrank' if attn or mlp else 'none')
         in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
-        in_range(self, 1, 10**6, 'attn_steps mlp_steps attn_rank mlp_rank')
+        in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_rank mlp_rank rope_theta')
         in_range(self, 0, 10**6, 'extra_layers')
         fill(self, init_std=0.02 * math.sqrt(768 / self.d_model),
-             attn_step_size=1 / self.attn_steps if cem_attn else 1.0,
-             mlp_step_size=1 / self.mlp_steps if cem_mlp else 1.0)
-        in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std embedding_std')
-        in_range(self, 1e-30, 1e30, 'rope_theta norm_eps')
+             attn_step_size=1 / self.attn_steps if attn else 1.0,
+             mlp_step_size=1 / self.mlp_steps if mlp else 1.0)
+        in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std embedding_std norm_eps')
         # A Llama sublayer has none of CEM's parts: the only values of their options there
-        if not cem_attn:
+        if not attn:
             expect(self, 'attn=cem', kq_diag='none', score_scale='head', exact_update=False,
-                   attn_step_size=1.0, attn_rank=4)
-        if not cem_mlp:
+                   attn_step_size=1.0, attn_rank=ModelConfig.attn_rank)
+        if not mlp:
             expect(self, 'mlp=cem', mlp_energy='gated', mlp_match='dims', mlp_step_size=1.0,
-                   mlp_rank=16)
-        if not cem_attn and not cem_mlp:
+                   mlp_rank=ModelConfig.mlp_rank)
+        if not attn and not mlp:
             expect(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
         # What does not go together
-        R, left = divmod(self.d_model, self.n_head)
-        require(not left, f'd_model={self.d_model} is not a multiple of n_head={self.n_head}')
+        R, remainder = divmod(self.d_model, self.n_head)
+        require(remainder == 0, f'd_model={self.d_model} is not a multiple of n_head={self.n_head}')
         require(self.positions == 'alibi' or R % 2 == 0,
                 f'positions=rope turns pairs of features: d_model / n_head = {R} is odd')
         require(self.kq_diag != 'none' or not (self.exact_update or self.kq_diag_init),
@@ -125,8 +123,7 @@ class ModelConfig:
 
 
 def drawn(*shape: int, std: float) -> nn.Parameter:
-    """A weight from N(0, std)."""
-    return nn.Parameter(torch.empty(shape).normal_(std=std))
+    return nn.Parameter(torch.empty(shape).normal_(std=std))  # a weight from N(0, std)
 
 
 class RMSNorm(nn.Module):
@@ -163,7 +160,7 @@ class Preconditioner(nn.Module):
 
 
 def position_tables(cfg: ModelConfig, x: Tensor, past: int = 0) -> PositionTables:
-    """Where x (B, I, D) stands behind `past` cached tokens: |i - j|, (I, J); the mask, 0 where
+    """Where x (B, I, D) stands after `past` cached tokens: |i - j|, (I, J); the mask, 0 where
     j <= i, -inf elsewhere, (I, J); cosine and sine of the rotary angles, (I, R / 2)."""
     I, R = x.shape[1], cfg.d_model // cfg.n_head
     like = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -182,14 +179,14 @@ def rotate(x: Tensor, pos: PositionTables, inverse: bool = False) -> Tensor:
 
 
 def slopes(n_head: int, like: Tensor) -> Tensor:
-    """ALiBi's m_k, (K,): 2^-k, or from eight heads on 2^(-8k/K), so that none is below 1/256."""
+    """ALiBi's m_k, (K,): the paper's 2^-k; above eight heads 2^(-8k/K), as its inventors have."""
     k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
     return 2.0 ** (-8 / max(8, n_head) * k)
 
 
 def start(cfg: ModelConfig, cem: bool, x: Tensor, h: Tensor) -> Tensor:
-    """Where a sublayer's steps start. normed: at h = norm(x), as Algorithm 1 is printed, and no
-    skip leads past the norm. raw: at x, as in Llama's pre-norm layer."""
+    """Where a sublayer's steps start. raw: at its input x, as in Llama's pre-norm layer. normed: at
+    h = norm(x), as Algorithm 1 is printed; then no skip leads past the norm."""
     return h if cem and cfg.residual == 'normed' else x
 
 
@@ -200,7 +197,8 @@ class Attention(nn.Module):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
         self.cfg, self.K, self.cem = cfg, K, cfg.attn == 'cem'
-        self.steps, self.uses = (cfg.attn_steps, 1) if self.cem else (1, cfg.attn_steps)
+        self.steps = cfg.attn_steps if self.cem else 1  # T, from one context
+        self.reuse = 1 if self.cem else cfg.attn_steps  # T, of the whole sublayer: see Block
         self.eta = cfg.attn_step_size
         self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)  # temperature of scores
         self.rope = cfg.positions == 'rope'
@@ -226,13 +224,14 @@ class Attention(nn.Module):
         v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j (rope: turned)
         x = start(self.cfg, self.cem, x, h)                  # x_i <- h_i as printed; raw: the input
         if cache is not None:
-            h, k, v = cache.update(self, h, k, v)            # the past, and these behind it
-        W_out = self.output_weight()                         # P_k W_k^Q^T of all heads, (D, D)
+            h, k, v = cache.update(self, h, k, v)            # the past, then these; see Cache
+        W_out = self.output_weight()                         # (P_k W_k^Q^T)^T of all heads, (D, D)
         for _ in range(self.steps):
             u = self.norm(x)                                 # u_i <- rms(x_i)
             q = self.project(u, self.W_Q, pos)               # q_i <- W_k^Q u_i, (B, K, I, R)
-            o = fast.attend(self, q, u, k, v, h, pos)        # a faster way to o_i, if there is one
-            if o is None:
+            if fast.takes(self, k, pos):
+                o = fast.attend(self, q, u, k, v, h, pos)    # the same o_i
+            else:
                 a = self.scores(q, u, k, h, pos)             # a_ijk, (B, K, I, J)
                 alpha = a.softmax(dim=-1).type_as(v)         # softmax_j(a_ijk)
                 o = alpha @ v                                # o_i <- sum_j alpha_ijk v_j
@@ -257,11 +256,11 @@ class Attention(nn.Module):
 
     def scores(self, q: Tensor, u: Tensor, k: Tensor, h: Tensor, pos: PositionTables) -> Tensor:
         """a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk, -inf where j > i: (B, K, I, J)."""
-        bias = self.bias(pos)
+        rest = self.bias(pos)
         if self.kq_diag is not None:  # rope does not turn its term
             du = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
-            bias = du @ h[:, None].mT + bias
-        return q / self.tau @ k.mT + bias
+            rest = du @ h[:, None].mT + rest
+        return q / self.tau @ k.mT + rest
 
     def bias(self, pos: PositionTables) -> Tensor:
         """b_ijk = -m_k |i - j| + b_self_k [i = j] + b_cross_k [i != j], and -inf where j > i:
@@ -274,7 +273,7 @@ class Attention(nn.Module):
         return pos.mask + torch.where(pos.distance == 0, b_self, b_cross) - m * pos.distance
 
     def output_weight(self) -> Tensor:
-        """P_k times each row of W_k^Q, (K R, D): o^T times it is (P_k W_k^Q^T o)^T (Eq. 14)."""
+        """P_k, symmetric, times each row of W_k^Q: o^T times it is (P_k W_k^Q^T o)^T (Eq. 14)."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1) if self.cem else self.W_O
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -295,22 +294,23 @@ class MLP(nn.Module):
         D = cfg.d_model
         width = cfg.d_mlp * 3 // 2 if cfg.mlp_match == 'params' else cfg.d_mlp  # 2 matrices, not 3
         self.cfg, self.cem = cfg, cfg.mlp == 'cem'
-        self.steps, self.uses = (cfg.mlp_steps, 1) if self.cem else (1, cfg.mlp_steps)
+        self.steps = cfg.mlp_steps if self.cem else 1
+        self.reuse = 1 if self.cem else cfg.mlp_steps
         self.eta = cfg.mlp_step_size
         self.norm = RMSNorm(D, cfg.norm_eps)
-        self.W = drawn(width, D, std=cfg.init_std)  # gamma's: Hugging Face's up_proj
-        self.V = drawn(width, D, std=cfg.init_std)  # SiLU's: Hugging Face's gate_proj
+        self.W = drawn(width, D, std=cfg.init_std)  # gamma's; W^g, Hugging Face's up_proj
+        self.V = drawn(width, D, std=cfg.init_std)  # SiLU's; W^u, Hugging Face's gate_proj
         if self.cem:
             self.P = Preconditioner(cfg, 1, cfg.mlp_rank)
         else:
-            self.W_d = drawn(width, D, std=cfg.init_std)  # in V's shape
+            self.W_d = drawn(width, D, std=cfg.init_std)  # W^d transposed, in V's shape
 
     def forward(self, x: Tensor) -> Tensor:
         """Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
         h = self.norm(x)                                     # h_i <- rms(h_i)
         gamma = F.linear(h, self.W)                          # gamma = W h_i
         x = start(self.cfg, self.cem, x, h)                  # x_i <- h_i as printed; raw: the input
-        W_out = self.output_weight()                         # P V^T
+        W_out = self.output_weight()                         # (P V^T)^T
         for _ in range(self.steps):
             u = self.norm(x)                                 # u_i <- rms(x_i)
             z = F.linear(u, self.V)                          # V u_i
@@ -349,9 +349,9 @@ class Block(nn.Module):
         self.attn, self.mlp = Attention(cfg), MLP(cfg)
 
     def forward(self, x: Tensor, pos: PositionTables, cache: Any = None) -> Tensor:
-        for _ in range(self.attn.uses):
+        for _ in range(self.attn.reuse):
             x = self.attn(x, pos, cache)
-        for _ in range(self.mlp.uses):
+        for _ in range(self.mlp.reuse):
             x = self.mlp(x)
         return x
 
@@ -367,8 +367,8 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> tuple:
-        """Ids (B, I) -> logits (B, I, vocabulary), None; with targets (B, I), -100 for none: None,
-        mean loss. With a cache, idx are the tokens behind those it holds."""
+        """Ids (B, I) -> (logits (B, I, vocabulary), None). With targets (B, I) -> (None, their mean
+        loss); -100 marks no target. With a cache, idx are the tokens after those it holds."""
         x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
@@ -394,7 +394,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             for sublayer, steps in ((block.attn, attn_steps), (block.mlp, mlp_steps)):
                 if steps is not None:
-                    setattr(sublayer, 'steps' if sublayer.cem else 'uses', steps)
+                    setattr(sublayer, 'steps' if sublayer.cem else 'reuse', steps)
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())

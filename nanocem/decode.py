@@ -44,7 +44,7 @@ class Cache:
         return h, k, heads(self.append(merge(v)), attn.K)
 
     def append(self, new: Tensor) -> Tensor:
-        """Store `new` (B, I, D) behind the past and return both, (B, length, D)."""
+        """Store `new` (B, I, D) after the past and return both, (B, length, D)."""
         new = as_multiplied(new)
         if self.next == len(self.buffers):
             B, _, D = new.shape
@@ -70,11 +70,12 @@ def weights_at_hand(model: Any) -> Iterator[None]:
     in, and the bias of a single token, which depends on distances alone."""
     past = model.cfg.context_length - 1
     last = position_tables(model.cfg, model.embedding.new_empty(1, 1, 0), past)
-    for block in model.blocks:
-        block.attn.bias = partial(bias_at_hand, block.attn.bias, block.attn.bias(last))
-        for sublayer in (block.attn, block.mlp):
-            W_out = as_multiplied(sublayer.output_weight())
-            sublayer.output_weight = lambda W_out=W_out: W_out
+    made = [(block, block.attn.bias(last), as_multiplied(block.attn.output_weight()),
+             as_multiplied(block.mlp.output_weight())) for block in model.blocks]
+    for block, row, attn_out, mlp_out in made:
+        block.attn.bias = partial(bias_at_hand, block.attn.bias, row)
+        block.attn.output_weight = lambda weight=attn_out: weight
+        block.mlp.output_weight = lambda weight=mlp_out: weight
     try:
         yield
     finally:

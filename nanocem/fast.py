@@ -2,7 +2,7 @@
 What model.py computes, by faster ways. Same numbers; tests hold each way to the readable one.
 
     sdpa            torch's fused attention
-    triton          on a GPU, without a (B, K, J, J) tensor of scores: triton_attention.py
+    triton          on a GPU, without the softmax weights in memory: triton_attention.py
     absorbed        decoding behind a cache of h: W_K joins the query and the output
     cross_entropy   the loss, without a tensor of all logits
     Phi             the integral of SiLU in closed form
@@ -32,23 +32,29 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 # Attention
 
+def takes(attn: Any, k: Tensor | None, pos: Any) -> bool:
+    """Whether `attend` computes this attention: k (B, K, J, R), or None behind a cache of h."""
+    return k is None or impl_for(attn, k, pos) != 'readable'
+
+
 def attend(attn: Any, q: Tensor, u: Tensor, k: Tensor | None, v: Tensor | None, h: Tensor,
-           pos: Any) -> Tensor | None:
-    """o (B, K, I, R) by the fastest way there is; None: by the readable one, in model.py. q, k, v
-    (B, K, ., R), u (B, I, D), h (B, J, D); k and v are None behind a cache of h."""
+           pos: Any) -> Tensor:
+    """o (B, K, I, R) = sum_j softmax_j(attn.scores)_ijk v_j, of q, k, v (B, K, ., R), u (B, I, D)
+    and h (B, J, D)."""
     if k is None:
         return absorbed(attn, q, u, h, pos)
-    I, J = pos.mask.shape
-    impl = choose_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
-    if impl == 'readable':
-        return None
-    if impl == 'sdpa':
+    if impl_for(attn, k, pos) == 'sdpa':
         return sdpa(attn, q, u, k, v, h, pos)
     from nanocem import triton_attention
     b = None if attn.rope else attn.b_self - attn.b_cross  # softmax sees no more of the two
     du = scaled_diagonal(attn, u)
     o = triton_attention.attention(merge(q), merge(k), attn.K, 1 / attn.tau, du, h, b)
     return heads(o, attn.K)
+
+
+def impl_for(attn: Any, k: Tensor, pos: Any) -> str:
+    I, J = pos.mask.shape
+    return choose_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
 
 
 def choose_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
@@ -279,11 +285,11 @@ def flops_per_token(model: Any, training: bool = True) -> float:
                 step += cfg.n_head * (seen * D + 4 * rank * D)
             macs += D * D + attn.steps * step
         else:
-            macs += attn.uses * (4 * D * D + 2 * seen * D)
+            macs += attn.reuse * (4 * D * D + 2 * seen * D)
         if mlp.cem:
             macs += mlp.W.numel() * (1 + 2 * mlp.steps)
         else:
-            macs += mlp.W.numel() * 3 * mlp.uses
+            macs += mlp.W.numel() * 3 * mlp.reuse
     return 2.0 * macs * (3 if training else 1)
 
 
