@@ -267,11 +267,10 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
 
 
 def decode_table(cfg: BenchConfig) -> list[Row]:
-    """Greedy decoding of one sequence behind `decode_context` tokens, with the cache and without,
-    beside Hugging Face's."""
+    """Greedy decoding of one sequence behind `decode_context` tokens, with a cache."""
     context, new = cfg.decode_context, cfg.decode_tokens
     prompt = torch.randint(cfg.vocab_size, (1, context), device=cfg.device)
-    runs: dict[str, Callable[[int], Any]] = {}
+    runs: dict[str, Callable[..., Any]] = {}
     cache_bytes: dict[str, int] = {}
     for name, options in VARIANTS.items():
         model = cfg.model(**options, context_length=context + new + 1).eval()
@@ -280,25 +279,20 @@ def decode_table(cfg: BenchConfig) -> list[Row]:
         with torch.no_grad():
             model.hidden(prompt[:, :8], cache)
         cache_bytes[name] = cache.floats_per_token() * cfg.torch_dtype.itemsize
-    for name in 'Llama', 'CEM, T = 2, diag_lowrank':
-        runs[f'{name}, no cache'] = partial(runs[name], use_cache=False)
     for name, make in peers(cfg, context + new + 1).items():
         if 'Llama' in name:
-            model = make().eval()
-            runs[name] = lambda max_new_tokens, model=model: model.generate(
-                prompt, max_new_tokens=max_new_tokens, min_new_tokens=max_new_tokens,
-                do_sample=False, pad_token_id=0, use_cache=True)
-    few = {name: 3 if 'no cache' in name else new + 1 for name in runs}
+            generate_with = partial(make().eval().generate, prompt, use_cache=True)
+            runs[name] = partial(generate_with, do_sample=False, pad_token_id=0)
 
-    def call(name: str, n: int) -> None:
+    def decode(name: str, n: int) -> None:
         with torch.no_grad(), cfg.autocast():
             runs[name](max_new_tokens=n)
-    calls = {(name, n): partial(call, name, n) for name in runs for n in (1, few[name])}
-    took = turns(calls, cfg, warmup=1, settle=False)
+    took = turns({(name, n): partial(decode, name, n) for name in runs for n in (1, new + 1)}, cfg,
+                 warmup=1, settle=False)
     rows = []
     for name in runs:
         # less the prompt's forward pass
-        each = max(took[name, few[name]] - took[name, 1], 1e-9) / (few[name] - 1)
+        each = max(took[name, new + 1] - took[name, 1], 1e-9) / new
         rows.append({'decoding': name, 'ms a token': 1e3 * each, 'tokens/s': 1 / each,
                      'cache, bytes a token': cache_bytes.get(name)})
     for row in rows:

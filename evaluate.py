@@ -112,10 +112,12 @@ def bytes_of_tokens(tokenizer: Any) -> Tensor:
     spelled = []
     model = tokenizer.model
     for i in range(tokenizer.vocab_size):
-        # SentencePiece's sign for a space is three bytes long
-        text = model.id_to_piece(i).replace('\u2581', ' ')
-        special = model.is_control(i) or model.is_unknown(i)
-        spelled.append(1 if model.is_byte(i) else 0 if special else len(text.encode()))
+        if model.is_byte(i):
+            spelled.append(1)
+        elif model.is_control(i) or model.is_unknown(i):
+            spelled.append(0)
+        else:  # SentencePiece's sign for a space is three bytes long
+            spelled.append(len(model.id_to_piece(i).replace('\u2581', ' ').encode()))
     return torch.tensor(spelled)
 
 
@@ -136,7 +138,7 @@ def measure(model: Transformer, sequences: Tensor, spelled: Tensor) -> Measured:
     device = model.embedding.device
     J = sequences.shape[1] - 1
     nats = torch.zeros(J, dtype=torch.float64)
-    count = torch.zeros(J)
+    count = torch.zeros(J, dtype=torch.int64)
     text_nats, text_bytes = 0.0, 0
     for block in sequences.split(max(1, min(32, LOGITS_AT_ONCE // (J * model.cfg.vocab_size)))):
         x, y = block[:, :-1].clamp(min=0), block[:, 1:]  # (B, J)
@@ -173,7 +175,9 @@ def report_loss(model: Transformer, sequences: Tensor, spelled: Tensor,
         set_steps(model, T)
         measured = measure(model, sequences, spelled)
         losses.append(measured.loss)
-        name = 'as trained' if T is None else f'{T}, as trained' if trained == {T} else f'{T}'
+        name = str(T or 'as trained')
+        if trained == {T}:
+            name += ', as trained'
         rows.append([name, f'{measured.tokens:,}', f'{measured.loss:.4f}',
                      f'{perplexity(measured.loss):.3f}', f'{measured.bits_per_byte:.4f}'])
         edges = np.unique(np.geomspace(1, len(measured.by_position) + 1, 21).astype(int))[:-1]
@@ -345,20 +349,15 @@ def bytes_a_token(data: str, length: int) -> float:
     return float(bytes_of_tokens(tokenizer)[y].double().mean()) or math.nan
 
 
-def best_first(loss: float) -> tuple[bool, float]:
-    """A key to sort by, behind which NaN comes last."""
-    return math.isnan(loss), loss
-
-
 def results(runs: list[History]) -> str:
     """A row a run. Losses a token compare within one data folder and vocabulary: runs of several
     are ranked by bits a byte, or, where the bytes of one are not known, apart."""
-    runs = sorted(runs, key=lambda run: best_first(run.val_loss))
     groups: dict[Any, list[History]] = {}
-    for run in runs:
-        groups.setdefault((os.path.realpath(run.data), run.model.vocab_size), []).append(run)
+    for n in np.argsort([run.val_loss for run in runs]):  # NaN comes last
+        key = os.path.realpath(runs[n].data), runs[n].model.vocab_size
+        groups.setdefault(key, []).append(runs[n])
     if len(groups) == 1:
-        return table(HEADER, [run.cells for run in runs])
+        return table(HEADER, [run.cells for group in groups.values() for run in group])
     sizes = [bytes_a_token(group[0].data, group[0].model.context_length)
              for group in groups.values()]
     if any(map(math.isnan, sizes)):
@@ -367,13 +366,13 @@ def results(runs: list[History]) -> str:
             parts.append(f'{group[0].data}, vocabulary {group[0].model.vocab_size:,}:')
             parts.append(table(HEADER, [run.cells for run in group]))
         return '\n\n'.join(parts)
-    rows = []
+    bits, rows = [], []
     for size, group in zip(sizes, groups.values(), strict=True):
-        rows += [(run.val_loss / math.log(2) / size, run) for run in group]
-    rows.sort(key=lambda row: best_first(row[0]))
+        for run in group:
+            bits.append(run.val_loss / math.log(2) / size)
+            rows.append([*run.cells, f'{bits[-1]:.4f}', run.data])
     return ('Of different data: best first by bits a byte, of the validation text of each.\n\n'
-            + table([*HEADER, 'bits a byte', 'data'],
-                    [[*run.cells, f'{bits:.4f}', run.data] for bits, run in rows]))
+            + table([*HEADER, 'bits a byte', 'data'], [rows[n] for n in np.argsort(bits)]))
 
 
 def compare(folders: tuple[str, ...]) -> Report:
@@ -424,7 +423,7 @@ def show(folder: str, name: str, report: Report, subject: str = '') -> None:
     figure.savefig(picture, dpi=100)
     try:
         os.makedirs(folder, exist_ok=True)
-        write_whole(f'{path}.md', f'{text}\n'.encode())
+        write_whole(f'{path}.md', f'{text}\n'.encode('utf-8', 'replace'))
         write_whole(f'{path}.png', picture.getvalue())
         say(f'{path}.md and .png')
     except OSError as error:

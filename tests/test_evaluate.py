@@ -103,26 +103,18 @@ def test_measured_loss_is_the_models() -> None:
                 for part, n in ((ids[:4], 4 * LENGTH), (ids[-1:, :4], 3)))
     assert padded.tokens == 4 * LENGTH + 3
     assert padded.loss == pytest.approx(total / padded.tokens, rel=1e-6)
-
-
-def test_bits_per_byte_of_a_model_that_knows_nothing() -> None:
-    model = model_of()
+    # a model that knows nothing: bits of the tokens that spell text, over their bytes
     torch.nn.init.zeros_(model.head)
     ids = torch.tensor([[256, *b'two texts', 256, *b'of twelve']])
-    assert evaluate.measure(model, ids, BYTES).loss == pytest.approx(math.log(257))
     for size in 1, 2:
         bits = evaluate.measure(model, ids, size * BYTES).bits_per_byte
         assert bits == pytest.approx(math.log2(257) / size)
 
 
-@pytest.mark.parametrize('text', [
-    'plain words', '  spaces  and\n\nlines\t', 'd\u00e9j\u00e0 \u4e16\u754c \U0001f30d', 'x'])
-def test_tokens_spell_the_bytes_of_their_text(text: str, tmp_path: Path) -> None:
-    byte = make_tokenizer('byte', '')
-    assert int(evaluate.bytes_of_tokens(byte)[byte.encode(text)].sum()) == len(text.encode())
-    assert evaluate.bytes_of_tokens(byte)[byte.bos] == 0
-
+def test_tokens_spell_the_bytes_of_their_text(tmp_path: Path) -> None:
     import sentencepiece
+    import tiktoken
+    byte = make_tokenizer('byte', '')
     (tmp_path / 'corpus').write_text('plain words and lines of spaces\n' * 50)
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / 'corpus'), model_prefix=str(tmp_path / 'm'), vocab_size=300,
@@ -130,16 +122,16 @@ def test_tokens_spell_the_bytes_of_their_text(text: str, tmp_path: Path) -> None
         remove_extra_whitespaces=False, minloglevel=2)
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / 'm.model'))
     llama = SimpleNamespace(name='llama', model=model, vocab_size=model.vocab_size())
-    spelled = evaluate.bytes_of_tokens(llama)
-    # SentencePiece puts a space in front
-    assert int(spelled[model.encode(text)].sum()) == len(text.encode()) + 1
-    assert spelled[model.bos_id()] == 0
-
-    import tiktoken
     ranks = {bytes([b]): b for b in range(256)} | {b'wo': 256, b'wor': 257}
     bpe = tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks, special_tokens={})
     gpt2 = SimpleNamespace(name='gpt2', bpe=bpe, bos=258)
-    assert int(evaluate.bytes_of_tokens(gpt2)[bpe.encode(text)].sum()) == len(text.encode())
+    spelled = [evaluate.bytes_of_tokens(tokenizer) for tokenizer in (byte, gpt2, llama)]
+    for text in 'plain words', '  spaces \n\nlines\t', 'd\u00e9j\u00e0 \u4e16 \U0001f30d', 'x':
+        ids = [byte.encode(text), bpe.encode(text), model.encode(text)]
+        sizes = [int(of[i].sum()) for of, i in zip(spelled, ids, strict=True)]
+        size = len(text.encode())
+        assert sizes == [size, size, size + 1]  # SentencePiece puts a space in front
+    assert spelled[0][byte.bos] == spelled[2][model.bos_id()] == 0
 
 
 def test_energies_are_those_of_the_sublayers() -> None:
@@ -203,40 +195,35 @@ def test_a_text_is_read_whole(place: Path) -> None:
     evaluate.main(['--text=text.txt', '--device=cpu', '--out_dir=out/run/best.pt'])
     assert Path('out/run/loss.md').read_text().startswith('out/run/best.pt, step 2; text.txt\n')
     _, tokens, loss, *_ = cells('out/run/loss.md')[0]
-    assert int(tokens) == len(TEXT.encode())  # each byte is a target, once
-    last = torch.tensor([list(TEXT.encode()[-len(TEXT.encode()) % -LENGTH - 1:])])
-    n = PARTS[:, 1:].numel()
-    end = evaluate.measure(model_of(), last, BYTES)
-    right = (loss_of(model_of()) * n + end.loss * end.tokens) / (n + end.tokens)
-    assert end.tokens + n == len(TEXT.encode())
-    assert float(loss) == pytest.approx(right, abs=1e-4)
-    evaluate.main(['--text=text.txt', '--tokens=40', '--device=cpu'])
-    assert int(cells('out/run/loss.md')[0][1]) == 2 * LENGTH
+    ids = torch.tensor([256, *TEXT.encode()])
+    assert int(tokens) == len(ids) - 1  # each byte is a target, once
+    nats = [float(model_of()(part[None, :-1], part[None, 1:])[1]) * (len(part) - 1)
+            for part in (ids[at:at + LENGTH + 1] for at in range(0, len(ids) - 1, LENGTH))]
+    assert float(loss) == pytest.approx(sum(nats) / int(tokens), abs=1e-4)
     Path('short.txt').write_text('short')
-    evaluate.main(['--text=short.txt', '--device=cpu'])
-    assert int(cells('out/run/loss.md')[0][1]) == 5
+    for text, count in ('text.txt', 2 * LENGTH), ('short.txt', 5):
+        evaluate.main([f'--text={text}', '--tokens=40', '--device=cpu'])
+        assert int(cells('out/run/loss.md')[0][1]) == count
 
 
 def test_other_steps_at_test_time(place: Path) -> None:
-    evaluate.main(['--steps=1,2,3', '--device=cpu'])
-    rows = cells('out/run/steps.md')
+    write_run(place / 'out/mixed', Path('data'), model_of(attn='llama'))
+    evaluate.main(['--steps=1,2,3', '--device=cpu', '--out_dir=out/run'])
+    evaluate.main(['--steps=1,3', '--energies', '--device=cpu', '--out_dir=out/mixed'])
+    rows, mixed = cells('out/run/steps.md'), cells('out/mixed/steps.md')
     assert [row[0] for row in rows] == ['1', '2, as trained', '3']
+    eta = dict(attn_step_size=0.5, mlp_step_size=0.5)  # 1 / T of training
     for T, row in enumerate(rows, 1):
-        eta = dict(attn_step_size=0.5, mlp_step_size=0.5)  # 1 / T of training
         right = loss_of(model_of(attn_steps=T, mlp_steps=T, **eta))
         assert float(row[2]) == pytest.approx(right, abs=1e-4)
     assert len({row[2] for row in rows}) == 3
+    # Llama's sublayers keep their steps
+    right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
+    assert float(mixed[1][2]) == pytest.approx(right, abs=1e-4)
+    energies = [(row[0], len(row)) for row in cells('out/mixed/energies.md')]
+    assert energies == [('mlp 1', 5), ('mlp 2', 5)]
     assert Path('out/run/steps.png').exists()
     assert not Path('out/run/loss.md').exists()  # what is asked for and no more
-
-
-def test_llama_sublayers_keep_their_steps(place: Path) -> None:
-    write_run(place / 'out/mixed', place / 'data', model_of(attn='llama'))
-    evaluate.main(['--steps=1,3', '--energies', '--device=cpu', '--out_dir=out/mixed'])
-    right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
-    assert float(cells('out/mixed/steps.md')[1][2]) == pytest.approx(right, abs=1e-4)
-    energies = cells('out/mixed/energies.md')
-    assert [(row[0], len(row)) for row in energies] == [('mlp 1', 5), ('mlp 2', 5)]
 
 
 def test_energies_and_attention_of_a_run(place: Path) -> None:
@@ -311,54 +298,49 @@ def test_names_that_matplotlib_would_read_otherwise(place: Path) -> None:
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == names
 
 
-DAMAGE = {
-    'config.json': [b'', b'{', b'[]', b'\xff\xfe', b'{"train": {}, "model": {"d_model": "x"}}',
-                    b'{"train": {}, "model": {"n_head": 7}}', b'{"train": {}, "model": {"z": 1}}'],
-    'log.jsonl': [b'', b'\x00\xff', b'{}', b'5\n[]\nnull\n', b'{"tokens": 3}',
-                  b'{"tokens": "3", "tokens_per_s": {}, "loss": []}',
-                  b'{"tokens": 1, "tokens_per_s": 0, "loss": 2}',
-                  b'{"tokens": 1%b, "tokens_per_s": 1, "loss": 2}' % (b'0' * 400)],
-    'result.json': [b'{', b'[1]'],
-}
+DAMAGE = [
+    ('config.json', b'{'), ('config.json', b'\xff'), ('config.json', b'{"train": 1, "model": {}}'),
+    ('config.json', b'{"train": {}, "model": {"n_head": 7}}'), ('result.json', b'['),
+    ('config.json', b'{"train": {}, "model": {"z": 1}}'), ('log.jsonl', b'\x00\xff\n5\n{}'),
+    ('log.jsonl', b'{"tokens": "3", "tokens_per_s": {}, "loss": []}'),
+    ('log.jsonl', b'{"tokens": 1, "tokens_per_s": 0, "loss": 2}'),
+    ('log.jsonl', b'{"tokens": 1%b, "tokens_per_s": 1, "loss": 2}' % (b'0' * 400)),
+]
 
 
-@pytest.mark.parametrize('name, content', [
-    (name, content) for name, contents in DAMAGE.items() for content in contents], ids=str)
-def test_a_damaged_run_is_passed_over(name: str, content: bytes, place: Path,
-                                      capsys: pytest.CaptureFixture) -> None:
-    damaged = write_run(place / 'out/damaged', Path('data'), model_of())
-    (damaged / name).write_bytes(content)
-    evaluate.main(['--compare', 'out/damaged', 'out/run', 'data'])
+def test_damaged_runs_are_passed_over(place: Path, capsys: pytest.CaptureFixture) -> None:
+    folders = []
+    for n, (name, content) in enumerate(DAMAGE):
+        folders.append(str(write_run(place / f'out/damaged{n}', Path('data'), model_of())))
+        (place / folders[-1] / name).write_bytes(content)
+    evaluate.main(['--compare', *folders, 'out/run', 'data'])
     assert [row[0] for row in cells(CURVES)] == ['out/run']
     said = capsys.readouterr().out.splitlines()
-    assert sum('out/damaged' in line and line.endswith('; passed over') for line in said) == 1
-    assert sum(line.startswith('data: no run') for line in said) == 1
+    for folder in [*folders, 'data']:
+        assert sum(line.startswith(f'{folder}: ') for line in said) == 1
+    assert sum(line.endswith('; passed over') for line in said) == len(folders) + 1
 
 
 BAD = [
     (['--text=nowhere.txt'], 'text=nowhere.txt: No such file'),
-    (['--text=data'], 'text=data is no file'),
     (['--text=pipe'], 'text=pipe is no file'),
     (['--text=empty.txt'], 'empty.txt is empty'),
     (['--text=latin1.txt'], 'byte 1 is not UTF-8'),
     (['--text=text.txt', '--data=data'], 'give one'),
     (['--data=gpt2'], 'its tokenizer is gpt2, that of the run byte'),
-    (['--data=nowhere'], 'nowhere/meta.json is missing'),
     (['--split=train'], 'train split'),
     (['--tokens=0'], 'tokens=0: expected at least 1'),
     (['--steps=1,0'], 'steps=1,0: expected 1 to 1,000'),
-    (['--steps=two'], 'steps=two: expected a comma-separated list'),
     (['--attention=' + 'long ' * 9], 'has 45 tokens; expected 1 to 15'),
     (['--out_dir=out/llama', '--energies'], 'out/llama is all Llama'),
     (['--out_dir=nowhere'], 'no checkpoint in nowhere'),
     (['--compare', 'data'], 'no runs'),
-    (['--compare'], 'no runs'),
     (['--compar', 'out/run'], 'no such option; near: compare'),
 ]
 
 
-def test_bad_input_gets_one_line(place: Path) -> None:
-    write_run(place / 'out/llama', place / 'data', model_of(attn='llama', mlp='llama'))
+def test_bad_input_gets_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(place / 'out/llama', Path('data'), model_of(attn='llama', mlp='llama'))
     write_data(place / 'gpt2', [1] * 100, tokenizer='gpt2', vocab_size=50257)
     (place / 'empty.txt').touch()
     (place / 'latin1.txt').write_bytes('d\u00e9j\u00e0'.encode('latin-1'))
@@ -370,9 +352,6 @@ def test_bad_input_gets_one_line(place: Path) -> None:
         assert message in str(error.value)
         assert '\n' not in str(error.value)
     assert sorted(place.rglob('out/**/*')) == runs
-
-
-def test_no_run_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(place / 'out')
     with pytest.raises(SystemExit, match='no run in out/'):
         evaluate.main([])
