@@ -25,7 +25,7 @@ PARTS: dict[str, str] = {
     'cost T': 'bench.py --what=cost --against=T',
     'cost J': 'bench.py --what=cost --against=J',
     # longer than one part may take: its runs go on in the next call
-    'claims': 'reproduce.py ladder --scale=gpu',
+    'claims': 'reproduce.py all --scale=gpu',
 }
 CHECKPOINT_SECONDS = 20
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
