@@ -44,7 +44,7 @@ def shape(n: int, d_mlp: int) -> str:
     return f'config/ladder.py --n_layer={n} --d_model={16 * n} --n_head={n} --d_mlp={d_mlp}'
 
 
-# The models, as train.py's options.
+# The models, as train.py's options
 LLAMA = layers('llama', 'llama', 1, 1)
 ROPE = '--positions=rope --kq_diag=none'
 MODELS = {
@@ -156,12 +156,13 @@ def own_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
             rates = RATES.get(model)
             if rates is None:
                 rates = next(RATES[name] for name in RATES if model.startswith(name))[:2]
-            here = {'ladder': place < len(rates), 'gpu': model in EVERY_SIZE,
-                    'paper': model in drawn and size != '256m'}  # which is of the sweep alone
-            if not here[scale]:
+            trained = {'ladder': place < len(rates), 'gpu': model in EVERY_SIZE,
+                       'paper': model in drawn and size != '256m'}  # which is of the sweep alone
+            if not trained[scale]:
                 continue
-            single = model.endswith('-20') or (model in ('rope-1', 'rope-2') and place > 2)
             rate = ONE_RATE.get(scale) or rates[place]
+            # of twice the tokens, and of exact RoPE at the two largest sizes, the ladder has one
+            single = model.endswith('-20') or (model.startswith('rope') and place > 2)
             for seed in seeds or ((1,) if single or scale != 'ladder' else (1, 2, 3)):
                 runs.append(Run(scale, size, model, rate, seed))
     return runs
