@@ -392,10 +392,6 @@ class ReproduceConfig:
             raise ValueError(f'seeds={self.seeds}: each counts only once')
 
 
-def stop(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
-
-
 def main(argv: list[str]) -> None:
     names = [word for word in argv if not word.startswith('-')]
     options = read_options([word for word in argv if word.startswith('-')], ReproduceConfig)
@@ -437,14 +433,14 @@ def main(argv: list[str]) -> None:
     # Training and drawing
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, stop)
+            signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
     try:
         if new and cfg.scale != 'paper' and not os.path.exists('data/corpus/meta.json'):
             words = [sys.executable, 'prepare_slimpajama.py', '--input=corpus']
             if subprocess.run(words, check=False).returncode:
                 fail('data/corpus is not made; the same command goes on')
         here |= train_all(new, cfg.jobs)
-        found = {**here, **published}  # which holds
+        found = {**here, **published}  # what is published holds
         for name, cells in figures.items():
             draw(name, cells, here if FIGURES[name].reads_runs else found, cfg.scale)
         if everything or 'claims' in names:

@@ -286,15 +286,6 @@ def recursion_on_gp(sizes: Iterable[str], path: str = 'results/gp/blind/table.cs
                                         f'{eight} of {len(falls)} kernels')
 
 
-def as_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table for a program."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str, counted: Counts,
           ) -> tuple[str, str, str]:
     """claims.md, claims.csv and a short table, by a split, as far as runs are finished: `own` at
@@ -328,5 +319,7 @@ def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str, 
     words = ['', 'claim', 'A against B', *sizes, 'at the largest size', 'a tenfold N adds',
              f'the line at {large}', '', 'Holm']
     names = ['claim', 'comparison', *sizes, 'at_largest', 'per_tenfold', 'line_at_86m', 'said', 'p']
-    return (f'{introduction}\n\n{table(words, lines)}\n', as_csv(names, numbers),
+    text = io.StringIO()
+    csv.writer(text, lineterminator='\n').writerows([names, *numbers])
+    return (f'{introduction}\n\n{table(words, lines)}\n', text.getvalue(),
             table(['', 'A against B', 'at the largest size', ''], short))
