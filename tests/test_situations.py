@@ -16,7 +16,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ import pytest
 import torch
 from running import ROOT, Run, steps
 
-from nanocem import ladder
-from nanocem.ladder import FAMILIES
+import reproduce
 
 STOPPED = 75
 
@@ -104,6 +103,7 @@ def other_checkpoint(path: Path, content: Any) -> None:
 
 # What happened to the folder before the command, by what it happened to.
 LADDER = 'out/reproduce/ladder/s1/*'
+RUNS = 'results/ladder/runs.csv'
 FOLDER: dict[str, dict[str, Callable[[Path], Any]]] = {
     'run': {
         'nothing': lambda f: None,
@@ -237,13 +237,10 @@ FOLDER: dict[str, dict[str, Callable[[Path], Any]]] = {
     },
     'ladder': {
         'results a file': lambda f: replaced(f / 'results', b'x'),
-        'rates.json a folder': lambda f: folder_at(f / 'results/ladder/rates.json'),
-        'rates.json cut': lambda f: cut(f / 'results/ladder/rates.json'),
-        'rates.json without rates': lambda f: replaced(f / 'results/ladder/rates.json', b'{}'),
-        'rates.json of few models': lambda f: replaced(
-            f / 'results/ladder/rates.json', b'{"rates": {"llama": {"s1": 0.004}}}'),
-        'rates.json of text': lambda f: edited(
-            f / 'results/ladder/rates.json', rates={of: {'s1': 'a'} for of in FAMILIES}),
+        'runs.csv a folder': lambda f: folder_at(f / RUNS),
+        'runs.csv cut': lambda f: cut(f / RUNS),
+        'runs.csv empty': lambda f: replaced(f / RUNS, b''),
+        'runs.csv of text': lambda f: replaced(f / RUNS, b'size,seed\ns1,one\n'),
         'train.py gone': lambda f: removed(f / 'train.py'),
         'the ladder its own': lambda f: removed(f / 'out'),
         'result.json of the ladder cut': lambda f: each(f, f'{LADDER}/result.json', cut),
@@ -314,17 +311,15 @@ class Damage:
     keep: list[Any] = field(default_factory=list)
 
     def __call__(self) -> None:
-        ladder.SCALES['ladder'] = SCALE
+        reproduce.SIZES['ladder'] = SIZE
         os.chdir(self.folder)
         PROCESS[self.name]()
 
 
-# A ladder of a size and a seed, at rates that are chosen already.
+# A ladder of a size.
 SIZE = {'s1': 'config/ladder.py --n_layer=1 --d_model=16 --n_head=1 --d_mlp=24 --context_length=16 '
         '--tokens_per_param=0.1 --batch_size=8 --micro_batch_size=8 --eval_tokens=500 '
         '--test_tokens=500'}
-SCALE = replace(ladder.SCALES['ladder'], sizes=SIZE, sweep_sizes=SIZE, seeds=(1,))
-RATES = {'exponent': 0, 'best': {}, 'rates': {of: {'s1': 0.004} for of in FAMILIES}}
 
 RESUME = '--init_from=resume --out_dir=run'
 NEW = f'--data=data --stop_step=2 {steps(20)}'
@@ -382,10 +377,10 @@ COMMANDS: dict[str, list[str]] = {
         f'{GP} --out_dir=new --points=9 --batch_size=9 --stop=valid',
     ],
     'reproduce': [
-        '--list', '--plan --jobs=1', 'ladder --plan', 'fig_energy --list', 'fig_energy --jobs=1',
-        'fig_energy --jobs=1', 'fig_energy claims --publish --jobs=1', 'claims', 'claims',
-        'claims --publish', 'fig_none', '--sizes=83k', '--jobs=0', 'claims --seeds=7',
-        'fig_energy --scale=paper --sizes=86m', 'ladder --seeds=1,1', 'fig_tokens --list',
+        '--list', '', 'fig_energy --list', 'fig_energy --jobs=1 --seeds=1',
+        'fig_energy --jobs=1 --seeds=1', 'fig_energy claims --seeds=1 --jobs=1', 'claims',
+        'claims --anew', 'fig_none', '--sizes=83k', '--jobs=0', 'claims --seeds=7',
+        'fig_energy --scale=paper --sizes=86m', 'all --seeds=1,1', 'fig_tokens --list',
     ],
     'bench': [
         f'{BENCH} --what=cost --against=T', f'{BENCH} --what=cost --against=T --json=b.json',
@@ -416,12 +411,12 @@ def whole(halves: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     (here / 'texts/a.txt').write_text('The text of a caf\u00e9.\n' * 50)
     (here / 'texts/b.jsonl').write_text(lines)
     (here / 'texts/c.jsonl.gz').write_bytes(gzip.compress(lines.encode()))
-    (here / 'results/ladder/rates.json').write_text(json.dumps(RATES))
+    shutil.copy(ROOT / RUNS, here / RUNS)
     (here / 'data/corpus').symlink_to('.')
     (here / 'train.py').symlink_to(ROOT / 'train.py')
     for script, options in (('prepare_slimpajama', f'{PREPARE} --out_dir=prepared'),
                             ('synthetic_gp', f'{GP} --out_dir=gp'),
-                            ('reproduce', 'fig_energy --jobs=1')):
+                            ('reproduce', 'fig_energy --jobs=1 --seeds=1')):
         run = Run(tmp, *options.split(), script=script, damage=Damage(str(here), 'as ever')).wait()
         assert run.codes == [0], run.text
     return here
