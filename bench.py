@@ -198,11 +198,11 @@ def train_table(cfg: BenchConfig) -> list[Row]:
             runs[name]()
             memory[name] = (torch.cuda.max_memory_allocated() - before) / 1e9
     peak = fast.peak_flops(torch.device(cfg.device), cfg.torch_dtype)
-    llama_flops = models['Llama'].flops_per_token()
+    llama_flops = fast.flops_per_token(models['Llama'])
     budget = 20 * models['Llama'].num_params()
     rows: list[Row] = []
     for name, took in turns(runs, cfg).items():
-        flops = models[name].flops_per_token() if name in VARIANTS else llama_flops
+        flops = fast.flops_per_token(models[name]) if name in VARIANTS else llama_flops
         speed = x.numel() / took
         rows.append({'model': name,
                      'parameters': sum(p.numel() for p in models[name].parameters()),
@@ -324,7 +324,7 @@ def cost_table(cfg: BenchConfig) -> list[Row]:
                 n = max(1, cfg.batch_size * cfg.context_length // J)
                 x = torch.randint(cfg.vocab_size, (n, J), device=cfg.device)
                 runs[at] = partial(train_step, cfg, model, x)
-                flops[at] = model.flops_per_token() * x.numel()
+                flops[at] = fast.flops_per_token(model) * x.numel()
             took = turns(runs, cfg)
             first = next(iter(runs))
             rows += [{'against': against, 'at': at, 'variant': kind, 'ms': 1e3 * took[at],

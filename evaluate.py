@@ -29,8 +29,8 @@ from torch import Tensor
 
 from configurator import build, check_values, fail, read_options
 from model import Attention, ModelConfig, Transformer
-from nanocem.energy import energies_along
-from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET
+from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
+from nanocem.figures import energies_along
 from nanocem.files import read_json, read_json_lines, say, write_whole
 from nanocem.health import perplexity
 from nanocem.hf import export
@@ -327,7 +327,7 @@ def read_history(folder: str) -> History:
         fail('no run: no logged step')
     tokens, rates, losses = np.array(logged).T
     hours = np.cumsum(np.diff(tokens, prepend=0) / rates) / 3600
-    spent = {'tokens': tokens, 'FLOPs': tokens * model.flops_per_token(), 'hours': hours}
+    spent = {'tokens': tokens, 'FLOPs': tokens * flops_per_token(model), 'hours': hours}
     val_loss = [math.nan, *(number(line['val_loss']) for line in lines if 'val_loss' in line)][-1]
     # a run that went on has logged more steps than its older result counts
     result = read_json(os.path.join(folder, 'result.json')) or {}

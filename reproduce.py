@@ -30,6 +30,7 @@ import torch
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem import claims
+from nanocem.fast import flops_per_token
 from nanocem.figures import FIGURES, Cell, figure_files
 from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from train import TrainConfig
@@ -215,7 +216,7 @@ def size_and_cost(options: str) -> tuple[int, float]:
     """A model's parameters, and its training FLOPs a token."""
     with torch.device('meta'):
         model = Transformer(configs(options)[1])
-    return model.num_params(), model.flops_per_token()
+    return model.num_params(), flops_per_token(model)
 
 
 def hours(run: Run) -> float:

@@ -13,7 +13,6 @@ import torch
 
 from model import MLP, Attention
 from nanocem.claims import SPLITS
-from nanocem.energy import energies_along
 from nanocem.files import read_json_lines, table
 from nanocem.runs import load_run
 from nanocem.shards import Sequences, evenly_spaced
@@ -213,6 +212,23 @@ def gap_points(line: list[Cell], llama: dict[str, Sequence[dict[str, Any]]], key
             spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
             points.append((llama[cell.size][0]['parameters'], statistics.fmean(gaps), spread))
     return points
+
+
+@torch.no_grad()
+def energies_along(sublayer: Attention | MLP, x: torch.Tensor, *rest: Any, steps: int,
+                   ) -> torch.Tensor:
+    """A CEM sublayer's energy at each u_t of its steps from x, u_0 to u_steps: (steps + 1, B, J).
+    `rest`: what forward takes after x."""
+    normed: list[torch.Tensor] = []  # h, u_0, u_1, ...
+    hook = sublayer.norm.register_forward_hook(lambda norm, given, out: normed.append(out))
+    trained_steps = sublayer.steps
+    sublayer.steps = steps + 1
+    try:
+        sublayer.forward(x, *rest)
+    finally:
+        hook.remove()
+        sublayer.steps = trained_steps
+    return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
 
 
 def draw_steps(cells: list[Cell]) -> plt.Figure:

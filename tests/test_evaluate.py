@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import evaluate
 from model import ModelConfig, Transformer, position_tables
+from nanocem.fast import flops_per_token
 from nanocem.tokenizers import make_tokenizer
 
 LENGTH = 16
@@ -267,7 +268,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     assert rows[0][5:] == ['3.5000', '3.2500', f'{math.exp(3.25):.3f}']
     assert rows[1][5:] == ['4.2500', 'nan', 'nan']
     assert rows[2][5:] == ['nan', 'nan', 'nan']  # its result is that of fewer steps
-    flops = 4000 * model_of().flops_per_token()
+    flops = 4000 * flops_per_token(model_of())
     assert rows[1][1:4] == [f'{model_of().num_params():,}', '4,000', f'{flops:.2e}']
     assert rows[1][4] == f'{(1000 / 100 + 3000 / 200) / 3600:.3f}'
     assert Path(CURVES).with_suffix('.png').read_bytes()[:4] == b'\x89PNG'

@@ -19,6 +19,7 @@ import prepare_slimpajama
 import reproduce
 from model import Transformer
 from nanocem.claims import CLAIMS
+from nanocem.fast import flops_per_token
 from nanocem.figures import FIGURES, Cell, energies_of, figure_files
 from reproduce import MODELS, SIZES, Run, configs, own_runs, read_result, read_runs, swept_runs
 
@@ -74,7 +75,7 @@ def test_the_published_runs_are_what_is_planned() -> None:
         row = published[run]
         assert (row['parameters'], row['steps'], row['tokens']) == (
             model.num_params(), steps, 2048 * steps), run
-        assert row['flops_per_token'] == pytest.approx(model.flops_per_token(), rel=1e-9), run
+        assert row['flops_per_token'] == pytest.approx(flops_per_token(model), rel=1e-9), run
 
 
 def test_the_rates_are_those_that_the_sweeps_chose() -> None:
@@ -116,7 +117,7 @@ def test_the_papers_scale_counts_what_it_runs(here: Path, capsys: Any) -> None:
     train, cfg = configs(lines[0].partition('train.py ')[2])
     with torch.device('meta'):
         model, llama = Transformer(cfg), Transformer(cfg.llama())
-    flops = train.tokens_per_param * llama.num_params() * model.flops_per_token()
+    flops = train.tokens_per_param * llama.num_params() * flops_per_token(model)
     first = next(run for run in runs if run.folder == train.out_dir)
     assert reproduce.hours(first) == pytest.approx(flops / 0.4 / 312e12 / 3600)
 
