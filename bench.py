@@ -32,13 +32,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from configurator import build, fail, read_options
+from configurator import build, fail, in_range, read_options
 from model import SIZES, ModelConfig, Transformer, position_tables, rotate
 from nanocem import fast
 from nanocem.decode import Cache, generate
 from nanocem.files import read_json, say, to_json, write_whole
 from nanocem.first_day import PARTS, measure_parts, missing_parts
-from nanocem.options import in_range
 
 Row = dict[str, Any]
 LLAMA = dict(attn='llama', mlp='llama')

@@ -53,6 +53,36 @@ def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str
     return {key: _check(key, value, hints, f'{where}: ') for key, value in values.items()}
 
 
+def check_types(options: Any) -> None:
+    """ValueError unless every field of a dataclass has a value of the type it declares."""
+    for name, hint in typing.get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        if not has_type(value, hint):
+            raise ValueError(f'{name}={value}: expected {describe(hint)}')
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Whether `value` is of type `hint`: a dataclass's field's, say."""
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if type(None) in args:  # X | None
+        return value is None or has_type(value, args[0])
+    if kind in (tuple, list):
+        return isinstance(value, kind) and all(has_type(item, args[0]) for item in value)
+    if kind is typing.Literal:
+        return value in args
+    if isinstance(value, bool):  # which Python takes for a whole number
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def in_range(options: Any, low: float, high: float, names: str) -> None:
+    """ValueError unless these options, where they are set, lie from `low` to `high`."""
+    for name in names.split():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f'{name}={value}: expected {low:,} to {high:,}')
+
+
 def build(cls: type, given: dict[str, Any]) -> Any:
     """cls(**the part of `given` that cls declares); its ValueError is one line and exit code 1."""
     try:
@@ -121,7 +151,7 @@ def describe(hint: Any) -> str:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return f'{describe(args[0])}, or None'
-    if kind is tuple:
+    if kind in (tuple, list):
         return f'a comma-separated list, each {describe(args[0])}'
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]
 

@@ -38,7 +38,7 @@ from nanocem.figures import FIGURES, Cell, figure_files
 from nanocem.files import say, write_whole
 from nanocem.jobs import run_side_by_side
 from nanocem.ladder import FAMILIES, LLAMA, MODELS, SCALES, Scale, Task, canonical
-from nanocem.options import new_options
+from nanocem.runs import new_options
 from nanocem.scaling import akima_optimum, carry_rates
 from nanocem.shards import BUILTIN
 from nanocem.tokenizers import ByteTokenizer

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nanocem.options import new_options
 from running import ROOT
 
 import configurator
 from model import ModelConfig
-from nanocem.options import new_options
 from train import RECIPE, TrainConfig
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nanocem.schedule import Schedule
 from running import (
     BATCH,
     LENGTH,
@@ -31,7 +32,6 @@ import train
 from model import ModelConfig
 from nanocem import options
 from nanocem.runs import checkpoints, load_run, read_checkpoint
-from nanocem.schedule import Schedule
 from train import RECIPE, TrainConfig
 
 # What may change when a run is resumed, besides its length and the processes it has.

@@ -20,6 +20,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nanocem.health import Health
+from nanocem.schedule import Schedule
 from running import (
     BATCH,
     FORK,
@@ -45,9 +47,7 @@ import configurator
 import train
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
-from nanocem.health import Health
 from nanocem.runs import checkpoints, read_checkpoint
-from nanocem.schedule import Schedule
 from nanocem.shards import Sequences
 from nanocem.world import start_world
 from train import TrainConfig
