@@ -189,12 +189,12 @@ class Trainer:
         self.step = state['step']
         self.best = state['best']
         self.began -= state['seconds']
-        self.report(f'Resuming {out_dir} after step {self.step}')
         steps = self.schedule.steps
         self.schedule = Schedule(**state['schedule'])
         if steps < self.step:
             fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
                  f'{self.step * self.tokens_per_step} already')
+        self.report(f'Resuming {out_dir} after step {self.step}')
         if steps != self.schedule.steps:
             self.report(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate '
                         f'goes in a new cosine from where it is, {self.schedule(self.step):.2e}')

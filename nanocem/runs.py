@@ -271,8 +271,8 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     """The checkpoint that the run which `now` describes goes on from; None where it was stopped
     before its first. SystemExit where it is of another run."""
     state = last_checkpoint(out_dir)
-    if state is None and os.path.exists(os.path.join(out_dir, 'result.json')):
-        fail(f'out_dir={out_dir}: the run is finished, and has no whole checkpoint to go on from')
+    if state is None and (checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json')):
+        fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
     if state is None:
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
