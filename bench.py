@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from configurator import build, fail, read_options
+from configurator import build, fail, in_range, read_options
 from evaluate import table
 from model import SIZES, ModelConfig, Transformer, position_tables
 from nanocem import fast
 from nanocem.decode import Cache, generate
 from nanocem.files import say
-from nanocem.options import in_range
 
 Row = dict[str, Any]
 LLAMA = dict(attn='llama', mlp='llama')

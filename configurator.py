@@ -53,6 +53,55 @@ def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str
     return {key: _check(key, value, hints, f'{where}: ') for key, value in values.items()}
 
 
+def check_types(options: Any) -> None:
+    """ValueError unless every field of a dataclass has a value of the type it declares."""
+    for name, hint in typing.get_type_hints(type(options)).items():
+        value = getattr(options, name)
+        if not has_type(value, hint):
+            raise ValueError(f'{name}={value}: expected {describe(hint)}')
+
+
+def has_type(value: Any, hint: Any) -> bool:
+    """Whether `value` is of type `hint`: a dataclass's field's, say."""
+    kind, args = typing.get_origin(hint), typing.get_args(hint)
+    if type(None) in args:  # X | None
+        return value is None or has_type(value, args[0])
+    if kind in (tuple, list):
+        return isinstance(value, kind) and all(has_type(item, args[0]) for item in value)
+    if kind is typing.Literal:
+        return value in args
+    if isinstance(value, bool):  # which Python takes for a whole number
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def fill(options: Any, **defaults: Any) -> None:
+    """Set those of these fields that are None."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def expect(options: Any, needs: str, **values: Any) -> None:
+    """ValueError unless these options have these values: others need `needs`."""
+    for name, value in values.items():
+        given = getattr(options, name)
+        require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
+
+
+def require(ok: bool, otherwise: str) -> None:
+    if not ok:
+        raise ValueError(otherwise)
+
+
+def in_range(options: Any, low: float, high: float, names: str) -> None:
+    """ValueError unless these options, where they are set, lie from `low` to `high`."""
+    for name in names.split():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f'{name}={value}: expected {low:,} to {high:,}')
+
+
 def build(cls: type, given: dict[str, Any]) -> Any:
     """cls(**the part of `given` that cls declares); its ValueError is one line and exit code 1."""
     try:
@@ -121,7 +170,7 @@ def describe(hint: Any) -> str:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return f'{describe(args[0])}, or None'
-    if kind is tuple:
+    if kind in (tuple, list):
         return f'a comma-separated list, each {describe(args[0])}'
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]
 
@@ -138,48 +187,3 @@ def _help(classes: tuple[type, ...]) -> NoReturn:
     with contextlib.suppress(OSError):  # --help | head
         os.write(1, '\n'.join([*lines, '']).encode())
     sys.exit(0)
-
-
-def in_range(options: Any, low: float, high: float, names: str) -> None:
-    """ValueError unless these options, where they are set, lie from `low` to `high`."""
-    for name in names.split():
-        value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f'{name}={value}: expected {low:,} to {high:,}')
-
-
-def check_types(options: Any) -> None:
-    """ValueError unless every field of a dataclass has a value of the type that it declares."""
-    for name, hint in typing.get_type_hints(type(options)).items():
-        value = getattr(options, name)
-        kind = typing.get_args(hint)[0] if type(None) in typing.get_args(hint) else hint
-        if value is None and kind is not hint:
-            continue
-        if typing.get_origin(kind) is typing.Literal:
-            right = value in typing.get_args(kind)
-        elif typing.get_origin(kind) is tuple:
-            right = isinstance(value, tuple)
-        else:
-            right = type(value) is kind or (kind is float and type(value) is int)
-            right = right and (kind is not float or abs(value) < float('inf'))
-        if not right:
-            raise ValueError(f'{name}={value}: expected {describe(hint)}')
-
-
-def fill(options: Any, **defaults: Any) -> None:
-    """Set the fields that are None."""
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-
-
-def expect(options: Any, needs: str, **values: Any) -> None:
-    """ValueError unless these options have these values, all others of which need `needs`."""
-    for name, value in values.items():
-        given = getattr(options, name)
-        require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
-
-
-def require(ok: bool, otherwise: str) -> None:
-    if not ok:
-        raise ValueError(otherwise)

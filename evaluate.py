@@ -32,9 +32,8 @@ from model import Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
 from nanocem.figures import energies_along
 from nanocem.files import read_json, read_json_lines, say, write_whole
-from nanocem.health import perplexity
 from nanocem.hf import export
-from nanocem.runs import load_run, newest_run, read_config
+from nanocem.runs import load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
 

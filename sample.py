@@ -10,11 +10,10 @@ from typing import Literal
 
 import torch
 
-from configurator import build, fail, read_options
+from configurator import build, check_types, fail, in_range, read_options
 from model import Transformer
 from nanocem.decode import generate
 from nanocem.files import say
-from nanocem.options import in_range
 from nanocem.runs import load_run
 from nanocem.tokenizers import load_tokenizer
 
@@ -35,6 +34,7 @@ class SampleConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
 
     def __post_init__(self) -> None:
+        check_types(self)
         in_range(self, 1, 10**6, 'tokens samples top_k attn_steps mlp_steps')
         in_range(self, 0, 2**63 - 1, 'seed')
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -43,19 +43,22 @@ class SampleConfig:
 
 def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int) -> str:
-    """`prompt` and its continuation, by the tokenizer of the data folder. SystemExit where the
-    model gives no numbers."""
-    tokenizer = load_tokenizer(data_dir)
+    """`prompt` and its continuation, by the tokenizer of the data folder. ValueError where there is
+    none, or where the model gives no numbers."""
+    try:
+        tokenizer = load_tokenizer(data_dir)
+    except SystemExit as error:
+        raise ValueError(str(error).partition(': ')[2]) from None
     device = model.embedding.device
     plain = prompt.encode('utf-8', 'replace').decode()
     ids = [tokenizer.bos, *tokenizer.encode(plain)]
     if max(ids) >= model.cfg.vocab_size:
-        fail(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
+        raise ValueError(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=device)
     with torch.no_grad():
         logits, _ = model(idx[:, -model.cfg.context_length:])
     if not bool(torch.isfinite(logits).all()):
-        fail('the model gives numbers that are not finite: there is nothing to sample from')
+        raise ValueError('the model gives numbers that are not finite: nothing to sample from')
     generator = torch.Generator(device).manual_seed(seed % 2**63)
     ids = generate(model, idx, tokens, temperature, top_k, generator)[0].tolist()
     return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
@@ -66,10 +69,13 @@ def main(argv: list[str]) -> None:
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    for seed in range(cfg.seed, cfg.seed + cfg.samples):
-        say(sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
-                        cfg.top_k, seed))
-        say('---')
+    try:
+        for seed in range(cfg.seed, cfg.seed + cfg.samples):
+            say(sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
+                            cfg.top_k, seed))
+            say('---')
+    except ValueError as error:
+        fail(str(error))
 
 
 if __name__ == '__main__':

@@ -13,9 +13,9 @@ config.json, log.jsonl, checkpoints, TensorBoard's events, and result.json once 
 import contextlib
 import math
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -25,14 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
-from configurator import build, fail, read_options
+from configurator import build, check_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
 from nanocem.files import say
-from nanocem.health import Health, perplexity
-from nanocem.options import in_range, new_options, resumed_options
-from nanocem.schedule import Schedule
+from nanocem.runs import Health, Schedule, perplexity
 from nanocem.shards import Order, Sequences, evenly_spaced, find_data, read_meta
 from nanocem.world import World, failures_in_words, memory_gb, start_world
 from sample import sample_text
@@ -64,7 +63,7 @@ class TrainConfig:
     eval_interval: int = 500  # steps between validations
     eval_tokens: int = 2_000_000  # validation reads this many tokens, the same every time
     test_tokens: int = 10_000_000  # the final test reads this many
-    log_interval: int = 10  # steps between log lines
+    log_interval: int = 10  # steps between lines of log.jsonl; the screen has one a validation
     checkpoint_interval: int = 500  # steps between checkpoints
     keep_checkpoints: int = 2  # the last ones kept, besides the best by validation
     stop_step: int | None = None  # stop after this step of the schedule, checkpoint written
@@ -81,6 +80,7 @@ class TrainConfig:
     sample_tokens: int = 400  # length of a sample
 
     def __post_init__(self) -> None:
+        check_types(self)
         in_range(self, 1, 10**6, 'batch_size micro_batch_size keep_checkpoints stop_step')
         in_range(self, 1, 10**6, 'eval_interval log_interval checkpoint_interval sample_interval')
         in_range(self, 1, 10**15, 'tokens eval_tokens test_tokens')
@@ -96,6 +96,15 @@ class TrainConfig:
 # resumed, its length too (Schedule.extended).
 RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'learning_rate', 'warmup', 'final_lr', 'beta1',
           'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
+
+
+def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW, which decays matrices only. Its learning rate is set at every step."""
+    decayed = model.decayed_parameters()
+    rest = [p for p in model.parameters() if all(p is not d for d in decayed)]
+    groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
+              {'params': rest, 'weight_decay': 0.0}]
+    return torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
 
 
 class Trainer:
@@ -125,34 +134,27 @@ class Trainer:
 
         # The model and its optimizer
         torch.manual_seed(cfg.seed)
-        self.model = Transformer(self.model_cfg).to(world.device)
-        self.model.activation_checkpointing = cfg.activation_checkpointing
-        decayed = self.model.decayed_parameters()
-        rest = [p for p in self.model.parameters() if all(p is not d for d in decayed)]
-        self.optimizer = torch.optim.AdamW(
-            [{'params': decayed, 'weight_decay': cfg.weight_decay},
-             {'params': rest, 'weight_decay': 0.0}],
-            betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
+        self.raw_model = Transformer(self.model_cfg).to(world.device)
+        self.raw_model.activation_checkpointing = cfg.activation_checkpointing
+        self.optimizer = make_optimizer(self.raw_model, cfg)
 
-        # How they run: precision, compiler, processes
+        # How the model runs: precision, compiler, processes
         if cfg.deterministic:
             os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
             torch.use_deterministic_algorithms(True)
-        on_gpu = world.device.type == 'cuda'
-        flops = steps * self.tokens_per_step * self.model.flops_per_token()
-        self.dtype, compiled = world.once(
+        flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
+        self.dtype, compiled = world.broadcast(
             fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
-        bf16 = self.dtype == torch.bfloat16
         self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
-        self.autocast = torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)
-        fast.prove(self.model, world.device, self.dtype, cfg.micro_batch_size)
-        self.path = fast.attention_path(self.model, world.device, self.dtype, compiled)
-        self.compiled = self.parallel = self.model
-        if compiled:  # on a CPU the model itself, block by block
-            self.compiled = self.parallel = fast.compile_for(world.device, self.model)
+        self.autocast = torch.autocast(
+            world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        self.attention = fast.attention_path(self.raw_model, world.device, self.dtype, compiled)
+        self.model = self.raw_model
+        if compiled:
+            self.model = fast.compile_for(world.device, self.raw_model)
         if world.size > 1:
-            self.parallel = DistributedDataParallel(
-                self.compiled, device_ids=[world.device] if on_gpu else None,
+            self.model = DistributedDataParallel(
+                self.model, device_ids=[world.device] if world.device.type == 'cuda' else None,
                 gradient_as_bucket_view=True)
 
         # Where it stands
@@ -160,83 +162,82 @@ class Trainer:
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # the last
         self.health = Health()
-        self.earlier_seconds = 0.0  # of sessions before this one
-        self.begin = time.monotonic()  # of this one
-        self.log: Callable[..., None] = lambda *args, **values: None
-
-    def begin_with(self, state: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint of this run, exactly as it was, or refuse by name. Without one,
-        begin: with the weights of another run, a fresh optimizer and schedule, if asked for."""
-        out_dir, origin = self.cfg.out_dir, self.cfg.init_from
-        if state is None:
-            if origin not in ('scratch', 'resume'):
-                source = self.world.once(runs.read_run, origin)
-                runs.check_same_tokenizer(origin, source['data'], self.data['train'].identity)
-                runs.load_weights(self.model, source, origin)
-            return
-        runs.check_same(out_dir, state, self.identity())
-        runs.load_weights(self.model, state, out_dir)
-        self.optimizer.load_state_dict(state['optimizer'])
-        vars(self.health).update(state['health'])
-        self.step, self.best = state['step'], state['best']
-        self.earlier_seconds = state['seconds']
-        steps, self.schedule = self.schedule.steps, Schedule(**state['schedule'])
-        if steps < self.step:
-            fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
-                 f'{self.step * self.tokens_per_step} already')
-        self.tell(f'Resuming {out_dir} after step {self.step}')
-        if state.get('precision', self.precision) != self.precision:
-            self.tell(f'Its steps so far were {state["precision"]}; from here on {self.precision}')
-        if steps != self.schedule.steps:
-            self.tell(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate goes '
-                      f'in a new cosine from where it is, {self.schedule(self.step):.2e}')
-            self.schedule = self.schedule.extended(steps, self.step)
+        self.began = time.monotonic()  # less the time of sessions before this one
+        self.log: runs.Log | None = None  # rank 0's
+        self.bar = tqdm(disable=True)
 
     def identity(self) -> dict[str, Any]:
         """What must not change from session to session."""
-        return {'model_config': asdict(self.model_cfg), 'data': self.data['train'].identity,
+        data = {k: v for split in self.data.values() for k, v in split.identity.items()}
+        return {'model_config': asdict(self.model_cfg), 'data': data,
                 'recipe': {name: getattr(self.cfg, name) for name in RECIPE}}
 
-    def seconds(self) -> float:
-        """Time spent training, over all sessions."""
-        return self.earlier_seconds + time.monotonic() - self.begin
+    def begin(self, resume: bool) -> None:
+        """From where this run stopped, exactly as it was; or from step 0, with the weights of
+        another run if asked for."""
+        world, out_dir, origin = self.world, self.cfg.out_dir, self.cfg.init_from
+        state = world.broadcast(runs.resumed_state, out_dir, self.identity()) if resume else None
+        if state is None:
+            if origin not in ('scratch', 'resume'):
+                source = world.broadcast(runs.read_run, origin)
+                runs.check_tokenizer(source, self.data['train'].identity, origin)
+                runs.load_state(self.raw_model, source, 'model', origin)
+            return
+        runs.load_state(self.raw_model, state, 'model', out_dir)
+        runs.load_state(self.optimizer, state, 'optimizer', out_dir)
+        self.health = Health(**state['health'])
+        self.step = state['step']
+        self.best = state['best']
+        self.began -= state['seconds']
+        steps = self.schedule.steps
+        self.schedule = Schedule(**state['schedule'])
+        if steps < self.step:
+            fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
+                 f'{self.step * self.tokens_per_step} already')
+        self.report(f'Resuming {out_dir} after step {self.step}')
+        if steps != self.schedule.steps:
+            self.report(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate '
+                        f'goes in a new cosine from where it is, {self.schedule(self.step):.2e}')
+            self.schedule = self.schedule.extended(steps, self.step)
 
     def checkpoint(self, best: bool = False) -> None:
         """Write the state after self.step steps."""
         if self.world.rank != 0:
             return
         state = {
-            'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+            'model': self.raw_model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             'step': self.step, 'tokens': self.step * self.tokens_per_step,
-            'seconds': self.seconds(), 'best': self.best, 'health': vars(self.health),
-            'schedule': asdict(self.schedule), 'data_dir': self.cfg.data,
-            'precision': self.precision, **self.identity()}
+            'seconds': time.monotonic() - self.began, 'best': self.best,
+            'health': asdict(self.health), 'schedule': asdict(self.schedule),
+            'data_dir': self.cfg.data, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
 
-    def micro_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's part of the step's global batch, a micro-batch at a time."""
+    def batch(self, split: str, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these sequences, on the device."""
+        x, y = self.data[split].batch(numbers)
         device = self.world.device
-        mine = np.split(self.order(self.step), self.world.size)[self.world.rank]
-        for numbers in np.split(mine, len(mine) // self.cfg.micro_batch_size):
-            x, y = self.data['train'].batch(numbers)
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def train_step(self) -> tuple[float, float]:
         """Forward, backward, update. Returns the global batch's mean loss and gradient norm; skips
         the update, in all processes alike, unless both are finite."""
+        cfg, world = self.cfg, self.world
         for group in self.optimizer.param_groups:
             group['lr'] = self.schedule(self.step)
-        accumulation = self.cfg.batch_size // (self.world.size * self.cfg.micro_batch_size)
-        total = torch.zeros((), device=self.world.device)
-        for m, (x, y) in enumerate(self.micro_batches()):
-            if self.world.size > 1:
-                self.parallel.require_backward_grad_sync = m == accumulation - 1
+        # The global batch: a part for each process, in it a row for each micro-batch
+        numbers = self.order(self.step).reshape(world.size, -1, cfg.micro_batch_size)
+        mine = numbers[world.rank]
+        total = torch.zeros((), device=world.device)
+        for m, row in enumerate(mine):
+            x, y = self.batch('train', row)
+            if world.size > 1:  # gradients are summed over processes once, at the end
+                self.model.require_backward_grad_sync = m == len(mine) - 1
             with self.autocast:
-                loss = self.parallel(x, y)[1] / accumulation
+                loss = self.model(x, y)[1] / len(mine)
             loss.backward()
             total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.grad_clip)
-        loss, norm = float(self.world.sum(total) / self.world.size), float(norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), cfg.grad_clip)
+        loss, norm = float(world.sum(total) / world.size), float(norm)
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -250,84 +251,92 @@ class Trainer:
         numbers = evenly_spaced(len(data), tokens // data.length)
         mine = numbers[world.rank::world.size]
         total = torch.zeros((), dtype=torch.float64)
-        self.model.eval()
+        self.raw_model.eval()
         for at in range(0, len(mine), size):
-            x, y = data.batch(mine[at:at + size])
+            x, y = self.batch(split, mine[at:at + size])
             last_few = fast.eager() if len(x) < size else contextlib.nullcontext()
             with self.autocast, last_few:
-                loss = self.compiled(x.to(world.device), y.to(world.device))[1]
+                loss = self.model(x, y)[1]
             total += float(loss) * len(x)
-        self.model.train()
+        self.raw_model.train()
         return float(world.sum(total)) / len(numbers)
 
-    def judge(self, loss: float, norm: float) -> None:
-        """Say what the step's loss tells; give up after max_skipped skipped steps in a row."""
-        for text, values in self.health.look(self.step, loss, norm):
-            self.tell(text, **values)
-        if self.step == 2 * self.schedule.warmup + 200:
-            for text, values in self.health.no_context(self.data['train'].unigram_entropy()):
-                self.tell(text, **values)
-        if self.health.in_a_row > self.cfg.max_skipped:
+    def check_numbers(self, loss: float, norm: float) -> None:
+        """Say what the step's numbers tell; give up after max_skipped skipped steps in a row."""
+        health = self.health
+        event = health.take(loss, norm)
+        if event == 'skipped':
+            self.report(f'step {self.step} skipped: loss {loss}, gradient norm {norm}',
+                        event=event, loss=loss, grad_norm=norm)
+        if event == 'spike':
+            self.report(f'step {self.step}: loss spike, {loss:.3f} after {health.recent[-2]:.3f}',
+                        event=event, loss=loss)
+        if health.in_a_row > self.cfg.max_skipped:
             last = (runs.checkpoints(self.cfg.out_dir) or ['none'])[-1]
-            fail(f'{self.health.in_a_row} steps in a row without a finite loss and gradient, up to '
+            fail(f'{health.in_a_row} steps in a row without a finite loss and gradient, up to '
                  f'batch {self.step - 1}; last good checkpoint: {last}; try a lower learning_rate, '
                  'or look at that batch')
 
-    def tell(self, text: str, **values: Any) -> None:
-        """A line on the screen, and its values in the log, from rank 0."""
+    def report(self, text: str, **values: Any) -> None:
+        """From rank 0: a line on the screen, and its values in the log."""
         if self.world.rank == 0:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self.bar.clear()
             say(text)
             if values:
                 self.log(self.step, **values)
 
     def open_folder(self) -> None:
-        """config.json and the log. A new run needs its config; one that goes on has it already."""
-        out_dir = self.cfg.out_dir
-        runs.save_config(out_dir, asdict(self.cfg), asdict(self.model_cfg), new=self.step == 0)
-        self.log = runs.Log(out_dir, self.step, self.cfg.tensorboard)
-        say(f'{out_dir}: {self.model.num_params():,} parameters, {self.schedule.steps:,} steps of '
-            f'{self.tokens_per_step:,} tokens = {self.schedule.steps * self.tokens_per_step:,}, '
-            f'{self.world.size} x {self.world.device.type}, '
-            f'{self.precision}, {self.path}; '
+        """config.json, the log, and a line that says what is to come."""
+        cfg, steps = self.cfg, self.schedule.steps
+        config = {'train': asdict(cfg), 'model': asdict(self.model_cfg)}
+        runs.save_json(cfg.out_dir, 'config.json', config)
+        self.log = runs.Log(cfg.out_dir, self.step, cfg.tensorboard)
+        say(f'{cfg.out_dir}: {self.raw_model.num_params():,} parameters, {steps:,} steps of '
+            f'{self.tokens_per_step:,} tokens = {steps * self.tokens_per_step:,}, '
+            f'{self.world.size} x {self.world.device.type}, {self.precision}, {self.attention}; '
             f'{len(self.data["train"]):,} sequences an epoch')
+        if sys.stdout is not None and sys.stdout.isatty():
+            self.bar = tqdm(total=steps, initial=self.step, unit='step', leave=False,
+                            file=sys.stdout)
 
     def train(self, signals: runs.Signals) -> int:
         """The loop. Returns the exit code: 0 finished, STOPPED it can go on."""
         cfg, world, steps = self.cfg, self.world, self.schedule.steps
-        if world.rank == 0:
-            self.open_folder()
         peak = fast.peak_flops(world.device, self.dtype) * world.size
-        self.begin = time.monotonic()
-        spent, since = 0.0, self.step  # seconds in steps since the last line, and where it was
+        session = time.monotonic()
+        spent, since = 0.0, self.step  # seconds in steps since the last log line, and where it was
         while self.step < steps:
             # One step
             start = time.monotonic()
             loss, norm = self.train_step()
             spent += time.monotonic() - start
             self.step += 1
-            self.judge(loss, norm)
+            self.check_numbers(loss, norm)
             last = self.step == steps
+            rate = (self.step - since) * self.tokens_per_step / spent
+            mfu = fast.flops_per_token(self.raw_model) * rate / peak
+            with contextlib.suppress(OSError):
+                self.bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} tok/s', refresh=False)
+                self.bar.update()
 
             # A line in the log
             if self.step % cfg.log_interval == 0 or last:
-                rate = (self.step - since) * self.tokens_per_step / spent
-                left = timedelta(seconds=round((steps - self.step) * self.tokens_per_step / rate))
-                lr, memory = self.schedule(self.step - 1), memory_gb(world.device)
-                mfu = self.model.estimate_mfu(rate, peak)
-                self.tell(
-                    f'step {self.step:>6,}/{steps:,} | loss {loss:.4f} | lr {lr:.2e} | '
-                    f'norm {norm:.2f} | {rate:,.0f} tok/s | MFU {mfu:.1%} | {memory:.2f} GB | '
-                    f'ETA {left}',
-                    tokens=self.step * self.tokens_per_step, loss=loss, lr=lr, grad_norm=norm,
-                    tokens_per_s=rate, mfu=mfu, memory_gb=memory, skipped=self.health.skipped,
-                    seconds=self.seconds())
+                if world.rank == 0:
+                    self.log(self.step, tokens=self.step * self.tokens_per_step, loss=loss,
+                             lr=self.schedule(self.step - 1), grad_norm=norm, tokens_per_s=rate,
+                             mfu=mfu if mfu <= 1 else None, memory_gb=memory_gb(world.device),
+                             skipped=self.health.skipped, seconds=time.monotonic() - self.began)
                 spent, since = 0.0, self.step
 
             # Validation, and a look at what it writes
             if self.step % cfg.eval_interval == 0 or last:
                 self.val_loss = self.evaluate('val', cfg.eval_tokens)
-                self.tell(f'step {self.step:>6,}: validation loss {self.val_loss:.4f}, perplexity '
-                          f'{perplexity(self.val_loss):.3f}', val_loss=self.val_loss)
+                left = timedelta(seconds=round((steps - self.step) * self.tokens_per_step / rate))
+                share = f' | MFU {mfu:.1%}' if mfu <= 1 else ''  # else the peak is not known
+                self.report(f'step {self.step:>6,}/{steps:,} | loss {loss:.4f} | validation loss '
+                            f'{self.val_loss:.4f}, perplexity {perplexity(self.val_loss):.3f} | '
+                            f'{rate:,.0f} tok/s{share} | ETA {left}', val_loss=self.val_loss)
                 if self.val_loss < self.best:
                     self.best = self.val_loss
                     self.checkpoint(best=True)
@@ -338,55 +347,57 @@ class Trainer:
             reason = signals.received
             if cfg.stop_step is not None and self.step >= cfg.stop_step:
                 reason = 'stop_step'
-            minutes = (time.monotonic() - self.begin) / 60
+            minutes = (time.monotonic() - session) / 60
             if cfg.max_minutes is not None and minutes >= cfg.max_minutes:
                 reason = 'max_minutes'
-            stop = float(world.sum(torch.tensor(float(reason is not None)))) > 0
+            stop = world.any(reason is not None)
             if self.step % cfg.checkpoint_interval == 0 or last or stop:
                 self.checkpoint()
             if stop and not last:
-                self.tell(f'Stopped after step {self.step} ({reason or "another process was asked"}'
-                          f'); go on with --init_from=resume --out_dir={cfg.out_dir}')
+                self.report(f'Stopped after step {self.step} '
+                            f'({reason or "another process was asked"}); '
+                            f'go on with {runs.resume_flags(cfg.out_dir)}')
                 return STOPPED
-        return self.finish()
+        self.finish()
+        return 0
 
     def sample(self) -> None:
         """A text of the model's, on the screen and in the log."""
-        if self.world.rank == 0 and self.cfg.sample_tokens:
-            self.model.eval()
-            try:
-                with fast.eager():
-                    text = sample_text(self.model, self.cfg.data, '', self.cfg.sample_tokens, 0.8,
-                                       None, self.cfg.seed)
-            except SystemExit as error:  # its tokenizer is gone, say: no reason to end a run
-                text = f'No sample: {error}'
-            self.model.train()
-            self.tell(text, sample=text)
+        cfg = self.cfg
+        if self.world.rank != 0 or not cfg.sample_tokens:
+            return
+        self.raw_model.eval()
+        try:
+            with fast.eager():
+                text = sample_text(self.raw_model, cfg.data, '', cfg.sample_tokens, 0.8, None,
+                                   cfg.seed)
+        except ValueError as error:  # its tokenizer is gone, say: no reason to end a run
+            text = f'No sample: {error}'
+        self.raw_model.train()
+        self.report(text, sample=text)
 
-    def finish(self) -> int:
-        """Test perplexity, result.json, a sample of text. Returns the exit code."""
-        cfg, seconds = self.cfg, self.seconds()
+    def finish(self) -> None:
+        """Test perplexity, result.json, a sample of text."""
+        cfg, seconds = self.cfg, time.monotonic() - self.began
         test_loss = self.evaluate('test', cfg.test_tokens)
         if self.val_loss is None:  # resumed after the last step
             self.val_loss = self.evaluate('val', cfg.eval_tokens)
         if self.health.skipped == self.step or not math.isfinite(test_loss):
             fail(f'no model came of {self.step} steps: {self.health.skipped} were skipped for '
                  f'their numbers, test loss {test_loss}; try a lower learning_rate or init_std')
-        if self.world.rank != 0:
-            return 0
-        say(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
-            f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token')
-        written = runs.save_result(cfg.out_dir, {
+        self.report(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
+                    f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token')
+        self.world.broadcast(runs.save_json, cfg.out_dir, 'result.json', {
             'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
             'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
-            'parameters': self.model.num_params(), 'steps': self.step,
+            'parameters': self.raw_model.num_params(), 'steps': self.step,
             'tokens': self.step * self.tokens_per_step,
-            'flops_per_token': self.model.flops_per_token(), 'skipped': self.health.skipped,
+            'flops_per_token': fast.flops_per_token(self.raw_model), 'skipped': self.health.skipped,
             'precision': self.precision, 'seconds': seconds})
         if cfg.sample_tokens:
-            say(f'A sample; python sample.py --out_dir={cfg.out_dir} makes more:')
+            self.report(f'A sample; python sample.py --out_dir={shlex.quote(cfg.out_dir)} makes '
+                        'more:')
             self.sample()
-        return 0 if written else STOPPED
 
 
 def main(argv: list[str]) -> int:
@@ -395,28 +406,30 @@ def main(argv: list[str]) -> int:
 
     # Which run, a new one or one to go on with; and its options: what was given, over those it
     # began with, or over its size's
-    out_dir, resume = runs.which(given.get('init_from'), given.get('out_dir'))
+    out_dir, resume = runs.find_run(given.get('init_from'), given.get('out_dir'))
     if resume:
-        given, name = resumed_options(out_dir, given, TrainConfig, RECIPE), ''
+        options, name = runs.resumed_options(out_dir, given, TrainConfig), ''
     else:
-        given, name = new_options(given, TrainConfig, RECIPE)
-    cfg = build(TrainConfig, given)
-    model_options = {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__}
+        options, name = runs.new_options(given, TrainConfig, RECIPE)
+    cfg = build(TrainConfig, options)
+    model_options = {k: v for k, v in options.items() if k in ModelConfig.__dataclass_fields__}
 
     # Its processes; its folder, which no other run may touch; its data; and then training
     world = start_world(cfg.device, cfg.batch_size, cfg.micro_batch_size, cfg.timeout_minutes)
     signals = runs.Signals()
-    with failures_in_words(world), contextlib.ExitStack() as held:
-        resume, cfg.out_dir = world.once(lambda: (resume, out_dir))
+    with failures_in_words(world), contextlib.ExitStack() as stack:
         if resume:
-            world.once(runs.hold, cfg.out_dir, held)
-        cfg.data = world.once(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
+            world.broadcast(runs.lock_folder, out_dir, stack)
+        cfg.data = world.broadcast(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
         trainer, code = Trainer(cfg, model_options, world), 0
         if not resume:
-            cfg.out_dir = world.once(runs.claim, out_dir, name, held)
-        if not (resume and world.once(runs.is_finished, cfg.out_dir, trainer.schedule.steps)):
-            trainer.begin_with(world.once(runs.where_it_stood, cfg.out_dir) if resume else None)
-            code = world.once(int, trainer.train(signals))
+            out_dir = world.broadcast(runs.new_folder, out_dir, name, stack)
+        cfg.out_dir = out_dir
+        if not (resume and world.broadcast(runs.is_finished, out_dir, trainer.schedule.steps)):
+            trainer.begin(resume)
+            world.broadcast(trainer.open_folder)
+            with trainer.bar:
+                code = trainer.train(signals)
         del trainer  # before its process group, whose end can wait for it for ever
         if world.size > 1:
             dist.barrier()  # leave together: rank 0 was still writing

@@ -1,97 +1,85 @@
-"""Run folders: their names and locks, checkpoints, log, and the signals that stop a run."""
+"""Run folders: which run, its options, checkpoints, health, log, and the signals that stop it."""
 import contextlib
 import glob
 import io
 import itertools
-import json
+import math
 import os
 import re
+import shlex
 import signal
-import socket
+import statistics
 import threading
-import time
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_values, fail
+from configurator import build, check_types, check_values, fail, has_type, read_options
 from model import ModelConfig, Transformer
-from nanocem.files import append_whole, lock, read_json, say, to_json, write_whole
+from nanocem.files import append_whole, lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
 
-OWN = ('config.json', 'log.jsonl', 'result.json', 'best.pt')  # and step_*.pt: what a run writes
-KEPT = {'model', 'model_config', 'step', 'data', 'data_dir'}  # in every checkpoint, old ones too
+# What a checkpoint holds
+CHECKPOINT = {
+    'model': dict, 'model_config': dict, 'optimizer': dict, 'schedule': dict, 'health': dict,
+    'step': int, 'seconds': float, 'best': float, 'data': dict, 'data_dir': str, 'recipe': dict}
+KINDS = ('size', 'attn', 'mlp', 'attn_steps', 'mlp_steps')  # what every folder's name begins with
 
 
 # Folders
 
-def claim(out_dir: str | None, name: str, held: contextlib.ExitStack) -> str:
-    """A folder for a new run, made, and locked while `held` is open: `out_dir`, or the first free
-    one of out/name, out/name-2, ... SystemExit where it holds a run or another program's files."""
-    try:
-        path = out_dir or free_folder(f'out/{name}')
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        fail(f'out_dir={out_dir or f"out/{name}"}: {error.strerror}; expected a folder to write in')
-    hold(path, held)
-    found = [own for own in OWN if os.path.lexists(os.path.join(path, own))]
-    if checkpoints(path) or 'result.json' in found or 'best.pt' in found:
-        fail(f'out_dir={path} holds a run already: --init_from=resume goes on with it, another '
-             '--out_dir starts beside it')
-    if found and read_config(path) is None:
-        fail(f'out_dir={path} holds a {found[0]} that no run wrote; expected a folder of its own')
-    return path
-
-
-def free_folder(path: str) -> str:
-    """Make and return path, or path-2, ...: the first that is not there."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    for n in itertools.count(1):
-        numbered = f'{path}-{n}' if n > 1 else path
-        try:
-            os.mkdir(numbered)
-            return numbered
-        except FileExistsError:
-            continue
-
-
-def which(origin: str | None, out_dir: str | None) -> tuple[str | None, bool]:
-    """The folder of the run that init_from=`origin` means, if it is known yet, and whether the run
-    goes on: because it was asked to, or because torchrun --max-restarts starts it again."""
-    if origin == 'resume':
+def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bool]:
+    """The run's folder, None for a new one of its own; and whether the run goes on: because
+    init_from=resume says so, or because torchrun --max-restarts starts it again."""
+    if init_from == 'resume':
         return out_dir or newest_run(), True
-    if restarted():
-        out_dir = out_dir or newest_run(mine=True)
-        return out_dir, read_config(out_dir) is not None
-    return out_dir, False
+    if int(os.environ.get('TORCHELASTIC_MAX_RESTARTS', 0)) and out_dir is None:
+        fail('torchrun --max-restarts needs --out_dir=FOLDER, to find the run again')
+    return out_dir, restarted() and read_config(out_dir) is not None
+
+
+def newest_run() -> str | None:
+    """The folder under out/ whose run was started or resumed last."""
+    paths = glob.glob('out/*/config.json')
+    return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else None
 
 
 def restarted() -> bool:
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
 
 
-def hold(out_dir: str, held: contextlib.ExitStack) -> None:
-    """Lock a run's folder while `held` is open. SystemExit where another process has it; but what
-    torchrun starts again waits for its former life to end."""
+def new_folder(out_dir: str | None, name: str, locks: contextlib.ExitStack) -> str:
+    """A folder for a new run, made and locked: `out_dir`, or the first free one of out/name,
+    out/name-2, ... SystemExit where it holds a run."""
+    path = out_dir or f'out/{name}'
+    for n in itertools.count(2):
+        try:
+            os.makedirs(path, exist_ok=out_dir is not None)
+            break
+        except OSError as error:
+            if out_dir or not isinstance(error, FileExistsError):
+                fail(f'out_dir={path}: {error.strerror}; expected a folder to write in')
+            path = f'out/{name}-{n}'
+    lock_folder(path, locks)
+    if checkpoints(path) or {'config.json', 'result.json', 'best.pt'} & set(os.listdir(path)):
+        fail(f'out_dir={path} holds a run already, or another config.json: --init_from=resume goes '
+             'on with a run, another --out_dir starts beside it')
+    return path
+
+
+def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
+    """Lock a run's folder while `locks` is open. SystemExit where another process trains there; but
+    what torchrun starts again waits for its former life to end."""
     try:
         handle = lock(os.path.join(out_dir, '.lock'), wait=restarted())
-        if handle is None:
-            fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
-                 'start beside it with another --out_dir')
-        held.callback(os.close, handle)
-        for name in glob.glob('*.tmp', root_dir=out_dir):  # left half written by a killed run
-            whole = name.removesuffix('.tmp')
-            if whole in OWN or checkpoint_step(whole) is not None:
-                os.remove(os.path.join(out_dir, name))
     except OSError as error:
         fail(f'out_dir={out_dir}: {error.strerror}; expected a folder to write in')
-
-
-def launcher() -> str:
-    """What started this process, the same after torchrun restarts it."""
-    return f'{socket.gethostname()}:{os.getppid()}'
+    if handle is None:
+        fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
+             'start beside it with another --out_dir')
+    locks.callback(os.close, handle)
 
 
 def read_config(out_dir: str | None) -> dict[str, Any] | None:
@@ -105,27 +93,18 @@ def read_config(out_dir: str | None) -> dict[str, Any] | None:
     return config
 
 
-def save_config(out_dir: str, train: dict[str, Any], model: dict[str, Any], new: bool) -> None:
-    """Write config.json. A new run cannot be without it; one that goes on has it already."""
-    config = {'train': train, 'model': model, 'launcher': launcher()}
+def save_json(out_dir: str, name: str, content: dict[str, Any]) -> None:
+    """Write config.json or result.json. SystemExit where the disk does not take it."""
     try:
-        os.makedirs(out_dir, exist_ok=True)
-        write_whole(os.path.join(out_dir, 'config.json'), json.dumps(config, indent=1).encode())
+        write_whole(os.path.join(out_dir, name), to_json(content, indent=1))
     except OSError as error:
-        if new:
-            fail(f'out_dir={out_dir}: config.json not written ({error.strerror})')
-        say(f'WARNING: config.json not written ({error.strerror}); the run goes on')
+        fail(f'{name} not written ({error.strerror}); once there is room, go on with '
+             f'{resume_flags(out_dir)}')
 
 
-def save_result(out_dir: str, result: dict[str, Any]) -> bool:
-    """Write result.json. False, with a warning, where the disk does not take it."""
-    try:
-        write_whole(os.path.join(out_dir, 'result.json'), to_json(result, indent=1))
-        return True
-    except OSError as error:
-        say(f'WARNING: result.json not written ({error.strerror}); once there is room, '
-            f'--init_from=resume --out_dir={out_dir} writes it')
-        return False
+def resume_flags(out_dir: str) -> str:
+    """What goes on with a run, to be pasted into a shell."""
+    return f'--init_from=resume --out_dir={shlex.quote(out_dir)}'
 
 
 def is_finished(out_dir: str, steps: int) -> bool:
@@ -133,19 +112,60 @@ def is_finished(out_dir: str, steps: int) -> bool:
     result = read_json(os.path.join(out_dir, 'result.json')) or {}
     finished = result.get('steps') == steps
     if finished:
-        say(f'{out_dir} is finished after {steps:,} steps: test perplexity '
-            f'{result.get("test_perplexity")}; --tokens=N, above its {result.get("tokens")}, '
-            'trains on')
+        say(f'{out_dir} is finished after {steps:,} steps; --tokens=N, above its '
+            f'{result.get("tokens")}, trains on')
     return finished
 
 
-def newest_run(mine: bool = False) -> str | None:
-    """The folder under out/ whose run was started or resumed last; or last by this launcher."""
-    paths = sorted(glob.glob('out/*/config.json'), key=os.path.getmtime)
-    runs = [os.path.dirname(path) for path in paths]
-    if mine:
-        runs = [run for run in runs if (read_config(run) or {}).get('launcher') == launcher()]
-    return runs[-1] if runs else None
+# Options
+
+def new_options(given: dict[str, Any], cls: type,
+                recipe: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+    """What was `given` for cls and the model, over the model that the run starts from (init_from)
+    and what config/SIZE.py brings; and the name of the run's folder: its model, and what of the
+    model, the budget and the `recipe` was changed."""
+    origin = given.get('init_from', 'scratch')
+    source = {} if origin == 'scratch' else read_run(origin)['model_config']
+    if source and given.get('size', source['size']) != source['size']:
+        fail(f'init_from={origin} is of another size: {source["size"]} (now {given["size"]})')
+    if given.get('text') and 'data' in given:
+        fail(f'text={given["text"]} and data={given["data"]}: give one')
+    given = one_budget(given)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    size = source.get('size') or given.get('size', 'mini')
+    path = os.path.join(root, 'config', f'{size}.py')
+    brought = read_options([path], cls, ModelConfig) if os.path.exists(path) else {}
+    brought |= source
+
+    # The name: what differs from the same kinds of layers with nothing else given
+    cfg = build(ModelConfig, {**brought, **given})
+    plain = build(ModelConfig, {**brought, **{k: given[k] for k in KINDS if k in given}})
+    default = {**asdict(cls()), **asdict(plain), **brought}
+    named = {*recipe, 'data', 'init_from', 'tokens', 'tokens_per_param', *asdict(cfg)}
+    words = [f'{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}']
+    for key, value in given.items():
+        if key in named - {*KINDS, 'attn_impl'} and value not in (None, default[key]):
+            words.append(f'{key}={os.path.basename(str(value).rstrip("/"))}')
+    name = os.fsencode('-'.join(words))[:150]  # a file's name has 255 bytes at most
+    return {**brought, **given}, name.decode(errors='ignore')
+
+
+def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> dict[str, Any]:
+    """The options of the run in `out_dir`, and over them those `given` for its next session."""
+    saved = read_config(out_dir)
+    if saved is None:
+        fail(f'init_from=resume: no run in {out_dir or "out/"} (config.json is missing or damaged)')
+    saved = check_values({**saved['train'], **saved['model']}, f'{out_dir}/config.json', cls,
+                         ModelConfig)
+    return {**saved, 'stop_step': None, **one_budget(given), 'init_from': saved['init_from']}
+
+
+def one_budget(given: dict[str, Any]) -> dict[str, Any]:
+    """The options with no tokens beside tokens_per_param, which a size or a run may have set."""
+    if given.get('tokens') and given.get('tokens_per_param'):
+        fail(f'tokens={given["tokens"]} and tokens_per_param={given["tokens_per_param"]} are two '
+             'budgets: give one')
+    return {**given, 'tokens': None} if 'tokens_per_param' in given else given
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
@@ -187,21 +207,42 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint's content: tensors and plain values only, every byte checked. ValueError where
-    it is damaged or something else."""
+    """A checkpoint's content: tensors and plain values only, every byte and every type checked, its
+    model_config completed. ValueError where it is damaged or something else."""
     try:
         with zipfile.ZipFile(path) as archive:
             if damaged := archive.testzip():
                 raise ValueError(f'checksum of {damaged}')
         state = torch.load(path, map_location='cpu', weights_only=True)
-        if missing := KEPT - set(state):
-            raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-        if not isinstance(state['model_config'], dict):
-            raise ValueError('its model_config is none')
-        return state
+        return {**state, 'model_config': asdict(check_checkpoint(state))}
     except Exception as error:  # a damaged file can fail in any way
-        words = str(error).partition('\n')[0] or type(error).__name__
+        words = str(error).partition('\n')[0][:200] or type(error).__name__
         raise ValueError(f'{path} is damaged ({words})') from None
+
+
+def check_checkpoint(state: dict[str, Any]) -> ModelConfig:
+    """ValueError, or another error, unless a checkpoint may hold this. Returns its model's
+    configuration."""
+    if missing := CHECKPOINT.keys() - state.keys():
+        raise ValueError(f'it holds no {", ".join(sorted(missing))}')
+    for name, kind in CHECKPOINT.items():
+        if not has_type(state[name], kind):
+            raise ValueError(f'its {name} is {state[name]!r:.40}')
+    for name in ('step', 'seconds'):
+        if not 0 <= state[name] < 1e15:
+            raise ValueError(f'its {name} is {state[name]}')
+    if missing := {'tokenizer', 'tokenizer_sha256', 'vocab_size'} - state['data'].keys():
+        raise ValueError(f'its data has no {", ".join(sorted(missing))}')
+    check_types(Schedule(**state['schedule']))
+    check_types(Health(**state['health']))
+    # Before memory is taken for a model of these sizes: are the weights of these sizes?
+    cfg = ModelConfig(**state['model_config'])
+    if cfg.n_layer + cfg.extra_layers <= len(state['model']):
+        with torch.device('meta'):
+            sizes = {name: w.shape for name, w in Transformer(cfg).state_dict().items()}
+        if sizes == {name: w.shape for name, w in state['model'].items()}:
+            return cfg
+    raise ValueError('its weights are not of its model_config')
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
@@ -214,57 +255,51 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def where_it_stood(out_dir: str) -> dict[str, Any] | None:
-    """The checkpoint that a resumed run goes on from; None where it was stopped before its first.
-    SystemExit where a finished run has none left."""
-    state = last_checkpoint(out_dir)
-    if state is None and os.path.exists(os.path.join(out_dir, 'result.json')):
-        fail(f'out_dir={out_dir}: the run is finished, and has no whole checkpoint to go on from')
-    if state is None:
-        say(f'No checkpoint in {out_dir} yet: starting from step 0')
-    return state
-
-
 def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[str, Any]:
-    """A run's checkpoint, the best by validation where there is one, or a checkpoint file. Its
-    model_config is complete and checked. SystemExit."""
+    """A run's checkpoint, the best by validation where there is one; or a checkpoint file.
+    SystemExit."""
     best = path if os.path.isfile(path) else os.path.join(path, 'best.pt')
     try:
-        wanted = checkpoint == 'best' or best == path
-        state = read_checkpoint(best) if wanted and os.path.exists(best) else last_checkpoint(path)
+        if os.path.exists(best) and (checkpoint == 'best' or best == path):
+            return read_checkpoint(best)
     except ValueError as error:
         fail(f'{error}; the last checkpoint of the run may be whole')
+    return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
+
+
+def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
+    """The checkpoint that the run which `now` describes goes on from; None where it was stopped
+    before its first. SystemExit where it is of another run."""
+    state = last_checkpoint(out_dir)
+    if state is None and (checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json')):
+        fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
     if state is None:
-        fail(f'no checkpoint in {path}: python train.py makes one')
-    given = check_values(state['model_config'], f'the checkpoint in {path}', ModelConfig)
-    return {**state, 'model_config': asdict(build(ModelConfig, given))}
-
-
-def check_same(out_dir: str, state: dict[str, Any], now: dict[str, Any]) -> None:
-    """SystemExit unless the checkpoint is of the run that `now` describes."""
-    if 'schedule' not in state:
-        fail(f'{out_dir} was trained by an earlier version and lacks what an exact resume needs; '
-             f'--init_from={out_dir} with another --out_dir starts a new run from its weights')
+        say(f'No checkpoint in {out_dir} yet: starting from step 0')
+        return None
+    # Earlier versions kept the fingerprint of the training data alone
+    now = {**now, 'data': {k: v for k, v in now['data'].items() if k in state['data']}}
     for part in ('model_config', 'data', 'recipe'):
         if different := differences(state[part], now[part]):
             name = {'model_config': 'architecture'}.get(part, part)
-            fail(f'the checkpoint in {out_dir} is of another {name}: {different}')
+            fail(f'the checkpoint in {out_dir} is of another {name}: {different}; --init_from='
+                 f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
+    return state
 
 
-def check_same_tokenizer(where: str, was: dict[str, Any], now: dict[str, Any]) -> None:
-    """SystemExit unless the data a run was trained on has the tokenizer of today's."""
-    names = ('tokenizer', 'tokenizer_sha256')
-    if different := differences(was, {name: now[name] for name in names}):
+def check_tokenizer(state: dict[str, Any], data: dict[str, Any], where: str) -> None:
+    """SystemExit unless a run was trained on data of the same tokenizer."""
+    now = {name: data[name] for name in ('tokenizer', 'tokenizer_sha256')}
+    if different := differences(state['data'], now):
         fail(f'the data is of another tokenizer than that of the run in {where}: {different}')
 
 
-def load_weights(model: Transformer, state: dict[str, Any], where: str) -> None:
-    """A checkpoint's weights into the model; SystemExit where they do not fit."""
+def load_state(target: Any, state: dict[str, Any], name: str, where: str) -> None:
+    """A checkpoint's model or optimizer into one; SystemExit where it does not fit."""
     try:
-        model.load_state_dict(state['model'])
-    except (RuntimeError, TypeError, AttributeError) as error:
+        target.load_state_dict(state[name])
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         words = ' '.join(str(error).split())[:300]
-        fail(f'the weights in {where} do not fit the model: {words}')
+        fail(f'the {name} in {where} does not fit: {words}')
 
 
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
@@ -274,76 +309,114 @@ def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
     out_dir = out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     state = read_run(out_dir, checkpoint)
     model = Transformer(ModelConfig(**state['model_config']))
-    load_weights(model, state, out_dir)
+    model.load_state_dict(state['model'])
     return model.to(find_device(device)).eval(), state
+
+
+# The learning rate, and what the losses say
+
+@dataclass
+class Schedule:
+    """The learning rate of step 0, 1, ..., steps - 1: a linear warm-up to `peak`, then a cosine
+    from `share` of it at step `start` down to `final` of it at the last."""
+    steps: int
+    warmup: int  # steps
+    peak: float
+    final: float
+    start: int
+    share: float = 1.0
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        return self.peak * self.share_at(step)
+
+    def share_at(self, step: int) -> float:
+        progress = min(1.0, (step - self.start) / max(1, self.steps - 1 - self.start))
+        return self.final + (self.share - self.final) * (1 + math.cos(math.pi * progress)) / 2
+
+    def extended(self, steps: int, step: int) -> 'Schedule':
+        """Another length, decided after `step` steps: from the rate reached there, without a jump,
+        a cosine down to the same end. A finished run goes on at its last rate."""
+        start = max(step, self.warmup)
+        return replace(self, steps=steps, start=start, share=self.share_at(start))
+
+
+@dataclass
+class Health:
+    """The losses of the last 100 steps, and how many steps were skipped for their numbers."""
+    recent: list[float] = field(default_factory=list)
+    skipped: int = 0
+    in_a_row: int = 0  # of those, up to now
+
+    def take(self, loss: float, norm: float) -> str | None:
+        """Take in a step's loss and gradient norm: 'skipped' where they are not finite, 'spike'
+        where the loss is far above those before."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.in_a_row += 1
+            self.skipped += 1
+            return 'skipped'
+        before = self.recent
+        self.in_a_row = 0
+        self.recent = [*before[-99:], loss]
+        if len(before) < 20:
+            return None
+        usual = statistics.fmean(before) + max(0.5, 6 * statistics.stdev(before))
+        return 'spike' if loss > usual else None
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); finite for any finite loss."""
+    return math.exp(min(loss, 700.0))
 
 
 # Log and signals
 
 class Log:
-    """log.jsonl and TensorBoard from the same numbers. Each fails by itself, with a warning when it
-    begins to, and takes new lines when it can again: lines are lost, not the run."""
+    """log.jsonl and TensorBoard from the same numbers. One that cannot write says so once: its
+    lines are lost, not the run."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
-        self.out_dir = out_dir
         self.path = os.path.join(out_dir, 'log.jsonl')
-        self.tensorboard = tensorboard
         self.writer: Any = None
-        self.purge: int | None = step + 1  # TensorBoard forgets what came after the checkpoint
-        self.failed: dict[str, float] = {}  # who failed, and when
+        self.failed: set[str] = set()
         self.attempt('log.jsonl', self.cut, step)
+        if tensorboard:
+            self.attempt('TensorBoard', self.open_events, out_dir, step)
 
     def __call__(self, step: int, **values: Any) -> None:
         line = to_json({'step': step, **values}) + b'\n'
         self.attempt('log.jsonl', append_whole, self.path, line)
-        if self.tensorboard:
+        if self.writer and 'TensorBoard' not in self.failed:
             self.attempt('TensorBoard', self.add_events, step, values)
 
     def attempt(self, who: str, write: Any, *args: Any) -> None:
-        if time.monotonic() < self.failed.get(who, -60.0) + 60 * (who == 'TensorBoard'):
-            return  # every attempt makes it a new file
         try:
             write(*args)
-            self.failed.pop(who, None)
         except Exception as error:  # of any kind: no logger ends a run
             if who not in self.failed:
                 words = getattr(error, 'strerror', None) or error
                 say(f'WARNING: {who} does not get its lines ({words}); the run goes on')
-            self.failed[who] = time.monotonic()
+            self.failed.add(who)
 
     def cut(self, step: int) -> None:
         """Remove the lines after `step`, which will be done and logged again, and damaged ones."""
-        content, kept = b'', b''
         if os.path.exists(self.path):
-            with open(self.path, 'rb') as file:
-                content = file.read()
-        for line in content.splitlines(keepends=True):
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                if json.loads(line)['step'] <= step and line.endswith(b'\n'):
-                    kept += line
-        if kept != content and content.startswith(kept):
-            os.truncate(self.path, len(kept))  # needs no room
-        elif kept != content:
-            write_whole(self.path, kept)
+            lines = [line for line in read_json_lines(self.path)
+                     if isinstance(line.get('step'), int) and line['step'] <= step]
+            write_whole(self.path, b''.join(to_json(line) + b'\n' for line in lines))
+
+    def open_events(self, out_dir: str, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        threading.excepthook = without_traceback
+        self.writer = SummaryWriter(out_dir, purge_step=step + 1)  # forget what will come again
 
     def add_events(self, step: int, values: dict[str, Any]) -> None:
-        try:
-            if self.writer is None:
-                from torch.utils.tensorboard import SummaryWriter
-                threading.excepthook = without_traceback
-                self.writer = SummaryWriter(self.out_dir, purge_step=self.purge)
-                self.purge = None
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.writer.add_scalar(name, value, step)
-                elif name == 'sample':
-                    self.writer.add_text(name, value, step)
-            self.writer.flush()
-        except ImportError:
-            say('TensorBoard is not installed; log.jsonl has the same numbers')
-            self.tensorboard = False
-        except Exception:
-            self.writer = None  # its thread may be dead
-            raise
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(name, value, step)
+            elif name == 'sample':
+                self.writer.add_text(name, value, step)
+        self.writer.flush()
 
 
 def without_traceback(args: threading.ExceptHookArgs) -> None:
@@ -356,10 +429,9 @@ class Signals:
     """SIGTERM, SIGHUP and SIGINT ask for a stop after the step; a second SIGINT stops at once."""
     def __init__(self) -> None:
         self.received: str | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-            signal.signal(signal.SIGHUP, self.receive)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
         if self.received and number == signal.SIGINT:

@@ -1,5 +1,6 @@
 """This process among the others that torchrun started, and its device."""
 import contextlib
+import math
 import os
 import resource
 import sys
@@ -30,19 +31,25 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def once(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args), run by rank 0 alone, in every process. Where it fails, all end."""
-        result, failure = None, None
+    def any(self, flag: bool) -> bool:
+        """Whether it is so in any process."""
+        return float(self.sum(torch.tensor(float(flag)))) > 0
+
+    def broadcast(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args) run by rank 0, its result in every process. Where it fails, all end."""
+        result, error = None, None
         if self.rank == 0:
             try:
                 result = function(*args)
-            except SystemExit as error:
-                failure = error
-        box = [result, failure is not None]
+            except (SystemExit, ValueError) as raised:
+                error = raised
+        box = [result, error is not None]
         if self.size > 1:
             dist.broadcast_object_list(box, device=self.device)
+        if isinstance(error, ValueError):
+            fail(str(error))
         if box[1]:
-            raise failure or SystemExit(1)
+            raise error or SystemExit(1)
         return box[0]
 
 
@@ -70,10 +77,9 @@ def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: floa
         fail('device=mps: needs a single process')
     at_once = micro_batch_size * size
     if batch_size % at_once:
-        smaller = [m for m in range(micro_batch_size, 0, -1) if batch_size % (m * size) == 0]
         right = f'batch_size={max(1, round(batch_size / at_once)) * at_once}'
-        if smaller:
-            right += f', or micro_batch_size={", ".join(map(str, smaller))}'
+        if batch_size % size == 0:
+            right += f', or micro_batch_size={math.gcd(batch_size // size, micro_batch_size)}'
         fail(f'batch_size={batch_size} is not a multiple of micro_batch_size x processes = '
              f'{micro_batch_size} x {size}; right would be {right}')
     if device.type == 'cuda':

@@ -1,5 +1,4 @@
 """Fixtures of several rooms."""
-
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,8 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     tmp = tmp_path_factory.mktemp('halves')
     data = write_data(tmp / 'data', vocab_size=257)
     common = [f'--data={data}', steps(12), '--eval_interval=4', '--checkpoint_interval=3']
-    straight = Run(tmp, *common, f'--out_dir={tmp / "straight"}').wait()
-    stopped = Run(tmp, *common, f'--out_dir={tmp / "stopped"}', '--stop_step=6').wait()
-    assert (straight.codes, stopped.codes) == ([0], [train.STOPPED]), stopped.text
+    straight = Run(tmp, *common, f'--out_dir={tmp / "straight"}')
+    stopped = Run(tmp, *common, f'--out_dir={tmp / "stopped"}', '--stop_step=6')
+    codes = straight.wait().codes, stopped.wait().codes
+    assert codes == ([0], [train.STOPPED]), straight.text + stopped.text
     return tmp / 'straight', tmp / 'stopped'

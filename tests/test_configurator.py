@@ -1,131 +1,131 @@
 """Options: types, config files, and refusals in one line."""
-
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from running import ROOT
 
-import configurator
+from configurator import build, check_types, check_values, in_range, read_options
 from model import ModelConfig
-from nanocem.options import new_options
+from nanocem.runs import new_options
 from train import RECIPE, TrainConfig
 
 
-def options_of(argv: list[str]) -> dict[str, Any]:
-    return configurator.read_options(argv, TrainConfig, ModelConfig)
+def options_of(*argv: str) -> dict[str, Any]:
+    return read_options(list(argv), TrainConfig, ModelConfig)
 
 
 def test_later_options_win_and_types_are_the_fields(tmp_path: Path) -> None:
     config = tmp_path / 'c.py'
-    config.write_text(
-        '"""Doc."""\nsize = \'86m\'\nlearning_rate = 1\nattn_steps = 3\ntokens = 1_000\n'
-    )
-    got = options_of(
-        [
-            str(config),
-            '--attn_steps=4',
-            '--tokens=3.3B',
-            '--compile',
-            '--max_minutes=None',
-            '--out_dir=123',
-        ]
-    )
-    assert got == {
-        'size': '86m',
-        'learning_rate': 1.0,
-        'attn_steps': 4,
-        'tokens': 3_300_000_000,
-        'compile': True,
-        'max_minutes': None,
-        'out_dir': '123',
-    }
+    config.write_text('"""Doc."""\nsize = \'86m\'\nlearning_rate = 1\nattn_steps = 3\n')
+    got = options_of(str(config), '--attn_steps=4', '--tokens=3.3B', '--compile',
+                     '--max_minutes=None', '--out_dir=123')
+    assert got == {'size': '86m', 'learning_rate': 1.0, 'attn_steps': 4, 'tokens': 3_300_000_000,
+                   'compile': True, 'max_minutes': None, 'out_dir': '123'}
     assert isinstance(got['learning_rate'], float) and isinstance(got['tokens'], int)
 
 
-@pytest.mark.parametrize(
-    'argument, words',
-    [
-        ('--atn_steps=2', ['atn_steps', 'no such option', 'attn_steps']),
-        ('--size', ['--size=VALUE']),
-        ('--size=7b', ['size=7b', 'mini, 86m']),
-        ('--attn_steps=2.5', ['attn_steps=2.5', 'a whole number']),
-        ('--attn_steps=two', ['attn_steps=two']),
-        ('--learning_rate=nan', ['a number']),
-        ('--tensorboard=maybe', ['True or False']),
-        ('config/none.py', ['config/none.py', 'No such file']),
-        ('size', ['config file size']),
-        ('--attn_steps=inf', ['attn_steps']),
-    ],
-)
-def test_a_bad_option_is_one_clear_line(argument: str, words: list[str]) -> None:
+@pytest.mark.parametrize('argument, words', [
+    ('--atn_steps=2', ['atn_steps', 'no such option', 'attn_steps']),
+    ('--size', ['--size=VALUE']),
+    ('--size=7b', ['size=7b', 'mini, 86m']),
+    ('--attn_steps=2.5', ['attn_steps=2.5', 'a whole number']),
+    ('--learning_rate=nan', ['a number']),
+    ('--tensorboard=maybe', ['True or False']),
+    ('config/none.py', ['config/none.py', 'No such file']),
+    ('import os', ['c.py:1', 'name = plain value']),
+    ('learning_rate = print(1)', ['c.py:1', 'plain value']),
+    ('a, b = 1, 2', ['c.py:1']),
+    ('size = ', ['not Python']),
+    ('attn_steps = [1]', ['attn_steps = [1]', 'whole number']),
+    ('d = {}', ['d: no such option']),
+])
+def test_a_bad_option_or_config_file_is_one_clear_line(
+    argument: str, words: list[str], tmp_path: Path
+) -> None:
+    """Config files are read, not run."""
+    if ' ' in argument:
+        (tmp_path / 'c.py').write_text(argument)
+        argument = str(tmp_path / 'c.py')
     with pytest.raises(SystemExit) as error:
-        options_of([argument])
-    assert '\n' not in error.value.code and all(w in error.value.code for w in words), (
-        error.value.code
-    )
-
-
-@pytest.mark.parametrize(
-    'text, words',
-    [
-        ('import os', ['c.py:1', 'name = plain value']),
-        ('learning_rate = print(1)', ['c.py:1', 'plain value']),
-        ('learning_rate = open("f")', ['c.py:1']),
-        ('a, b = 1, 2', ['c.py:1']),
-        ('size = ', ['not Python']),
-        ('size = 3', ['size = 3']),
-        ('attn_steps = [1]', ['attn_steps = [1]', 'whole number']),
-        ('d = {}', ['d: no such option']),
-    ],
-)
-def test_config_files_are_read_not_run(text: str, words: list[str], tmp_path: Path) -> None:
-    (tmp_path / 'c.py').write_text(text)
-    with pytest.raises(SystemExit) as error:
-        options_of([str(tmp_path / 'c.py')])
+        options_of(argument)
+    assert '\n' not in error.value.code
     assert all(w in error.value.code for w in words), error.value.code
 
 
 def test_help_lists_every_option(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as error:
-        options_of(['--help'])
+        options_of('--help')
     text = capfd.readouterr().out
     assert error.value.code == 0
-    for cls in (TrainConfig, ModelConfig):
-        for name in cls.__dataclass_fields__:
-            assert f'  --{name}=' in text
+    for name in (*TrainConfig.__dataclass_fields__, *ModelConfig.__dataclass_fields__):
+        assert f'  --{name}=' in text
 
 
-def test_numbers_are_what_was_written(tmp_path: Path) -> None:
+def test_numbers_are_what_was_written() -> None:
     """Decimal arithmetic: 2.3M is whole; 1.5 is not, and is no whole number."""
     for text, number in (('2.3M', 2_300_000), ('4.1K', 4100), ('1e3', 1000), ('3.0', 3)):
-        assert options_of([f'--tokens={text}']) == {'tokens': number}
+        assert options_of(f'--tokens={text}') == {'tokens': number}
     for text in ('1.5', '0.0015K', '1e400', 'inf', 'nan', 'M', ''):
         with pytest.raises(SystemExit, match='expected a whole number'):
-            options_of([f'--tokens={text}'])
+            options_of(f'--tokens={text}')
     for text in ('inf', '-inf', '1e999', 'nan'):
         with pytest.raises(SystemExit, match='expected a number'):
-            options_of([f'--attn_step_size={text}'])
+            options_of(f'--attn_step_size={text}')
 
 
 def test_a_config_file_is_found_here_then_beside_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert options_of(['config/llama.py'])['size'] == '134m'
+    assert options_of('config/llama.py')['size'] == '134m'
     (tmp_path / 'config').mkdir()
     (tmp_path / 'config/llama.py').write_bytes(b"\xef\xbb\xbfsize = '86m'\n")  # with a mark
-    assert options_of(['config/llama.py']) == {'size': '86m'}
+    assert options_of('config/llama.py') == {'size': '86m'}
 
 
 def test_values_from_a_file_are_checked() -> None:
     given = {'compile': 'False', 'warmup': 0, 'max_minutes': None}
-    checked = configurator.check_values(given, 'config.json', TrainConfig)
+    checked = check_values(given, 'config.json', TrainConfig)
     assert checked == {'compile': False, 'warmup': 0.0, 'max_minutes': None}
     for wrong, words in (({'seed': '1.5'}, 'config.json: seed'), ({'new': 1}, 'no such option'),
                          ({'seed': True}, 'a whole number'), ({'data': 5}, 'expected text')):
         with pytest.raises(SystemExit, match=words):
-            configurator.check_values(wrong, 'config.json', TrainConfig)
+            check_values(wrong, 'config.json', TrainConfig)
+
+
+@dataclass
+class Kinds:
+    flag: bool = False
+    count: int = 1
+    share: float | None = 0.5
+    word: str = ''
+    side: Literal['left', 'right'] | None = None
+    counts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+def test_values_from_python_are_checked() -> None:
+    Kinds(True, 2, 3, 'a', 'left', (1, 2))
+    Kinds(share=None)
+    for wrong, words in (
+        (dict(flag='no'), 'flag=no: expected True or False'), (dict(flag=1), 'flag=1'),
+        (dict(count=True), 'count=True: expected a whole number'), (dict(count=None), 'count'),
+        (dict(count=1.0), 'count=1.0'), (dict(share='1'), 'share=1: expected a number, or None'),
+        (dict(word=1), 'word=1: expected text'), (dict(side='up'), 'one of left, right, or None'),
+        (dict(counts=(1, 'a')), 'each a whole number'), (dict(counts=3), 'counts=3'),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Kinds(**wrong)
+    with pytest.raises(ValueError, match='seed=1337: expected a whole number'):
+        TrainConfig(seed='1337')
+    with pytest.raises(ValueError, match='tensorboard=no: expected True or False'):
+        TrainConfig(tensorboard='no')
+    with pytest.raises(ValueError, match='count=1: expected 2 to 3,000'):
+        in_range(Kinds(), 2, 3000, 'count')
 
 
 @pytest.mark.parametrize('size', ['nano', 'micro', 'mini'])
@@ -140,7 +140,7 @@ def test_small_sizes_bring_their_settings(size: str) -> None:
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda p: p.name)
 def test_every_config_file_makes_a_model(path: Path) -> None:
-    given = options_of([str(path)])
-    configurator.build(TrainConfig, given)
+    given = options_of(str(path))
+    build(TrainConfig, given)
     for size in ('mini', '86m', '256m'):
-        configurator.build(ModelConfig, {**given, 'size': size})
+        build(ModelConfig, {**given, 'size': size})
