@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import re
 import sys
@@ -54,10 +55,10 @@ def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str
 
 
 def check_types(options: Any) -> None:
-    """ValueError unless every field of a dataclass has a value of the type it declares."""
+    """ValueError unless every field of a dataclass has a finite value of the type it declares."""
     for name, hint in typing.get_type_hints(type(options)).items():
         value = getattr(options, name)
-        if not has_type(value, hint):
+        if not has_type(value, hint) or value in (math.inf, -math.inf):
             raise ValueError(f'{name}={value}: expected {describe(hint)}')
 
 

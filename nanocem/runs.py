@@ -276,8 +276,9 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     if state is None:
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
-    # Earlier versions kept the fingerprint of the training data alone
+    # Earlier versions kept the fingerprint of the training data alone, and knew AdamW alone
     now = {**now, 'data': {k: v for k, v in now['data'].items() if k in state['data']}}
+    state['recipe'].setdefault('optimizer', 'adamw')
     for part in ('model_config', 'data', 'recipe'):
         if different := differences(state[part], now[part]):
             name = {'model_config': 'architecture'}.get(part, part)
