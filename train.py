@@ -53,7 +53,7 @@ class TrainConfig:
     tokens_per_param: float = 20.0  # Chinchilla's budget
     batch_size: int = 128  # sequences a step, over all processes
     micro_batch_size: int = 8  # sequences a forward pass
-    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: on the blocks' matrices, AdamW on the rest
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: for the blocks' matrices
     learning_rate: float = 2e-3  # at its highest, after the warm-up
     warmup: float = 0.05  # share of the steps
     final_lr: float = 0.1  # the cosine's end, as a share of learning_rate
