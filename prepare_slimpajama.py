@@ -31,7 +31,7 @@ from tqdm import tqdm
 from configurator import build, fail, read_options
 from nanocem.files import lock, read_json, say, write_whole
 from nanocem.shards import FORMAT, OUR_SHARD, SPLITS, Sequences, Writer, read_meta, summary
-from nanocem.sources import HUB, SUFFIXES, Bad, Part, Source, ask_hub, batches, find_source, read_parts
+from nanocem.sources import HUB, SUFFIXES, Bad, Source, ask_hub, encode, find_source, read_parts
 from nanocem.tokenizers import LlamaTokenizer, load_tokenizer, make_tokenizer
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
@@ -39,9 +39,9 @@ LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # a mirror o
 # 20 tokens a parameter, and 1% more
 SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2e9}
 OWN_TEXTS = {'builtin': ('byte', 0.05), 'corpus': ('byte', 0.01)}  # tokenizer, held_out
-BATCH = 1 << 21  # characters all threads get at a time
-SAVE_BYTES = 1 << 20  # of input, between two notes of how far the run has come
+SAVE_TOKENS = 1 << 20  # between two notes of how far the run has come
 SMALL_TEXT = 20_000_000  # bytes; below it prepare_text's tokens are bytes
+BAR = '{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{desc}'
 REMEDY = 'delete the folder and prepare the data again'
 # macOS does not tell which cores a process may use
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
@@ -152,60 +152,58 @@ def prepare(o: PrepareConfig) -> None:
         return os.path.join(o.out_dir, name)
 
     # What is there already
-    meta = read_json(path('meta.json'), REMEDY)
-    progress = None if meta else read_progress(o.out_dir)
-    shards = list(filter(OUR_SHARD.fullmatch, os.listdir(o.out_dir)))
-    if meta:
-        check_options(o, meta.get('config'))
+    if meta := read_json(path('meta.json'), REMEDY):
         # a commit of the Hub never changes, and the corpus stays what it was
-        if o.input == 'builtin' or (o.input != 'corpus' and os.path.exists(o.input)):
-            check_files(o, find_source(o.input, o.seed), meta.get('listing'))
+        there = o.input == 'builtin' or (o.input != 'corpus' and os.path.exists(o.input))
+        check_same(o, meta, find_source(o.input, o.seed) if there else None)
         say(f'{o.out_dir} is prepared already')
         return
-    if progress:
-        check_options(o, progress.config)
-    elif shards:
+    progress = read_progress(o.out_dir)
+    shards = list(filter(OUR_SHARD.fullmatch, os.listdir(o.out_dir)))
+    if shards and not progress:
         fail(f'{o.out_dir} holds {shards[0]} but no meta.json: choose another --out_dir, or delete '
              'it')
 
-    # The tokenizer and the files
+    # The files and the tokenizer
+    source = find_source(progress.source if progress else o.input, o.seed)
+    if source.left_out:
+        names = ', '.join(source.left_out[:5]) + ', ...' * (len(source.left_out) > 5)
+        say(f'left out: {len(source.left_out):,} files that are not '
+            f'{", ".join(SUFFIXES)}: {names}')
+    progress = progress or Progress(o.identity(), source.name, source.listing())
+    check_same(o, asdict(progress), source)
     if o.tokenizer == 'llama' and not os.path.exists(path('tokenizer.model')):
         model = o.model or ask_hub(lambda api: api.hf_hub_download(*LLAMA))
         LlamaTokenizer(model)  # checks it
         with open(model, 'rb') as file:
             write_whole(path('tokenizer.model'), file.read())
     tokenizer = make_tokenizer(o.tokenizer, path('tokenizer.model'))
-    source = find_source(progress.source if progress else o.input, o.seed)
-    if source.left_out:
-        names = ', '.join(source.left_out[:5]) + ', ...' * (len(source.left_out) > 5)
-        say(f'left out: {len(source.left_out):,} files that are not '
-            f'{", ".join(SUFFIXES)}: {names}')
-    if not progress:
-        progress = Progress(o.identity(), source.name, source.listing())
-    check_files(o, source, progress.listing)
 
-    # The tokens, from the beginning or where the run before stopped. Again, each document cut in
-    # three, where documents are too few to draw val and test from them
+    # The tokens, from the beginning or where the run before stopped; and again where documents are
+    # too few to draw val and test from them: each is cut in three, at spaces, or else anywhere
     writer = Writer(o.out_dir, tokenizer.vocab_size, o.shard_tokens)
-    tokenize(o, source, tokenizer, writer, progress)
-    while any(writer.tokens.values()) and too_few(o, source, writer.tokens, progress):
-        anew = Progress(progress.config, progress.source, progress.listing, by_position=True)
-        if not progress.by_position:
-            say(f'{o.input} has few documents: the last {o.held_out_by_position:.3g} of each is '
-                'test, as much before that val')
-        elif tokenizer.name == 'byte' and not progress.anywhere:
-            say(f'{o.input} has few spaces and line ends: it is cut between any two characters')
-            anew.anywhere = True
-        else:
-            break
-        progress = anew
+    own = {file.split for file in source.files} - {'train'}
+    while True:
         tokenize(o, source, tokenizer, writer, progress)
+        few = min(writer.tokens[split] for split in SPLITS if split not in own)
+        enough = few >= (1 if progress.by_position else o.least) or not o.held_out
+        last = progress.anywhere or (progress.by_position and tokenizer.name != 'byte')
+        if enough or last or not any(writer.tokens.values()):
+            break
+        say(f'{o.input} has few spaces and line ends: it is cut between any two characters'
+            if progress.by_position else
+            f'{o.input} has few documents: the last {o.held_out_by_position:.3g} of each is test, '
+            'as much before that val')
+        progress = Progress(progress.config, progress.source, progress.listing, by_position=True,
+                            anywhere=progress.by_position)
     empty = [split for split in SPLITS if not writer.tokens[split]]
     if len(empty) == 3 or (empty and o.held_out):
         writer.rewind(dict.fromkeys(SPLITS, 0))
         os.remove(path('progress.json'))
-        fail(f'{o.input} holds no text' if len(empty) == 3 else
-             f'{o.input} holds too little text for {" and ".join(empty)}: {o.advice}')
+        if len(empty) == 3:
+            fail(f'{o.input} holds no text')
+        cuts = '' if tokenizer.name == 'byte' else ', or too few spaces and line ends to cut it at,'
+        fail(f'{o.input} holds too little text{cuts} for {" and ".join(empty)}: {o.advice}')
 
     # meta.json last: a folder with it is whole
     writer.flush()
@@ -224,31 +222,20 @@ def prepare(o: PrepareConfig) -> None:
         say(f'left out: {name}: {why}')
 
 
-def check_options(o: PrepareConfig, config: Any) -> None:
-    """The options that the folder was made or begun with must be these."""
-    if not isinstance(config, dict):
+def check_same(o: PrepareConfig, found: dict[str, Any], source: Source | None) -> None:
+    """The options and the files must be those of the folder's meta.json or progress.json."""
+    if not isinstance(found.get('config'), dict):
         fail(f'{o.out_dir} holds a meta.json of something else: choose another --out_dir')
-    before = {'encoding': 'utf-8', **config}
+    before = {'encoding': 'utf-8', **found['config']}
     if o.input == 'corpus' and str(before.get('input')).endswith('/data/corpus.jsonl'):
-        before['input'] = 'corpus'  # as the ladder's program made it
-    if different := [f'{name}={before.get(name)}, not {value}'
-                     for name, value in o.identity().items() if before.get(name) != value]:
-        fail(f'{o.out_dir} holds another configuration: {"; ".join(different)}. Choose another '
-             '--out_dir, or delete it')
-
-
-def check_files(o: PrepareConfig, source: Source, listing: str | None) -> None:
-    """The files must be those that the folder was made or begun with."""
-    if source.listing() != listing:
-        fail(f'{o.input} has changed since {o.out_dir} was made or begun: choose another '
-             '--out_dir, or delete it')
-
-
-def too_few(o: PrepareConfig, source: Source, tokens: dict[str, int], progress: Progress) -> bool:
-    """Whether documents are so few that a split drawn from them stays empty, or nearly."""
-    least = 1 if progress.by_position else o.least
-    own = {file.split for file in source.files} - {'train'}
-    return o.held_out > 0 and any(tokens[split] < least for split in SPLITS if split not in own)
+        before['input'] = 'corpus'  # it was made from that file once
+    different = [f'{name}={before.get(name)}, not {value}'
+                 for name, value in o.identity().items() if before.get(name) != value]
+    if source and source.listing() != found.get('listing'):
+        different.append(f'{o.input} has changed since')
+    if different:
+        fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another --out_dir, '
+             'or delete it')
 
 
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
@@ -267,8 +254,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
     limit['train'] = o.tokens
 
     first_byte = [0, *accumulate(file.size for file in source.files)]  # of each file, in all
-    saved = first_byte[progress.file]
-    with tqdm(total=1, bar_format='{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{desc}') as bar:
+    with tqdm(total=1, mininterval=1, leave=False, bar_format=BAR) as bar:
         for number in range(progress.file, len(source.files)):
             file = source.files[number]
             drawn = file.split or 'train'
@@ -284,7 +270,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
                 with open(path, 'rb', 1 << 20) as opened:
                     parts = read_parts(opened, o.column, o.encoding, held_out, become,
                                        progress.by_position, progress.anywhere)
-                    for split, ids in encode(parts, tokenizer, o):
+                    for split, ids in encode(parts, tokenizer, o.eos, o.workers):
                         writer.append(split, ids[:limit[split] - writer.tokens[split]])
                         if all(writer.tokens[split] >= limit[split] for split in needed):
                             return
@@ -299,22 +285,10 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
                 progress.skipped[progress.files.pop()] = str(error)
                 writer.rewind(before)
             progress.file = number + 1
-            if first_byte[progress.file] - saved >= SAVE_BYTES:
-                saved = first_byte[progress.file]
+            if sum(writer.tokens.values()) - sum(progress.tokens.values()) >= SAVE_TOKENS:
                 writer.flush()
                 progress.tokens = dict(writer.tokens)
                 progress.save(o.out_dir)
-
-
-def encode(parts: Iterator[Part], tokenizer: Any, o: PrepareConfig,
-           ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tokens of parts, and of which split they are, with BOS and, where asked for, EOS."""
-    bos = np.array([tokenizer.bos])
-    eos = np.array([tokenizer.eos] if o.eos else [], int)
-    for batch in batches(parts, BATCH):
-        encoded = tokenizer.encode_parts(batch, o.workers)
-        for part, ids in zip(batch, encoded, strict=True):
-            yield part.split, np.concatenate([bos[:part.begins], ids, eos[:part.ends]])
 
 
 # Its callers

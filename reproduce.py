@@ -33,15 +33,15 @@ from torch.overrides import TorchFunctionMode
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem import claims, ladder, records
-from nanocem.corpus import CORPUS, make_corpus
 from nanocem.figures import FIGURES, Cell, figure_files
 from nanocem.files import say, write_whole
 from nanocem.jobs import run_side_by_side
 from nanocem.ladder import FAMILIES, LLAMA, MODELS, SCALES, Scale, Task, canonical
 from nanocem.options import new_options
 from nanocem.scaling import akima_optimum, carry_rates
-from nanocem.shards import BUILTIN
+from nanocem.shards import BUILTIN, CORPUS
 from nanocem.tokenizers import ByteTokenizer
+from prepare_slimpajama import find_data
 from train import RECIPE, TrainConfig
 
 SWEEP_SEED = 1  # the rates come from it alone, so that they hold still while other seeds run
@@ -506,7 +506,7 @@ def run_plan(names: Sequence[str], scale: Scale, everything: bool, jobs: int) ->
     """The stages one after the other: of the whole plan, or of what the figures draw. A sweep may
     ask for more once it is done."""
     if scale.name != 'paper':
-        make_corpus()
+        find_data(CORPUS)
         settle_rates(scale, jobs)
     for n in range(len(stages(scale))):
         ran = False

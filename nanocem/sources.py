@@ -12,6 +12,8 @@ from importlib import metadata
 from itertools import chain, pairwise
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from configurator import fail
 from nanocem.tokenizers import CUT
 
@@ -21,7 +23,8 @@ CORPUS_SUFFIXES = ('.py', '.md', '.rst', '.txt')
 NO_LIBRARY = {'site-packages', 'dist-packages', '__pycache__'}
 SPLIT_NAMES = {'train': 'train', 'valid': 'val', 'val': 'val', 'validation': 'val', 'test': 'test'}
 ANYWHERE = re.compile('.', re.DOTALL)  # in the place of CUT: between any two characters
-PART = 1 << 16  # characters tokenized at a time; longer documents are cut
+PART = 1 << 16  # characters a thread gets at a time; longer documents are cut
+BATCH = 1 << 21  # characters all threads get at a time
 SPLIT_IN_PATH = re.compile(rf'(?:^|/)({"|".join(SPLIT_NAMES)})(?=[/._-])')
 
 
@@ -323,7 +326,8 @@ def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, beco
     they are cut `by_position`, its end is test, as much before that val; `become` renames."""
     for chunks in read_documents(file, column, encoding):
         hashed, length = survey(chunks())
-        size = min(PART, max(1, round(held_out * length / 2))) if by_position else PART
+        fine = held_out * length / (50 if anywhere else 2)
+        size = min(PART, max(1, round(fine))) if by_position else PART
         texts = cut(chunks(), size, ANYWHERE if anywhere else CUT)
         yield from parts((become[split_of(1 - at / length if by_position else hashed, held_out)],
                           text) for at, text in texts)
@@ -339,3 +343,14 @@ def batches(items: Iterable[Part], least: int) -> Iterator[list[Part]]:
             yield batch
             batch, size = [], 0
     yield batch
+
+
+def encode(parts: Iterable[Part], tokenizer: Any, eos: bool, threads: int,
+           ) -> Iterator[tuple[str, np.ndarray]]:
+    """The tokens of parts and of which split they are, with BOS, and with `eos` EOS."""
+    before = np.array([tokenizer.bos])
+    behind = np.array([tokenizer.eos] if eos else [], int)
+    for batch in batches(parts, BATCH):
+        encoded = tokenizer.encode_parts(batch, threads)
+        for part, ids in zip(batch, encoded, strict=True):
+            yield part.split, np.concatenate([before[:part.begins], ids, behind[:part.ends]])

@@ -20,11 +20,10 @@ import torch.nn.functional as F  # noqa: E402
 
 from configurator import fail  # noqa: E402
 from model import Transformer  # noqa: E402
-from nanocem.corpus import CORPUS  # noqa: E402
 from nanocem.files import write_whole  # noqa: E402
 from nanocem.ladder import CONTROL, PAPERS, SCALES, SPLITS  # noqa: E402
 from nanocem.runs import load_run  # noqa: E402
-from nanocem.shards import Sequences, evenly_spaced  # noqa: E402
+from nanocem.shards import CORPUS, Sequences, evenly_spaced  # noqa: E402
 from reproduce import finished, own_runs  # noqa: E402
 
 TOKENS = 400_000  # of each split, spread over it
