@@ -164,6 +164,7 @@ class Writer:
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
         self.tokens = dict.fromkeys(SPLITS, 0)
         self.waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self.unwritten = 0  # tokens of those waiting
 
     def shards(self, split: str) -> dict[str, int]:
         """The names of a split's shards, and their tokens; val and test have one."""
@@ -193,11 +194,13 @@ class Writer:
         """Tokens to a split's end; on the disk after `flush`."""
         self.waiting[split].append(ids.astype(self.dtype))
         self.tokens[split] += len(ids)
-        if len(self.waiting[split]) == 4096:
+        self.unwritten += len(ids)
+        if self.unwritten > 1 << 20:
             self.flush()
 
     def flush(self) -> None:
         """All tokens to the disk."""
+        self.unwritten = 0
         for split in SPLITS:
             ids = np.concatenate([np.empty(0, self.dtype), *self.waiting[split]])
             at = self.tokens[split] - len(ids)
