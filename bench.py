@@ -28,11 +28,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configurator import build, fail, in_range, read_options
-from evaluate import table
 from model import SIZES, ModelConfig, Transformer, position_tables
 from nanocem import fast
 from nanocem.decode import Cache, generate
-from nanocem.files import say
+from nanocem.files import say, table
 
 Row = dict[str, Any]
 LLAMA = dict(attn='llama', mlp='llama')

@@ -31,10 +31,11 @@ from configurator import build, check_values, fail, read_options
 from model import Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
 from nanocem.figures import energies_along
-from nanocem.files import read_json, read_json_lines, say, write_whole
+from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from nanocem.hf import export
 from nanocem.runs import load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced
+from nanocem.sources import read_text
 from nanocem.tokenizers import load_tokenizer
 
 Report = tuple[str, Figure]  # a table and a picture
@@ -68,17 +69,16 @@ class EvaluateConfig:
 
 # What is read
 
-def read_text(path: str) -> str:
+def text_of(path: str) -> str:
     """SystemExit where it is no text file in UTF-8."""
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
         fail(f'text={path} is no file; expected a text file')
     try:
-        with open(path, encoding='utf-8', newline='') as file:
-            return file.read()
+        return read_text(path)
     except OSError as error:
         fail(f'text={path}: {error.strerror}; expected a text file')
-    except UnicodeDecodeError as error:
-        fail(f'text={path}: byte {error.start} is not UTF-8; expected a text file in UTF-8')
+    except ValueError as error:
+        fail(f'text={path}: {error}')
 
 
 def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
@@ -86,7 +86,7 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
     """(n, length + 1), evenly spaced in the text or the split, cfg.tokens tokens of them at most;
     NO_TARGET behind the end of a text, all of whose tokens but BOS are targets once."""
     if cfg.text is not None:
-        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(read_text(cfg.text))])
+        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text))])
         length = min(length, len(ids) - 1) or fail(f'text={cfg.text} is empty')
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)
@@ -402,13 +402,6 @@ def compare(folders: tuple[str, ...]) -> Report:
 
 
 # Tables, pictures, the command line
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with its columns aligned."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ['-' * width for width in widths], *rows]
-    return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
-
 
 def show(folder: str, name: str, report: Report, subject: str = '') -> None:
     """Print what a report is of, and its table; then write both and the picture to name.md and

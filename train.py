@@ -33,8 +33,9 @@ from nanocem import fast, runs
 from nanocem.files import say
 from nanocem.muon import Muon, MuonAndAdamW, block_matrices
 from nanocem.runs import Health, Schedule, perplexity
-from nanocem.shards import Order, Sequences, evenly_spaced, find_data, read_meta
+from nanocem.shards import Order, Sequences, evenly_spaced, read_meta
 from nanocem.world import World, failures_in_words, memory_gb, start_world
+from prepare_slimpajama import find_data
 from sample import sample_text
 
 STOPPED = 75  # exit code of a run that can go on, checkpoint written (EX_TEMPFAIL: try again later)
