@@ -53,6 +53,14 @@ def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str
     return {key: _check(key, value, hints, f'{where}: ') for key, value in values.items()}
 
 
+def in_range(options: Any, low: float, high: float, names: str) -> None:
+    """ValueError unless these options, where they are set, lie from `low` to `high`."""
+    for name in names.split():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f'{name}={value}: expected {low:,} to {high:,}')
+
+
 def build(cls: type, given: dict[str, Any]) -> Any:
     """cls(**the part of `given` that cls declares); its ValueError is one line and exit code 1."""
     try:

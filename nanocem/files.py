@@ -28,6 +28,13 @@ def say(text: str) -> None:
             line = line[os.write(number, line):]
 
 
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table with its columns aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ['-' * width for width in widths], *rows]
+    return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
+
+
 def write_whole(path: str, data: bytes) -> None:
     """Write a file whole or not at all. OSError where the disk does not take it."""
     try:
