@@ -213,20 +213,8 @@ FOLDER: dict[str, dict[str, Callable[[Path], Any]]] = {
         'gp/table.md a folder': lambda f: folder_at(f / 'gp/table.md'),
         'gp/figure.png a folder': lambda f: folder_at(f / 'gp/figure.png'),
         'GP cells cut': lambda f: each(f, 'gp/cells/*', cut),
-        'GP cells empty': lambda f: each(f, 'gp/cells/*', replaced, b''),
         'GP cells folders': lambda f: each(f, 'gp/cells/*', folder_at),
         'GP cells no objects': lambda f: each(f, 'gp/cells/*', replaced, b'[1]'),
-        'GP cells no text': lambda f: each(f, 'gp/cells/*', replaced, b'\xff\xfe'),
-        'GP cells nested': lambda f: each(f, 'gp/cells/*', replaced, b'[' * 100_000),
-        'GP cells of text': lambda f: each(f, 'gp/cells/*', edited, train=['a', 'b']),
-        'GP cells of null': lambda f: each(f, 'gp/cells/*', edited, train=[None, 1.0]),
-        'GP cells of one repeat': lambda f: each(f, 'gp/cells/*', edited, test=[1.0]),
-        'GP cells of an object': lambda f: each(f, 'gp/cells/*', edited, test={'a': 1, 'b': 2}),
-        'GP cells of few steps': lambda f: each(f, 'gp/cells/*', edited, test_steps=[]),
-        'GP cells of a step': lambda f: each(f, 'gp/cells/*', edited, test_steps=[[1.0, 1.0]]),
-        'GP cells of steps of text': lambda f: each(
-            f, 'gp/cells/*', edited, test_steps=[['a', 'b']] * 16),
-        'GP cells of steps of null': lambda f: each(f, 'gp/cells/*', edited, test_steps=None),
     },
     'out': {
         'out a file': lambda f: replaced(f / 'out', b'x'),
@@ -331,7 +319,7 @@ NEW = f'--data=data --stop_step=2 {steps(20)}'
 LOOK = '--out_dir=run --tokens=100 --device=cpu'
 PREPARE = '--tokenizer=byte --input=texts'
 GP = ('--points=40 --test_points=10 --batch_size=20 --steps=3 --repeats=2 --kernels=rbf '
-      '--models=Plain,CEM-T2 --device=cpu --jobs=1')
+      '--models=Plain,CEM-T2 --jobs=1')
 BENCH = ('--size=nano --context_length=32 --batch_size=2 --repeats=1 --decode_context=16 '
          '--decode_tokens=4 --threads=1 --device=cpu')
 COMMANDS: dict[str, list[str]] = {
@@ -378,8 +366,8 @@ COMMANDS: dict[str, list[str]] = {
         f'{GP} --out_dir=gp --kernels=rbf,matern --jobs=2', f'{GP} --batch_size=50',
         f'{GP} --out_dir=gp --learning_rate=1e30', f'{GP} --kernels=linear', f'{GP} --models=CEM',
         f'{GP} --out_dir=new --steps=1 --repeats=1 --points=1 --batch_size=1 --test_points=1',
-        f'{GP} --out_dir=new --points=1 --batch_size=1 --standardise', f'{GP} --device=cuda',
-        f'{GP} --out_dir=new --points=9 --batch_size=9 --stop=valid',
+        f'{GP} --out_dir=new --points=1 --batch_size=1 --seed=3', f'{GP} --device=cuda',
+        f'{GP} --out_dir=gp --points=9 --batch_size=9 --stop=end',
     ],
     'reproduce': [
         '--list', '--plan --jobs=1', 'ladder --plan', 'fig_energy --list', 'fig_energy --jobs=1',
