@@ -258,7 +258,7 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
         inputs = [x.requires_grad_(), *attn.parameters()]
         runs[name] = partial(both_ways, forward, inputs, grad)
         path = fast.attention_path(model, torch.device(cfg.device), cfg.torch_dtype, cfg.compile)
-        paths[name] = path.partition(';')[0].removeprefix('attention ')
+        paths[name] = path.partition(' attention')[0]
     took = turns(runs, cfg)
     return [{'attention': name, 'path': paths[name], 'ms': 1e3 * t,
              'time / Llama': t / took['Llama']} for name, t in took.items()]

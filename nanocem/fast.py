@@ -136,13 +136,9 @@ def attention_path(model: Any, device: torch.device, dtype: torch.dtype,
                    compiled: bool = False) -> str:
     """How the model attends to whole sequences there, in words."""
     impl = choose_impl(model.blocks[0].attn, device, dtype, compiled=compiled)
-    words = {
-        'readable': 'attention by readable softmax',
-        'sdpa': "attention by torch's fused kernel",
-        'triton': 'attention by our Triton kernels',
-    }[impl]
+    words = f'{impl} attention'
     if model.cfg.attn_impl not in ('auto', impl):
-        words += f' (attn_impl={model.cfg.attn_impl} cannot run this model here)'
+        words += f' ({model.cfg.attn_impl} cannot run this model here)'
     return words + ('; the first step compiles, which takes a while' if compiled else '')
 
 
