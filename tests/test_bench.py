@@ -39,7 +39,7 @@ def test_attention_decoding_and_cost() -> None:
     cfg = bench.BenchConfig(**TINY, against=('T',))
     attention = {row['attention']: row for row in bench.attention_table(cfg)}
     assert set(attention) == {'Llama', 'CEM, exact RoPE', 'CEM, readable', 'CEM, sdpa'}
-    assert attention['CEM, readable']['path'] == 'by readable softmax'
+    assert attention['CEM, readable']['path'] == 'readable'
     cache = {row['decoding']: row['cache, bytes a token'] for row in bench.decode_table(cfg)}
     # keys and values, of two layers, in float32
     assert cache['Llama'] == 2 * cache['CEM, T = 2, diag_lowrank'] == 4 * 2 * 2 * 32
