@@ -21,10 +21,10 @@ from model import ModelConfig, Transformer
 from nanocem.files import append_whole, lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
 
-# What a checkpoint holds
-CHECKPOINT = {
-    'model': dict, 'model_config': dict, 'optimizer': dict, 'schedule': dict, 'health': dict,
-    'step': int, 'seconds': float, 'best': float, 'data': dict, 'data_dir': str, 'recipe': dict}
+# What a checkpoint holds: the weights and what they are of; and what an exact resume needs besides
+WEIGHTS = {'model': dict, 'model_config': dict, 'step': int, 'data': dict, 'data_dir': str}
+RESUME = {'optimizer': dict, 'schedule': dict, 'health': dict, 'recipe': dict, 'best': float,
+          'seconds': float}
 KINDS = ('size', 'attn', 'mlp', 'attn_steps', 'mlp_steps')  # what every folder's name begins with
 
 
@@ -223,18 +223,19 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 def check_checkpoint(state: dict[str, Any]) -> ModelConfig:
     """ValueError, or another error, unless a checkpoint may hold this. Returns its model's
     configuration."""
-    if missing := CHECKPOINT.keys() - state.keys():
+    if missing := WEIGHTS.keys() - state.keys():
         raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-    for name, kind in CHECKPOINT.items():
-        if not has_type(state[name], kind):
+    for name, kind in (WEIGHTS | RESUME).items():
+        if name in state and not has_type(state[name], kind):
             raise ValueError(f'its {name} is {state[name]!r:.40}')
     for name in ('step', 'seconds'):
-        if not 0 <= state[name] < 1e15:
+        if not 0 <= state.get(name, 0) < 1e15:
             raise ValueError(f'its {name} is {state[name]}')
     if missing := {'tokenizer', 'tokenizer_sha256', 'vocab_size'} - state['data'].keys():
         raise ValueError(f'its data has no {", ".join(sorted(missing))}')
-    check_types(Schedule(**state['schedule']))
-    check_types(Health(**state['health']))
+    for cls, name in ((Schedule, 'schedule'), (Health, 'health')):
+        if name in state:
+            check_types(cls(**state[name]))
     # Before memory is taken for a model of these sizes: are the weights of these sizes?
     cfg = ModelConfig(**state['model_config'])
     if cfg.n_layer + cfg.extra_layers <= len(state['model']):
@@ -276,6 +277,9 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     if state is None:
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
+    if missing := RESUME.keys() - state.keys():
+        fail(f'the checkpoint in {out_dir} has no {", ".join(sorted(missing))}; --init_from='
+             f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
     # Earlier versions kept the fingerprint of the training data alone
     now = {**now, 'data': {k: v for k, v in now['data'].items() if k in state['data']}}
     for part in ('model_config', 'data', 'recipe'):

@@ -80,9 +80,10 @@ def test_what_would_bend_a_run_is_refused_by_name(
         (data / name).write_bytes(content)
 
 
-def test_a_checkpoint_that_knows_the_training_data_alone_goes_on(
+def test_a_checkpoint_of_an_earlier_version_goes_on_or_gives_its_weights(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """One that knows the training data alone; one that lacks what an exact resume needs."""
     out = copied(halves[1], tmp_path)
     for path in checkpoints(str(out)):
         state = read_checkpoint(path)
@@ -90,6 +91,10 @@ def test_a_checkpoint_that_knows_the_training_data_alone_goes_on(
         torch.save(state, path)
     assert resume(out).codes == [0]
     same(out, halves[0])
+    for path in (*checkpoints(str(out)), str(out / 'best.pt')):
+        torch.save({name: read_checkpoint(path)[name] for name in runs.WEIGHTS}, path)
+    running.assert_one_line(resume(out, steps(15)), 'has no best, health', f'--init_from={out}')
+    assert runs.load_run(str(out))[0].cfg.d_model == 8
 
 
 # Another length
