@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import re
 import sys
@@ -54,10 +55,10 @@ def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str
 
 
 def check_types(options: Any) -> None:
-    """ValueError unless every field of a dataclass has a value of the type it declares."""
+    """ValueError unless every field of a dataclass has a finite value of the type it declares."""
     for name, hint in typing.get_type_hints(type(options)).items():
         value = getattr(options, name)
-        if not has_type(value, hint):
+        if not has_type(value, hint) or value in (math.inf, -math.inf):
             raise ValueError(f'{name}={value}: expected {describe(hint)}')
 
 
@@ -73,6 +74,25 @@ def has_type(value: Any, hint: Any) -> bool:
     if isinstance(value, bool):  # which Python takes for a whole number
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)
+
+
+def fill(options: Any, **defaults: Any) -> None:
+    """Set those of these fields that are None."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def expect(options: Any, needs: str, **values: Any) -> None:
+    """ValueError unless these options have these values: others need `needs`."""
+    for name, value in values.items():
+        given = getattr(options, name)
+        require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
+
+
+def require(ok: bool, otherwise: str) -> None:
+    if not ok:
+        raise ValueError(otherwise)
 
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:

@@ -1,567 +1,458 @@
 """
-Every figure of the paper, and a few of our own: the runs each needs, done where missing, drawn.
+The paper's figures and claims, and a few of our own: the runs each takes, done where missing.
 
-    python reproduce.py --list               the figures, their runs, and which are finished
-    python reproduce.py ladder               all of them, the most telling runs first; also: all
-    python reproduce.py ladder --plan        what that takes: stages, runs, hours
+    python reproduce.py --list               the figures, and what their missing runs take
     python reproduce.py fig_attn             one figure
-    python reproduce.py claims               claims and figures from the runs that are finished
-    python reproduce.py claims --publish     the same into results/ and the README's table
-    python reproduce.py ladder --from_published    go on from the runs that results/ has
-    python reproduce.py ladder --scale=gpu   the claims at 3 and 10 M weights, on a GPU
-    python reproduce.py all --scale=paper    the plan at the paper's sizes; --run does it
+    python reproduce.py claims               the paper's claims, with paired 95% intervals
+    python reproduce.py all                  all of it
+    python reproduce.py fig_attn --anew      from runs of your own alone
+    python reproduce.py all --scale=gpu      the claims at 3 and 10 M weights, on a GPU
+    python reproduce.py all --scale=paper    commands at the paper's sizes, A100-hours; --run: do it
 
-A run is train.py with the options in nanocem/ladder.py, in out/reproduce/: figures share runs,
-finished ones are not done again, cut-off ones go on. Pictures and tables go to out/results/.
+The runs in results/ladder/runs.csv are finished: what is drawn of them alone is drawn at once. All
+others are train.py's, in out/reproduce/, where finished ones are not done again and cut-off ones go
+on. Pictures and tables go to out/results/.
 """
+import csv
 import json
-import math
 import os
 import signal
+import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from configurator import build, fail, read_options
 from model import ModelConfig, Transformer
-from nanocem import claims, ladder, records
-from nanocem.corpus import CORPUS, make_corpus
+from nanocem import claims
+from nanocem.fast import flops_per_token
 from nanocem.figures import FIGURES, Cell, figure_files
-from nanocem.files import say, write_whole
-from nanocem.jobs import run_side_by_side
-from nanocem.ladder import FAMILIES, LLAMA, MODELS, SCALES, Scale, Task, canonical
-from nanocem.runs import new_options
-from nanocem.scaling import akima_optimum, carry_rates
-from nanocem.shards import BUILTIN
-from nanocem.tokenizers import ByteTokenizer
-from train import RECIPE, TrainConfig
-
-SWEEP_SEED = 1  # the rates come from it alone, so that they hold still while other seeds run
-LOWEST_RATE, HIGHEST_RATE = 0.0005, 0.064
-# What the plans reckon with: a core's speed, a layer of the ladder, as it was seen; A100s; and what
-# all the paper's results took, by its appendix.
-CORE_FLOPS_A_LAYER = 11e9
-MFU, A100_FLOPS, PAPER_GPU_HOURS = 0.4, 312e12, 10_000
-GPU_HOURS_NOTE = f'GPU-hours of A100s ({A100_FLOPS / 1e12:.0f} TFLOP/s) at an MFU of {MFU:.0%}.'
-
-Found = dict[Task, dict[str, Any]]  # the results of the finished runs
-PUBLISHED: Found = {}  # from_published: those in results/, which hold
+from nanocem.files import read_json, read_json_lines, say, table, write_whole
+from train import TrainConfig
 
 
-@cache
+def layers(attn: str, mlp: str, attn_steps: int, mlp_steps: int, P: str = 'diag_lowrank') -> str:
+    words = f'--attn={attn} --mlp={mlp} --attn_steps={attn_steps} --mlp_steps={mlp_steps}'
+    return words if attn == mlp == 'llama' else f'{words} --preconditioner={P}'
+
+
+def shape(n: int, d_mlp: int) -> str:
+    return f'config/ladder.py --n_layer={n} --d_model={16 * n} --n_head={n} --d_mlp={d_mlp}'
+
+
+# The models, as train.py's options
+LLAMA = layers('llama', 'llama', 1, 1)
+ROPE = '--positions=rope --kq_diag=none'
+MODELS = {
+    'llama': LLAMA,
+    'llama-alibi': f'{LLAMA} --positions=alibi',
+    'llama-attn-twice': layers('llama', 'llama', 2, 1),
+    'llama-mlp-twice': layers('llama', 'llama', 1, 2),
+}
+for T in (1, 2, 3):
+    MODELS |= {
+        f'attn-{T}': layers('cem', 'llama', T, 1),
+        f'mlp-{T}': layers('llama', 'cem', 1, T),
+        f'cem-{T}': layers('cem', 'cem', T, T)}
+for T in (1, 2):
+    attn, mlp, cem = MODELS[f'attn-{T}'], MODELS[f'mlp-{T}'], MODELS[f'cem-{T}']
+    MODELS |= {
+        f'rope-{T}': f'{cem} {ROPE} --score_scale=head',
+        f'attn-{T}-none': layers('cem', 'llama', T, 1, 'none'),
+        f'attn-{T}-diag': layers('cem', 'llama', T, 1, 'diag'),
+        f'attn-{T}-nodiag': f'{attn} --kq_diag=none',
+        f'attn-{T}-rope': f'{attn} {ROPE} --score_scale=head',
+        f'attn-{T}-exact': f'{attn} --exact_update',
+        f'mlp-{T}-none': layers('llama', 'cem', 1, T, 'none'),
+        f'mlp-{T}-diag': layers('llama', 'cem', 1, T, 'diag'),
+        f'mlp-{T}-params': f'{mlp} --mlp_match=params'}
+MODELS |= {
+    'attn-1-perhead': f'{MODELS["attn-1"]} --kq_diag=per_head',
+    'attn-1-diag-nodiag': f'{MODELS["attn-1-diag"]} --kq_diag=none',
+    'attn-1-diag-perhead': f'{MODELS["attn-1-diag"]} --kq_diag=per_head',
+    'mlp-1-none-params': f'{MODELS["mlp-1-none"]} --mlp_match=params',
+    'cem-2-tau': f'{MODELS["cem-2"]} --score_scale=head',
+    'rope-2-tau': f'{MODELS["cem-2"]} {ROPE} --score_scale=model'}
+MAIN = ['llama', 'attn-1', 'attn-2', 'mlp-1', 'mlp-2', 'cem-1', 'cem-2']
+MODELS |= {f'{name}-20': f'{MODELS[name]} --tokens_per_param=20' for name in MAIN}
+
+# The sizes. The ladder and two more for a GPU: n layers, n heads of 16, so d = 16 n: one number
+# grows, depth and width keep their ratio. In heads of 16 RoPE has more room than in 4 to 6, and
+# three are the fewest whose ALiBi slopes see near and far. Names: the weights of Llama's blocks.
+LARGE_BATCH = '--batch_size=128 --micro_batch_size=128'
+SIZES = {
+    'ladder': {
+        '83k': f'{shape(3, 128)} --dtype=float32 --compile=False',  # too short a run to compile
+        '195k': shape(4, 168), '387k': shape(5, 216), '664k': shape(6, 256),
+        '1.05m': shape(7, 296)},
+    'gpu': {'3.06m': f'{shape(10, 424)} {LARGE_BATCH}', '10.4m': f'{shape(15, 640)} {LARGE_BATCH}'},
+    'paper': {size: f'--size={size}' for size in ('86m', '108m', '134m', '162m', '256m')},
+}
+
+# The learning rates at the ladder's sizes, smallest first, from sweeps (results/ladder). A model
+# without a row is trained at the two smallest, at the rates of the one that its name begins with.
+RATES = {
+    'llama': (0.014, 0.0093, 0.0068, 0.0053, 0.0043),
+    'llama-alibi': (0.014, 0.0093, 0.0068, 0.0053, 0.0043),
+    'llama-attn-twice': (0.014, 0.0093, 0.0068),
+    'llama-mlp-twice': (0.014, 0.0093, 0.0068),
+    'attn-1': (0.017, 0.012, 0.0085, 0.0066, 0.0054),
+    'attn-1-nodiag': (0.017, 0.012, 0.0085),
+    'attn-2': (0.015, 0.0099, 0.0072, 0.0057, 0.0046),
+    'attn-3': (0.015, 0.0099),
+    'mlp-1': (0.013, 0.0088, 0.0064, 0.005, 0.0041),
+    'mlp-2': (0.011, 0.0073, 0.0053, 0.0042, 0.0034),
+    'mlp-3': (0.011, 0.0073),
+    'cem-1': (0.014, 0.0094, 0.0068, 0.0053, 0.0043),
+    'cem-2': (0.013, 0.0086, 0.0063, 0.0049, 0.004),
+    'cem-3': (0.013, 0.0086),
+    'rope-1': (0.016, 0.011, 0.008, 0.0063, 0.0051),
+    'rope-2': (0.017, 0.011, 0.0082, 0.0064, 0.0052),
+}
+EVERY_SIZE = [name for name, rates in RATES.items() if len(rates) == 5]
+ONE_RATE = {'gpu': 0.004, 'paper': 0.002}  # of all models at all sizes
+# The sweeps of Llama and all-CEM, T = 2; where 0.016 was the best, 0.032 was run too
+SWEPT = {'ladder': (0.004, 0.008, 0.016), 'paper': (0.0005, 0.001, 0.002, 0.004, 0.008), 'gpu': ()}
+EDGES = [('83k', 'llama', 2), ('83k', 'cem-2', 2), ('83k', 'cem-2', 3), ('195k', 'llama', 1)]
+
+
+class Run(NamedTuple):
+    """One training run."""
+    scale: str
+    size: str
+    model: str
+    rate: float
+    seed: int
+
+    @property
+    def options(self) -> str:
+        size = SIZES[self.scale][self.size]
+        return f'{size} {MODELS[self.model]} --learning_rate={self.rate:g}'
+
+    @property
+    def folder(self) -> str:
+        return (f'out/reproduce/{self.scale}/{self.size}/'
+                f'{self.model}_rate={self.rate:g}_seed={self.seed}')
+
+
+Results = dict[Run, dict[str, Any]]
+Cells = dict[tuple[str, str, str, str], list[Run]]  # size, group, label, model -> its runs
+
+
+# Which runs there are.
+
+def own_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
+    """Every model at its own rate, the small sizes first. Seeds: those given, or at the ladder
+    three, at the other scales one."""
+    drawn = {model for figure in FIGURES.values() if figure.at_paper
+             for labels in figure.groups.values() for model in labels.values()}
+    runs = []
+    for place, size in enumerate(SIZES[scale]):
+        for model in MODELS:
+            rates = RATES.get(model)
+            if rates is None:
+                rates = next(RATES[name] for name in RATES if model.startswith(name))[:2]
+            trained = {'ladder': place < len(rates), 'gpu': model in EVERY_SIZE,
+                       'paper': model in drawn and size != '256m'}  # which is of the sweep alone
+            if not trained[scale]:
+                continue
+            rate = ONE_RATE.get(scale) or rates[place]
+            # of twice the tokens, and of exact RoPE at the two largest sizes, the ladder has one
+            single = model.endswith('-20') or (model.startswith('rope') and place > 2)
+            for seed in seeds or ((1,) if single or scale != 'ladder' else (1, 2, 3)):
+                runs.append(Run(scale, size, model, rate, seed))
+    return runs
+
+
+def swept_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
+    """Llama and all-CEM, T = 2, over learning rates."""
+    runs = []
+    for size in list(SIZES[scale])[:2 if scale == 'ladder' else None]:
+        for model in ('llama', 'cem-2'):
+            for seed in seeds or ((1, 2, 3) if scale == 'ladder' else (1,)):
+                rates = SWEPT[scale] + ((0.032,) if (size, model, seed) in EDGES else ())
+                runs += [Run(scale, size, model, rate, seed) for rate in rates]
+    return runs
+
+
+def cells_of(name: str, own: Sequence[Run], swept: Sequence[Run]) -> Cells:
+    """The cells of a figure with their runs; of a figure about variants at the sizes that have
+    some. Groups of the sweep are its rates."""
+    runs = swept if name == 'fig_lr' else own
+    models = {model for labels in FIGURES[name].groups.values() for model in labels.values()}
+    variants = models - set(EVERY_SIZE) or models
+    sizes = {run.size for run in runs if run.model in variants}
+    cells: Cells = {}
+    for group, labels in FIGURES[name].groups.items():
+        for label, model in labels.items():
+            for run in runs:
+                if run.model == model and run.size in sizes:
+                    group = f'{run.rate:g}' if name == 'fig_lr' else group
+                    cells.setdefault((run.size, group, label, model), []).append(run)
+    return cells
+
+
+# What they take, and what they left.
+
+CORE_FLOPS_A_LAYER = 11e9  # a core's speed a layer of the ladder, as it was seen
+MFU, A100_FLOPS = 0.4, 312e12
+NUMBERS = ('parameters', 'tokens', 'flops_per_token', 'steps', 'test_perplexity', 'val_perplexity')
+THEIR_OWN = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')  # options of each run
+
+
 def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     """What train.py makes of a run's options."""
     given = read_options(options.split(), TrainConfig, ModelConfig)
-    given = new_options(given, TrainConfig, RECIPE)[0]
-    train = build(TrainConfig, given)
-    bytes_only = train.data in (CORPUS, BUILTIN)
-    given.setdefault('vocab_size', ByteTokenizer.vocab_size if bytes_only else 32_000)
-    return train, build(ModelConfig, given)
-
-
-class Undrawn(TorchFunctionMode):
-    """Models that are only counted: no weight is drawn, which on the meta device is slow."""
-    def __torch_function__(self, call: Any, types: Any, args: Any = (), given: Any = None) -> Any:
-        return args[0] if call is torch.Tensor.normal_ else call(*args, **(given or {}))
-
-
-class Cost(NamedTuple):
-    tokens: float
-    flops: float  # of training
-    disk: float  # bytes: three checkpoints of weights and AdamW's two moments, float32
-    weights: dict[str, int]  # of the blocks, by sublayer
+    return build(TrainConfig, given), build(ModelConfig, given)
 
 
 @cache
-def cost(options: str) -> Cost:
-    """What a run takes, from its options alone; the learning rate may be left out."""
-    train, cfg = configs(options)
-    with torch.device('meta'), Undrawn():
-        model, llama = Transformer(cfg), Transformer(cfg.llama())
-    tokens = train.tokens or train.tokens_per_param * llama.num_params()
-    weights = {kind: sum(p.numel() for block in model.blocks
-                         for p in getattr(block, kind).parameters()) for kind in ('attn', 'mlp')}
-    return Cost(tokens, tokens * model.flops_per_token(), 3 * 12 * model.num_params(), weights)
+def size_and_cost(options: str) -> tuple[int, float]:
+    """A model's parameters, and its training FLOPs a token."""
+    with torch.device('meta'):
+        model = Transformer(configs(options)[1])
+    return model.num_params(), flops_per_token(model)
 
 
-def weights_at(scale: Scale, size: str) -> float:
-    """The weights of Llama's blocks at a size: the N of every trend."""
-    return sum(cost(canonical(f'{scale.sizes[size]} {LLAMA}')).weights.values())
+def hours(run: Run) -> float:
+    """About how long a run takes: of a core at the ladder, of an A100 at the other scales."""
+    train, cfg = configs(run.options)
+    size = SIZES[run.scale][run.size]
+    llama, _ = size_and_cost(f'{size} {LLAMA}')
+    _, flops = size_and_cost(f'{size} {MODELS[run.model]}')
+    speed = CORE_FLOPS_A_LAYER * cfg.n_layer if run.scale == 'ladder' else MFU * A100_FLOPS
+    return train.tokens_per_param * llama * flops / speed / 3600
 
 
-def finished(task: Task) -> dict[str, Any] | None:
-    """A run's result.json, or what is published of it; None until it is finished.
-    SystemExit if what the folder holds was begun with other settings: a config file or a default
-    has changed since."""
-    if task in PUBLISHED:
-        return describe(task, PUBLISHED[task])
-    if saved := ladder.read_settings(task.folder):
-        own = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')
-        if changed := [k for part in configs(task.options) for k, v in asdict(part).items()
-                       if k not in own and k in saved and saved[k] != v]:
-            fail(f'{task.folder} holds a run of another {", ".join(changed)}: remove it to train '
-                 'it anew')
-    result = ladder.read_result(task.folder)
-    return result and describe(task, result)
+def read_result(run: Run) -> dict[str, Any] | None:
+    """A finished run's result.json, with `events`, the steps whose loss spiked or that were skipped
+    (None: the log is lost). None where a number is missing: where steps were skipped it is null.
+    SystemExit if the folder's run has other settings: a config file or a default has changed."""
+    saved = read_json(f'{run.folder}/config.json')
+    if saved is None:
+        return None
+    for part, cfg in zip(('train', 'model'), configs(run.options), strict=True):
+        before = saved.get(part)
+        if not isinstance(before, dict):
+            fail(f'{run.folder}/config.json is damaged: delete the folder')
+        for key, value in asdict(cfg).items():
+            if key not in THEIR_OWN and before.get(key, value) != value:
+                fail(f'{run.folder} holds a run of another {key}: remove it to train it anew')
+    result = read_json(f'{run.folder}/result.json') or {}
+    values = [result.get(name) for name in NUMBERS]
+    if not all(type(value) in (int, float) and value > 0 for value in values):
+        return None
+    result['events'] = None
+    if os.path.exists(f'{run.folder}/log.jsonl'):
+        result['events'] = {line.get('step') for line in read_json_lines(f'{run.folder}/log.jsonl')
+                            if line.get('event') in ('spike', 'skipped')}
+    return result
 
 
-def describe(task: Task, result: dict[str, Any]) -> dict[str, Any]:
-    """A run's result, with what the tables need beside it."""
-    return {**result, 'seed': task.seed, 'rate': task.rate, 'out_dir': task.folder,
-            'weights': cost(task.shape).weights}
-
-
-def read_published(scale: Scale) -> Found:
-    """The runs that results/ has. SystemExit if there are none, or of other shapes than today's."""
-    path = f'results/{scale.name}/runs.csv'
-    found = records.read_runs(path, scale) or fail(f'{path}: no runs are published there')
-    for task, result in found.items():
-        tokens, flops, *_ = cost(task.shape)
-        if not math.isclose(flops / tokens, result['flops_per_token'], rel_tol=1e-9):
-            fail(f'{path} has {task.model} at {task.size} in another shape: leave --from_published '
-                 'out, and it is trained anew')
+def read_runs(path: str, scale: str) -> Results:
+    """The runs in a runs.csv, {} where there is none: as `read_result` has them, but nan for what
+    is lost."""
+    found: Results = {}
+    try:
+        with open(path, encoding='utf-8', newline='') as file:
+            for row in csv.DictReader(file):
+                run = Run(scale, row['size'], row['model'], float(row['learning_rate']),
+                          int(row['seed']))
+                result = {name: json.loads(row[name]) for name in NUMBERS[:-1]}
+                result['val_perplexity'] = float(row['val_perplexity'] or 'nan')
+                steps = [int(word) for word in row['events'].split() if word != 'none']
+                found[run] = {**result, 'events': set(steps) if row['events'] else None}
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, KeyError, ValueError, TypeError, AttributeError):
+        fail(f'{path} is damaged: git checkout {path}')
     return found
 
 
-def look(tasks: Iterable[Task]) -> Found:
-    """Those of the runs that are finished."""
-    return {task: result for task in tasks if (result := finished(task))}
+def show(missing: Mapping[str, Sequence[Run]], scale: str) -> None:
+    """A line a figure: what its missing runs take."""
+    rows = [[name, FIGURES[name].title if name in FIGURES else '', str(len(runs)),
+             f'{sum(map(hours, runs)):,.1f}'] for name, runs in missing.items()]
+    unit = 'core-hours' if scale == 'ladder' else f'A100-hours at an MFU of {MFU:.0%}'
+    say(table(['', '', 'runs to do', unit], rows))
 
 
-# Rates: a sweep at the two smallest sizes, and a power law upward.
+# Training.
 
-FAILED: set[Task] = set()  # of this call
-
-
-def done(task: Task) -> bool:
-    return task in FAILED or finished(task) is not None
-
-
-def sweep(scale: Scale, size: str, model: str, seed: int) -> list[Task]:
-    """The sweep of a model at a size, as far as it is known: the scale's rates, and at the ladder
-    one more wherever the best of them is at an edge. A run that failed counts as the worst."""
-    rates = list(scale.rates)
-    while True:
-        tasks = [Task(scale.name, size, model, rate, seed) for rate in rates]
-        if scale.rate or not all(done(task) for task in tasks):
-            return tasks
-        values = [of['val_perplexity'] if (of := finished(task)) else math.inf for task in tasks]
-        best = values.index(min(values))
-        if best == 0 and rates[0] / 2 >= LOWEST_RATE:
-            rates.insert(0, rates[0] / 2)
-        elif best == len(rates) - 1 and rates[-1] * 2 <= HIGHEST_RATE:
-            rates.append(rates[-1] * 2)
-        else:
-            return tasks
-
-
-def all_sweeps(scale: Scale, seed: int, models: Sequence[str]) -> list[Task]:
-    return [task for size in scale.sweep_sizes for model in models
-            for task in sweep(scale, size, model, seed)]
-
-
-def choose_rates(scale: Scale) -> dict[str, Any]:
-    """From the finished sweeps: each one's optimum by validation, the power law, and the rates it
-    gives at every size."""
-    best: dict[str, dict[float, float]] = {}
-    for family in FAMILIES:
-        best[family] = {}
-        for size in scale.sweep_sizes:
-            found = look(sweep(scale, size, family, SWEEP_SEED))
-            points = sorted((task.rate, r['val_perplexity']) for task, r in found.items())
-            if len(points) < 3:
-                fail(f'{family} at {size}: {len(points)} runs of its sweep are finished, three are '
-                     'needed; the same command tries them again')
-            rates, values = zip(*points, strict=True)
-            optimum = akima_optimum(rates, [math.log(v) for v in values])[0]
-            best[family][weights_at(scale, size)] = optimum
-    exponent, carried = carry_rates(best, [weights_at(scale, size) for size in scale.sizes])
-    return {'exponent': exponent,
-            'best': {family: [float(f'{rate:.3g}') for rate in best[family].values()]
-                     for family in FAMILIES},
-            'rates': {family: dict(zip(scale.sizes, carried[family], strict=True))
-                      for family in FAMILIES}}
-
-
-def chosen_rates(scale: Scale) -> dict[str, Any] | None:
-    """What the sweeps chose, None until they are finished."""
-    if scale.rate:
-        return {'rates': {family: dict.fromkeys(scale.sizes, scale.rate) for family in FAMILIES}}
-    return ladder.read_rates(scale)
-
-
-def own_runs(scale: Scale, models: Sequence[str], sizes: Iterable[str], seeds: Iterable[int],
-             ) -> list[Task]:
-    """Runs at the models' own rates; until those are chosen the sweep's middle one stands in."""
-    chosen = chosen_rates(scale)
-    middle = scale.rates[len(scale.rates) // 2]
-
-    def rate(size: str, model: str) -> float:
-        return chosen['rates'][MODELS[model].family][size] if chosen else middle
-
-    return [Task(scale.name, size, model, rate(size, model), seed)
-            for seed in seeds for size in sizes for model in models]
-
-
-class Stage(NamedTuple):
-    title: str
-    tasks: list[Task]
-
-
-def stages(scale: Scale) -> list[Stage]:
-    """All runs of a scale, in an order whose every beginning gives tables."""
-    runs = partial(own_runs, scale)
-    sizes, first, further = list(scale.sizes), scale.seeds[:1], scale.seeds[1:]
-    swept, control = ['llama', 'cem-2'], ladder.CONTROL
-    if scale.rate:
-        models = FAMILIES + control if scale.name == 'gpu' else [*MODELS]
-        plan = [Stage('the sweep', all_sweeps(scale, SWEEP_SEED, swept)),
-                Stage('every model', runs(models, sizes, scale.seeds))]
-        return asked(plan, scale)
-    check = [task._replace(rate=float(f'{task.rate * factor:.2g}'))
-             for task in runs(swept, sizes[2:3], first) for factor in (0.5, 2)]
-    again = [task for seed in scale.seeds if seed != SWEEP_SEED
-             for task in all_sweeps(scale, seed, swept)]
-    sweeps = all_sweeps(scale, SWEEP_SEED, FAMILIES)
-    plan = [  # the published rates hold, whether or not all of their runs are kept
-        Stage('the sweep', [task for task in sweeps if task in PUBLISHED or not PUBLISHED]),
-        Stage('three smallest sizes, first seed', runs(FAMILIES, sizes[:3], first)),
-        Stage('two smallest sizes, further seeds', runs(FAMILIES, sizes[:2], further)),
-        Stage('third size, further seeds', runs(FAMILIES, sizes[2:3], further)),
-        Stage('variants, two smallest sizes', runs(ladder.VARIANTS, sizes[:2], scale.seeds)),
-        Stage('four variants, third size', runs(ladder.THIRD_SIZE, sizes[2:3], scale.seeds)),
-        Stage('fourth size, first seed', runs(FAMILIES + control, sizes[3:4], first)),
-        Stage('fifth size, first seed', runs(FAMILIES + control, sizes[4:], first)),
-        Stage('rates at a third size', check),
-        Stage('further variants', runs(ladder.FURTHER, sizes[:2], scale.seeds)),
-        Stage('fourth size, further seeds', runs(ladder.PAPERS + control, sizes[3:4], further)),
-        Stage('twice the tokens', runs(ladder.LONGER, sizes[:2], first)),
-        *(Stage(f'fifth size, seed {seed}', runs(ladder.PAPERS + control, sizes[4:], [seed]))
-          for seed in further),
-        Stage('sweeps of further seeds', again),
-        Stage('exact RoPE, further seeds', runs(FAMILIES, sizes[3:], further))]
-    return asked(plan, scale)
-
-
-def asked(plan: Iterable[Stage], scale: Scale) -> list[Stage]:
-    """The runs at the sizes that were asked for."""
-    return [Stage(title, [task for task in tasks if task.size in (scale.only or (task.size,))])
-            for title, tasks in plan]
-
-
-def cells_of(name: str, scale: Scale, plan: Sequence[Stage],
-             ) -> dict[tuple[str, str, str, str], list[Task]]:
-    """The cells of a figure, (size, group, label, model), with the runs that the plan has for them;
-    of a figure about variants only at sizes where it has some besides the control. The sweep's
-    groups are the rates, and it has sizes of its own."""
-    planned = {task for stage in plan for task in stage.tasks}
-    models = {model for labels in FIGURES[name].groups.values() for model in labels.values()}
-    variants = models - {*FAMILIES, *ladder.CONTROL}
-    sizes = {task.size for task in planned if task.model in (variants or models)}
-    found: dict[tuple[str, str, str, str], list[Task]] = {}
-    for group, labels in FIGURES[name].groups.items():
-        for label, model in labels.items():
-            tasks = own_runs(scale, [model], scale.sizes, scale.seeds)
-            if name == 'fig_lr':
-                tasks = [task for s in scale.seeds for task in all_sweeps(scale, s, [model])]
-            for task in tasks:
-                key = (task.size, f'{task.rate:g}' if name == 'fig_lr' else group, label, model)
-                if task in planned and task.size in sizes:
-                    found.setdefault(key, []).append(task)
-    return found
-
-
-def wanted(names: Sequence[str], scale: Scale) -> list[Stage]:
-    """The plan, less what these figures do not draw."""
-    plan = stages(scale)
-    drawn = {t for name in names for tasks in cells_of(name, scale, plan).values() for t in tasks}
-    return [Stage(title, [task for task in tasks if task in drawn]) for title, tasks in plan]
-
-
-# Running.
-
-def command(task: Task) -> list[str]:
+def command(run: Run) -> list[str]:
     """The command line of a run."""
-    words = [*SCALES[task.scale].launcher, 'train.py', *task.options.split(), f'--seed={task.seed}',
-             f'--out_dir={task.folder}', '--tensorboard=False', '--sample_tokens=0']
-    begun = os.path.exists(f'{task.folder}/config.json')
+    launcher = ['torchrun', '--nproc_per_node=8'] if run.scale == 'paper' else [sys.executable]
+    words = [*launcher, 'train.py', *run.options.split(), f'--seed={run.seed}',
+             f'--out_dir={run.folder}', '--tensorboard=False', '--sample_tokens=0']
+    begun = os.path.exists(f'{run.folder}/config.json')
     return [*words, '--init_from=resume'] if begun else words
 
 
-def run_missing(tasks: Sequence[Task], jobs: int) -> None:
-    """These runs; those that fail are named and remembered in FAILED, the rest go on. Stopped, the
-    runs write their checkpoints. torchrun's runs print for themselves."""
-    total, reached, start = sum(cost(t.shape).flops for t in tasks), 0.0, time.monotonic()
-    quiet = SCALES[tasks[0].scale].launcher[0] == sys.executable
-    commands = {task: command(task) for task in tasks}
-    with closing(run_side_by_side(commands, jobs, quiet)) as ended:
-        for n, (task, error) in enumerate(ended, 1):
-            reached += cost(task.shape).flops
-            left = timedelta(seconds=round((time.monotonic() - start) * (total / reached - 1)))
-            if result := None if error else finished(task):
+def train_all(runs: Sequence[Run], jobs: int) -> Results:
+    """Train these runs, `jobs` side by side, one CPU thread each, so that numbers depend on nothing
+    else that runs. Those that fail are named, the rest go on. Where this program is stopped, the
+    runs are, and write their checkpoints. torchrun's print for themselves."""
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    children: set[subprocess.Popen] = set()
+
+    def train(run: Run) -> str:
+        """The last line it printed."""
+        pipe = None if run.scale == 'paper' else subprocess.PIPE
+        with subprocess.Popen(command(run), stdout=pipe, stderr=pipe, text=True, env=environment,
+                              errors='replace') as child:
+            children.add(child)
+            out, err = child.communicate()
+            children.discard(child)
+        return (err or out or f'exit code {child.returncode}').strip().rpartition('\n')[2]
+
+    found = {}
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        futures = {pool.submit(train, run): run for run in runs}
+        for n, future in enumerate(as_completed(futures), 1):
+            run = futures[future]
+            text = f'FAILED: {future.result()}'
+            if result := read_result(run):
+                found[run] = result
                 text = f'test perplexity {result["test_perplexity"]:.3f}'
-            else:
-                text = f'FAILED: {error or "no result"}'
-                FAILED.add(task)
-            say(f'{n}/{len(tasks)} {task.folder}: {text} | ETA {left}')
+            say(f'{n}/{len(runs)} {run.folder}: {text}')
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in list(children):
+            child.terminate()
+        pool.shutdown()
+    return found
 
 
-def settle_rates(scale: Scale, jobs: int) -> None:
-    """Do the sweeps and choose the rates, unless that is done."""
-    if chosen_rates(scale):
-        return
-    while missing := [t for t in all_sweeps(scale, SWEEP_SEED, FAMILIES) if not done(t)]:
-        say(f'the sweep: {len(missing)} runs')
-        run_missing(missing, jobs)
-    save(f'out/results/{scale.name}', 'rates.json', json.dumps(choose_rates(scale), indent=1))
+# What comes out.
+
+def save(path: str, data: bytes | str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_whole(path, data.encode() if isinstance(data, str) else data)
 
 
-# What comes out: pictures and tables, in out/results/ or, published, in results/.
-
-def save(folder: str, name: str, data: bytes | str) -> None:
-    os.makedirs(folder, exist_ok=True)
-    write_whole(os.path.join(folder, name), data.encode() if isinstance(data, str) else data)
-
-
-def write_figure(name: str, cells: Mapping[tuple[str, str, str, str], list[Task]], found: Found,
-                 folder: str, whole: bool) -> None:
-    """A figure's picture and tables; `whole`: only if all its cells have runs."""
-    if FIGURES[name].reads_runs:  # of which results/ has only the results
-        here = {t: r for t, r in found.items() if os.path.exists(f'{t.folder}/result.json')}
-        gone = [t for of in cells.values() for t in of if t in found and t not in here]
-        if gone and whole:
-            return say(f'{name}: {folder} keeps the one it has, {gone[0].folder} is not here')
-        found = here
-    every = [Cell(*key, [found[task] for task in tasks if task in found])
-             for key, tasks in cells.items()]
-    cells = [cell for cell in every if cell.results]
-    missing = [f'{cell.model} at {cell.size}' for cell in every if not cell.results]
-    if not cells or (whole and missing):
-        lacks = f'no finished run of {missing[0]}' if missing else 'none of its runs is asked for'
-        return say(f'{name}: not written to {folder}, {lacks}')
-    for ending, data in figure_files(FIGURES[name], cells).items():
-        save(folder, f'{name}.{ending}', data)
-    say(f'{folder}/{name}: .md, .csv, .png; {len(cells)} of {len(every)} cells')
+def draw(name: str, cells: Cells, found: Results, scale: str) -> None:
+    """A figure's picture and table, of the cells that have finished runs."""
+    drawn = []
+    for key, runs in cells.items():
+        results = [{**found[run], 'seed': run.seed, 'out_dir': run.folder}
+                   for run in runs if run in found]
+        if results:
+            drawn.append(Cell(*key, results))
+    if not drawn:
+        return say(f'{name}: none of its runs is finished')
+    for ending, data in figure_files(FIGURES[name], drawn).items():
+        save(f'out/results/{scale}/{name}.{ending}', data)
+    say(f'out/results/{scale}/{name}: .md, .png; {len(drawn)} of {len(cells)} cells')
 
 
-def write_claims(scale: Scale, found: Found, folder: str) -> list[str]:
-    """claims.md, claims.csv and ladder.md, by test and by validation; returns the README's table,
-    by test."""
-    own = set(own_runs(scale, [*MODELS], scale.sizes, scale.seeds))
-    swept = {t for seed in scale.seeds for t in all_sweeps(scale, seed, FAMILIES)}
-    sizes = {size: weights_at(scale, size) for size in scale.sizes}
-    counted = records.read_counts(f'results/{scale.name}/spikes.csv') if PUBLISHED else {}
-    front = {}
-    for split in ladder.SPLITS:
-        pages, front[split] = claims.pages(sizes, MODELS, found, own, swept, counted, split)
-        for name, page in pages.items():
-            save(folder, name, page)
-    return front['test']
-
-
-def write_out(names: Sequence[str], scale: Scale, with_claims: bool, publish: bool) -> None:
-    """All that the finished runs give, to out/results/."""
-    plan, folder = stages(scale), f'out/results/{scale.name}'
-    found = look(task for stage in plan for task in stage.tasks)
-    if with_claims:  # before the pictures, some of which want checkpoints
-        say('\n'.join(write_claims(scale, found, folder)))
-    for name in names:
-        write_figure(name, cells_of(name, scale, plan), found, folder, whole=False)
-    if publish:
-        publish_stages(names, scale, with_claims, plan, found)
-
-
-def publish_stages(names: Sequence[str], scale: Scale, with_claims: bool, plan: Sequence[Stage],
-                   found: Found) -> None:
-    """What the finished stages give, to results/ and the README."""
-    chosen, folder = chosen_rates(scale), f'results/{scale.name}'
-    # a run of the first sweep may have failed: its rates are what counts
-    missing = [not chosen, *(any(task not in found for task in of.tasks) for of in plan[1:]), True]
-    finished_stages = plan[:missing.index(True)]
-    say(f'finished stages: {"; ".join(stage.title for stage in finished_stages) or "none"}')
-    if len(finished_stages) < 2:
-        return say('nothing is published before two of them are')
-    path = f'{folder}/runs.csv'
-    if lost := [task for task in records.read_runs(path, scale) if task not in found]:
-        fail(f'{path} has {len(lost)} runs that are not here: --from_published keeps them; to '
-             'publish without them remove it, and spikes.csv beside it')
-    save(folder, 'rates.json', json.dumps(chosen, indent=1))
-    save(folder, 'runs.csv', records.as_csv(found, scale))  # of unfinished stages too
-    # tables from what is written there, so that another machine makes the same ones
-    written = {task: describe(task, result) for task, result in read_published(scale).items()}
-    whole = {t: written[t] for of in finished_stages for t in of.tasks if t in written}
-    if with_claims:
-        front = write_claims(scale, whole, folder)
-        if scale.name == 'ladder':
-            claims.into_readme(front)
-    reached = {task.size for stage in finished_stages for task in stage.tasks}
-    for name in names:
-        cells = {key: of for key, of in cells_of(name, scale, plan).items() if key[0] in reached}
-        write_figure(name, cells, whole, folder, whole=True)
-
-
-def seconds(task: Task) -> float:
-    """About what a run takes: core-seconds at the ladder, A100-seconds at the other scales."""
-    flops = cost(task.shape).flops
-    if task.scale == 'ladder':
-        return flops / CORE_FLOPS_A_LAYER / configs(task.options)[1].n_layer
-    return flops / MFU / A100_FLOPS
-
-
-def show_plan(plan: Sequence[Stage], scale: Scale, jobs: int) -> None:
-    """Stages with their runs and hours."""
-    unit = 'core-hours' if scale.name == 'ladder' else 'GPU-hours'
-    say(f'| stage | runs | finished | tokens | FLOPs | {unit} | so far |\n|' + '---|' * 7)
-    seen: set[Task] = set()
-    total = 0.0
-    for stage in plan:
-        new = [task for task in dict.fromkeys(stage.tasks) if task not in seen]
-        seen.update(new)
-        hours = sum(seconds(task) for task in new) / 3600
-        total += hours
-        say(f'| {stage.title} | {len(new)} | {len(look(new))} | '
-            f'{sum(cost(t.shape).tokens for t in new) / 1e6:,.0f} M | '
-            f'{sum(cost(t.shape).flops for t in new):.2e} | {hours:,.1f} | {total:,.1f} |')
-    if scale.name == 'ladder':
-        say(f'\n{total / jobs:.1f} hours with {jobs} runs side by side, at '
-            f'{CORE_FLOPS_A_LAYER / 1e9:.0f} GFLOP/s a core times the layers. Where sweeps meet an '
-            'edge they go on, and take longer.')
-    else:
-        say(f'\n{GPU_HOURS_NOTE} Small models reach less.')
-
-
-def show_gpu_plan(names: Sequence[str], scale: Scale) -> None:
-    """The commands of a scale's unfinished runs, and what all its runs take on A100s."""
-    rows, counted, plan = [], {}, stages(scale)
-    for name in names:
-        cells = cells_of(name, scale, plan)
-        tasks = list(dict.fromkeys(task for of in cells.values() for task in of))
-        new = [task for task in tasks if task not in counted]
-        rows.append((name, len(tasks), new))
-        counted |= dict.fromkeys(new)
-    for task in counted:
-        if not finished(task):
-            say(' '.join(command(task)))
-    say('\n| figure | runs | new ones | tokens | training FLOPs | GPU-hours | disk |')
-    say('|' + '---|' * 7)
-    for name, n, new in [*rows, ('all', len(counted), counted)]:
-        costs = [cost(task.shape) for task in new]
-        say(f'| {name} | {n} | {len(new)} | {sum(c.tokens for c in costs) / 1e9:,.1f} B | '
-            f'{sum(c.flops for c in costs):.2e} | {sum(map(seconds, new)) / 3600:,.0f} | '
-            f'{sum(c.disk for c in costs) / 1e9:,.0f} GB |')
-    say(f'\n{GPU_HOURS_NOTE} A run that figures share is counted once. The paper: on the order of '
-        f'{PAPER_GPU_HOURS:,} GPU-hours for all its results.')
+def write_claims(scale: str, own: Results, swept: Results, counted: bool) -> None:
+    """claims.md and claims.csv, by test and by validation; a short table on the screen, by test.
+    `counted`: with claim h's events in those runs of runs.csv whose logs are lost."""
+    weights = {}  # of Llama's blocks, the N of every trend
+    for size in dict.fromkeys(run.size for run in own_runs(scale)):
+        with torch.device('meta'):
+            llama = Transformer(configs(f'{SIZES[scale][size]} {LLAMA}')[1])
+        weights[size] = sum(p.numel() for p in llama.blocks.parameters())
+    events = {}
+    if counted and os.path.exists(path := f'results/{scale}/spikes.csv'):
+        with open(path, encoding='utf-8') as file:
+            events = {size: [*map(int, counts)] for size, *counts in [*csv.reader(file)][1:]}
+    for split, ending in (('val', '_validation'), ('test', '')):
+        page, numbers, short = claims.pages(weights, own, swept, split, events)
+        save(f'out/results/{scale}/claims{ending}.md', page)
+        save(f'out/results/{scale}/claims{ending}.csv', numbers)
+    say(f'{short}\nout/results/{scale}/claims: .md, .csv; claims_validation by validation')
 
 
 @dataclass
 class ReproduceConfig:
     """Which runs, and how."""
     scale: Literal['ladder', 'gpu', 'paper'] = 'ladder'  # to a million weights; to ten; the paper's
-    seeds: tuple[int, ...] | None = None  # every run once a seed; default: the scale's
+    seeds: tuple[int, ...] | None = None  # every run with each of these; default: as planned
     sizes: tuple[str, ...] | None = None  # of the scale's model sizes; default: all
     jobs: int | None = None  # runs side by side; default: one a core at the ladder, else one
+    anew: bool = False  # leave results/ladder/runs.csv out: all is trained here
     run: bool = False  # scale=paper: execute what is printed; scale=gpu: even without a GPU
-    list: bool = False  # print the runs and whether they are finished, and do nothing
-    plan: bool = False  # print the stages and what they take, and do nothing
-    from_published: bool = False  # count the runs in results/ as finished
-    publish: bool = False  # write results/ and the README's table from the stages that are finished
+    list: bool = False  # print the figures and what their missing runs take, and do nothing
 
     def __post_init__(self) -> None:
-        scale = SCALES[self.scale]
         if self.jobs is None:
             self.jobs = (os.cpu_count() or 1) if self.scale == 'ladder' else 1
         if self.jobs < 1:
             raise ValueError(f'jobs={self.jobs}: expected at least 1')
-        known = {**scale.sizes, **scale.sweep_sizes}
-        if unknown := [size for size in self.sizes or () if size not in known]:
+        if unknown := set(self.sizes or ()) - set(SIZES[self.scale]):
             raise ValueError(f'sizes={",".join(unknown)}: scale={self.scale} has '
-                             f'{", ".join(known)}')
-        for name in ('seeds', 'sizes'):
-            given = getattr(self, name) or ()
-            if twice := [str(x) for x in dict.fromkeys(given) if given.count(x) > 1]:
-                raise ValueError(f'{name}: {", ".join(twice)} is given twice; each counts once')
-        if self.publish and (self.seeds or self.sizes):
-            raise ValueError('publish writes whole tables: leave seeds and sizes out')
-
-
-def show_list(names: Sequence[str], scale: Scale) -> None:
-    """The figures with their runs."""
-    plan = stages(scale)
-    for name in names:
-        say(f'{name}: {FIGURES[name].title}')
-        for (*where, _), tasks in cells_of(name, scale, plan).items():
-            say(f'    {" ".join(filter(None, where))}: train.py {tasks[0].options} '
-                f'({len(look(tasks))} of {len(tasks)} seeds finished)')
-
-
-def run_plan(names: Sequence[str], scale: Scale, everything: bool, jobs: int) -> None:
-    """The stages one after the other: of the whole plan, or of what the figures draw. A sweep may
-    ask for more once it is done."""
-    if scale.name != 'paper':
-        make_corpus()
-        settle_rates(scale, jobs)
-    for n in range(len(stages(scale))):
-        ran = False
-        while True:
-            stage = (stages(scale) if everything else wanted(names, scale))[n]
-            missing = [task for task in dict.fromkeys(stage.tasks) if not done(task)]
-            if not missing:
-                break
-            say(f'{stage.title}: {len(missing)} runs')
-            run_missing(missing, jobs)
-            ran = True
-        if everything and ran:
-            write_out(names, scale, with_claims=True, publish=False)
-
-
-def stop(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+                             f'{", ".join(SIZES[self.scale])}')
+        if self.seeds and len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f'seeds={self.seeds}: each counts only once')
 
 
 def main(argv: list[str]) -> None:
-    names = [a for a in argv if not a.startswith('-')]
-    options = read_options([a for a in argv if a.startswith('-')], ReproduceConfig)
+    names = [word for word in argv if not word.startswith('-')]
+    options = read_options([word for word in argv if word.startswith('-')], ReproduceConfig)
     cfg = build(ReproduceConfig, options)
-    seeds = cfg.seeds or SCALES[cfg.scale].seeds
-    scale = replace(SCALES[cfg.scale], only=cfg.sizes, seeds=seeds)
-    known = [name for name in FIGURES if cfg.scale in FIGURES[name].scales]
-    if unknown := [name for name in names if name not in (*known, 'all', 'ladder', 'claims')]:
-        fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(known)}, ladder, all, claims')
-    PUBLISHED.clear()
-    PUBLISHED.update(read_published(scale) if cfg.from_published else {})
-    everything = bool({'all', 'ladder'} & set(names))
-    figures = [name for name in known if name in names or everything or not names]
-    if cfg.list or (not names and not cfg.plan):
-        return show_list(figures, scale)
-    if cfg.plan:
-        plan = stages(scale) if everything or not names else wanted(figures, scale)
-        return show_plan(plan, scale, cfg.jobs)
-    if cfg.scale == 'gpu' and everything and not (cfg.run or torch.cuda.is_available()):
+
+    # The figures, and their runs at the given sizes and seeds
+    own, swept = ([run for run in runs if run.size in (cfg.sizes or SIZES[cfg.scale])]
+                  for runs in (own_runs(cfg.scale, cfg.seeds), swept_runs(cfg.scale, cfg.seeds)))
+    figures = {name: cells for name, figure in FIGURES.items()
+               if (figure.at_paper or cfg.scale != 'paper')
+               and (cells := cells_of(name, own, swept))}
+    if unknown := [name for name in names if name not in (*figures, 'claims', 'all')]:
+        fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(figures)}, claims, all')
+    everything = 'all' in names or not names
+    figures = {name: cells for name, cells in figures.items() if everything or name in names}
+
+    # Which of them are missing: neither here nor in runs.csv, which has no logs and weights
+    planned = dict.fromkeys([*own, *swept])
+    here = {run: result for run in planned if (result := read_result(run))}
+    published = {} if cfg.anew else read_runs(f'results/{cfg.scale}/runs.csv', cfg.scale)
+    found = {**here, **published}
+    missing = {}
+    for name, cells in figures.items():
+        finished = here if FIGURES[name].reads_runs else found
+        missing[name] = [run for runs in cells.values() for run in runs if run not in finished]
+    if everything:
+        missing['claims'] = [run for run in planned if run not in found]
+    new = list(dict.fromkeys(run for runs in missing.values() for run in runs))
+
+    # What is only printed: what there is to do, and at the paper's scale its commands
+    on_paper = new and cfg.scale == 'paper' and not cfg.run
+    if cfg.list or not names or on_paper:
+        if on_paper and names and not cfg.list:
+            say('\n'.join(' '.join(command(run)) for run in new))
+        return show(missing | {'together': new}, cfg.scale)
+    if new and cfg.scale == 'gpu' and not (cfg.run or torch.cuda.is_available()):
         fail('scale=gpu: torch finds no GPU here, and a CPU core would take a week; --run does it')
-    if cfg.scale == 'paper' and not cfg.run and figures:
-        return show_gpu_plan(figures, scale)
+
+    # Training and drawing
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, stop)
+            signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
     try:
-        if figures or everything:
-            run_plan(figures, scale, everything and cfg.scale != 'paper', cfg.jobs)
-        drawn = known if 'claims' in names else figures
-        write_out(drawn, scale, everything or 'claims' in names, cfg.publish)
+        if new and cfg.scale != 'paper' and not os.path.exists('data/corpus/meta.json'):
+            words = [sys.executable, 'prepare_slimpajama.py', '--input=corpus']
+            if subprocess.run(words, check=False).returncode:
+                fail('data/corpus is not made; the same command goes on')
+        here |= train_all(new, cfg.jobs)
+        found = {**here, **published}  # what is published holds
+        for name, cells in figures.items():
+            draw(name, cells, here if FIGURES[name].reads_runs else found, cfg.scale)
+        if everything or 'claims' in names:
+            both = ({run: found[run] for run in runs if run in found} for runs in (own, swept))
+            write_claims(cfg.scale, *both, counted=not cfg.anew)
     except KeyboardInterrupt:
         fail('stopped; the same command goes on')
     except OSError as error:
         fail(f'{error.filename}: {error.strerror}; the same command goes on')
-    if FAILED:
-        fail(f'{len(FAILED)} runs failed; they are named above, the same command tries them again')
+    if failed := [run for run in new if run not in here]:
+        fail(f'{len(failed)} runs failed; they are named above, the same command tries them again')
 
 
 if __name__ == '__main__':

@@ -31,9 +31,11 @@ from configurator import build, check_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
 from nanocem.files import say
+from nanocem.muon import Muon, MuonAndAdamW, block_matrices
 from nanocem.runs import Health, Schedule, perplexity
-from nanocem.shards import Order, Sequences, evenly_spaced, find_data, read_meta
+from nanocem.shards import Order, Sequences, evenly_spaced, read_meta
 from nanocem.world import World, failures_in_words, memory_gb, start_world
+from prepare_slimpajama import find_data
 from sample import sample_text
 
 STOPPED = 75  # exit code of a run that can go on, checkpoint written (EX_TEMPFAIL: try again later)
@@ -52,6 +54,7 @@ class TrainConfig:
     tokens_per_param: float = 20.0  # Chinchilla's budget
     batch_size: int = 128  # sequences a step, over all processes
     micro_batch_size: int = 8  # sequences a forward pass
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: for the blocks' matrices
     learning_rate: float = 2e-3  # at its highest, after the warm-up
     warmup: float = 0.05  # share of the steps
     final_lr: float = 0.1  # the cosine's end, as a share of learning_rate
@@ -94,17 +97,24 @@ class TrainConfig:
 
 # What a run keeps to its last step, beside its model and data. All else may change when it is
 # resumed, its length too (Schedule.extended).
-RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'learning_rate', 'warmup', 'final_lr', 'beta1',
-          'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
+RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup',
+          'final_lr', 'beta1', 'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 
 
-def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW, which decays matrices only. Its learning rate is set at every step."""
-    decayed = model.decayed_parameters()
-    rest = [p for p in model.parameters() if all(p is not d for d in decayed)]
+def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | MuonAndAdamW:
+    """AdamW, which decays matrices only; or Muon on the matrices of the blocks, and AdamW on the
+    rest. The learning rate is set at every step."""
+    matrices = block_matrices(model) if cfg.optimizer == 'muon' else []
+    taken = {id(p) for p in matrices}
+    decayed = [p for p in model.decayed_parameters() if id(p) not in taken]
+    taken |= {id(p) for p in decayed}
+    rest = [p for p in model.parameters() if id(p) not in taken]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
               {'params': rest, 'weight_decay': 0.0}]
-    return torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
+    adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
+    if cfg.optimizer == 'adamw':
+        return adamw
+    return MuonAndAdamW(Muon(matrices, cfg.learning_rate, cfg.weight_decay), adamw)
 
 
 class Trainer:
@@ -142,7 +152,7 @@ class Trainer:
         if cfg.deterministic:
             os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
             torch.use_deterministic_algorithms(True)
-        flops = steps * self.tokens_per_step * self.raw_model.flops_per_token()
+        flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
         self.dtype, compiled = world.broadcast(
             fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
@@ -315,7 +325,7 @@ class Trainer:
             self.check_numbers(loss, norm)
             last = self.step == steps
             rate = (self.step - since) * self.tokens_per_step / spent
-            mfu = self.raw_model.flops_per_token() * rate / peak
+            mfu = fast.flops_per_token(self.raw_model) * rate / peak
             with contextlib.suppress(OSError):
                 self.bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} tok/s', refresh=False)
                 self.bar.update()
@@ -392,7 +402,7 @@ class Trainer:
             'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
             'parameters': self.raw_model.num_params(), 'steps': self.step,
             'tokens': self.step * self.tokens_per_step,
-            'flops_per_token': self.raw_model.flops_per_token(), 'skipped': self.health.skipped,
+            'flops_per_token': fast.flops_per_token(self.raw_model), 'skipped': self.health.skipped,
             'precision': self.precision, 'seconds': seconds})
         if cfg.sample_tokens:
             self.report(f'A sample; python sample.py --out_dir={shlex.quote(cfg.out_dir)} makes '

@@ -1,25 +1,20 @@
 """What reproduce.py draws of its runs: each figure is a table of models and a way to draw them."""
-import csv
 import io
-import json
 import math
 import os
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
 import torch
-from scipy.interpolate import Akima1DInterpolator
 
 from model import MLP, Attention
-from nanocem.energy import energies_along
-from nanocem.files import read_json, read_json_lines, write_whole
-from nanocem.ladder import SPLITS
+from nanocem.claims import SPLITS
+from nanocem.files import read_json_lines, table
 from nanocem.runs import load_run
-from nanocem.scaling import akima_optimum
 from nanocem.shards import Sequences, evenly_spaced
 
 matplotlib.use('Agg')
@@ -48,12 +43,12 @@ class Cell(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """group -> label -> model, by the names of reproduce.py's table; `scales` where it is drawn;
-    whether it reads the runs' logs or weights, and not only their results."""
+    """group -> label -> model, by the names of reproduce.py's table; whether it is drawn at the
+    paper's scale, and whether it reads the runs' logs or weights, and not only their results."""
     title: str
     draw: Callable[[list[Cell]], plt.Figure]
     groups: dict[str, dict[str, str]]
-    scales: tuple[str, ...] = ('ladder', 'paper')
+    at_paper: bool = True
     reads_runs: bool = False
 
 
@@ -74,18 +69,6 @@ def grouped(cells: Iterable[Cell], by: Literal['size', 'group', 'label']) -> dic
     return found
 
 
-def panels(cells: list[Cell], columns: int = 0,
-           ) -> tuple[plt.Figure, Iterator[tuple[Any, str, list[Cell]]]]:
-    """A figure with a panel a size side by side, or with a row of `columns` panels a size: (axes,
-    size, its cells)."""
-    sizes = grouped(cells, 'size')
-    shape = (len(sizes), columns) if columns else (1, len(sizes))
-    area = (9, 3.4 * len(sizes)) if columns else (4.6 * len(sizes), 4)
-    figure, grid = plt.subplots(*shape, figsize=area, squeeze=False)
-    rows = grid if columns else grid[0]
-    return figure, ((axes, *item) for axes, item in zip(rows, sizes.items(), strict=True))
-
-
 def legend(axes: plt.Axes, **options: Any) -> None:
     """Each label once."""
     handles, labels = axes.get_legend_handles_labels()
@@ -98,17 +81,16 @@ def draw_scatter(cells: list[Cell]) -> plt.Figure:
     highest marker (the paper's 2a and 2b)."""
     figure, axes = plt.subplots(figsize=(6, 4.2))
     for same in grouped(cells, 'size').values():
-        llama = next((cell for cell in same if cell.label == 'Llama'), None)
-        for cell in same:
-            x, y = cell.results[0]['parameters'] / 1e6, cell.mean
-            if llama:
-                start = llama.results[0]['parameters'] / 1e6
-                axes.plot([start, x], [llama.mean, y], color='lightgray', zorder=0)
-            axes.errorbar(x, y, cell.std, color=COLOURS[cell.label], ls='', ms=8, capsize=3,
+        points = [(cell.results[0]['parameters'] / 1e6, cell.mean) for cell in same]
+        for cell, point in zip(same, points, strict=True):
+            if same[0].label == 'Llama':
+                axes.plot(*zip(points[0], point, strict=True), color='lightgray', zorder=0)
+            axes.errorbar(*point, cell.std, color=COLOURS[cell.label], ls='', ms=8, capsize=3,
                           marker=MARKERS.get(cell.label, 'o'), label=cell.label)
         top = max(same, key=lambda cell: cell.mean + cell.std)
-        at = top.results[0]['parameters'] / 1e6, top.mean + top.std
-        axes.annotate(f'{top.results[0]["tokens"] / 1e6:,.1f}M tokens', at, (0, 9),
+        first = top.results[0]
+        axes.annotate(f'{first["tokens"] / 1e6:,.1f}M tokens',
+                      (first['parameters'] / 1e6, top.mean + top.std), (0, 9),
                       textcoords='offset points', ha='center', fontsize=7)
     axes.set(xlabel='parameters (millions)', ylabel='test perplexity')
     axes.margins(0.15)
@@ -119,8 +101,9 @@ def draw_scatter(cells: list[Cell]) -> plt.Figure:
 def draw_bars(cells: list[Cell]) -> plt.Figure:
     """A panel a size, a block of bars a group, a colour a label; Llama is the dashed line, as in
     the paper's 2c and 2d."""
-    figure, parts = panels(cells)
-    for axes, size, same in parts:
+    sizes = grouped(cells, 'size')
+    figure, grid = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes), 4), squeeze=False)
+    for axes, (size, same) in zip(grid[0], sizes.items(), strict=True):
         bars = [cell for cell in same if cell.label != 'Llama']
         labels = list(dict.fromkeys(cell.label for cell in bars))
         groups = grouped(bars, 'group')
@@ -151,27 +134,22 @@ def draw_bars(cells: list[Cell]) -> plt.Figure:
 
 
 def draw_sweep(cells: list[Cell]) -> plt.Figure:
-    """Test perplexity against learning rate (a cell's group), Akima's curve through the means,
-    stars at its optima (the paper's 3a)."""
+    """Test perplexity against learning rate (a cell's group), a star at the best rate that was run
+    (the paper's 3a)."""
     figure, axes = plt.subplots(figsize=(6, 4.5))
     lowest = []
     for n, (size, same) in enumerate(grouped(cells, 'size').items()):
         for label, colour in (('Llama', 'tab:orange'), ('CEM', 'tab:blue')):
             points = sorted((float(c.group), c.mean, c.std) for c in same if c.label == label)
-            if len(points) < 2:
+            if not points:
                 continue
-            rates, means, stds = zip(*points, strict=True)
-            axes.errorbar(rates, means, stds, color=colour, marker='osDv^'[n % 5], ls='',
+            axes.errorbar(*zip(*points, strict=True), color=colour, marker='osDv^'[n % 5], lw=1,
                           label=f'{label}, {size}')
-            fine = np.geomspace(rates[0], rates[-1], 200)
-            curve = Akima1DInterpolator(np.log(rates), means)
-            axes.plot(fine, curve(np.log(fine)), color=colour, lw=1)
-            best, value = akima_optimum(rates, means)
-            axes.plot(best, value, '*', color=colour, ms=14, mec='black')
+            rate, value, _ = min(points, key=lambda point: point[1])
+            axes.plot(rate, value, '*', color=colour, ms=14, mec='black')
             lowest.append(value)
     axes.set(xscale='log', xlabel='learning rate', ylabel='test perplexity')
-    # rates that diverge leave the picture
-    axes.set_ylim(0.95 * min(lowest, default=1), 1.5 * max(lowest, default=2))
+    axes.set_ylim(0.95 * min(lowest), 1.5 * max(lowest))  # rates that diverge leave the picture
     ticks = sorted({float(cell.group) for cell in cells})
     axes.set_xticks(ticks, [f'{rate:g}' for rate in ticks])
     axes.minorticks_off()
@@ -184,14 +162,15 @@ def draw_ladder(cells: list[Cell]) -> plt.Figure:
     group), a line a number of steps, Llama's in each."""
     groups = grouped([cell for cell in cells if cell.label != 'Llama'], 'group')
     llama = [cell for cell in cells if cell.label == 'Llama']
-    shape = (max(1, len(groups)), 2)
-    figure, grid = plt.subplots(*shape, figsize=(9, 3.2 * shape[0]), squeeze=False)
+    rows = max(1, len(groups))
+    figure, grid = plt.subplots(rows, 2, figsize=(9, 3.2 * rows), squeeze=False)
     for row, (group, same) in zip(grid, groups.items(), strict=False):
         for label, line in grouped(llama + same, 'label').items():
             loss = [statistics.fmean(math.log(v) for v in cell.values) for cell in line]
             first = [cell.results[0] for cell in line]
+            parameters = [r['parameters'] for r in first]
             flops = [r['tokens'] * r['flops_per_token'] for r in first]
-            for axes, x in zip(row, ([r['parameters'] for r in first], flops), strict=True):
+            for axes, x in zip(row, (parameters, flops), strict=True):
                 axes.plot(x, loss, color=COLOURS[label], marker='o', ms=4, label=label)
         for axes, name in zip(row, ('parameters', 'training FLOPs'), strict=True):
             axes.set(xscale='log', xlabel=name, ylabel='test loss, nats a byte', title=group)
@@ -204,7 +183,7 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
     """Perplexity over Llama's, same seeds, against Llama's parameters, a panel a text; the bars
     are standard deviations over the pairs."""
     figure, both = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
-    llama = {cell.size: cell for cell in cells if cell.label == 'Llama'}
+    llama = {cell.size: cell.results for cell in cells if cell.label == 'Llama'}
     others = [cell for cell in cells if cell.label != 'Llama' and cell.size in llama]
     for axes, (split, title) in zip(both, SPLITS.items(), strict=True):
         for n, (group, same) in enumerate(grouped(others, 'group').items()):
@@ -222,30 +201,47 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
     return figure
 
 
-def gap_points(line: list[Cell], llama: dict[str, Cell], key: str,
+def gap_points(line: list[Cell], llama: dict[str, Sequence[dict[str, Any]]], key: str,
                ) -> list[tuple[float, float, float]]:
     """Of a line's cells: Llama's parameters, mean and standard deviation of the gaps in %."""
     points = []
     for cell in line:
-        base = {r['seed']: r[key] for r in llama[cell.size].results}
+        base = {r['seed']: r[key] for r in llama[cell.size]}
         gaps = [100 * (r[key] / base[r['seed']] - 1) for r in cell.results if r['seed'] in base]
         if gaps:
             spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
-            x = llama[cell.size].results[0]['parameters']
-            points.append((x, statistics.fmean(gaps), spread))
+            points.append((llama[cell.size][0]['parameters'], statistics.fmean(gaps), spread))
     return points
+
+
+@torch.no_grad()
+def energies_along(sublayer: Attention | MLP, x: torch.Tensor, *rest: Any, steps: int,
+                   ) -> torch.Tensor:
+    """A CEM sublayer's energy at each u_t of its steps from x, u_0 to u_steps: (steps + 1, B, J).
+    `rest`: what forward takes after x."""
+    normed: list[torch.Tensor] = []  # h, u_0, u_1, ...
+    hook = sublayer.norm.register_forward_hook(lambda norm, given, out: normed.append(out))
+    trained_steps = sublayer.steps
+    sublayer.steps = steps + 1
+    try:
+        sublayer.forward(x, *rest)
+    finally:
+        hook.remove()
+        sublayer.steps = trained_steps
+    return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
 
 
 def draw_steps(cells: list[Cell]) -> plt.Figure:
     """Test perplexity and mean energy against the number of steps at test time; a ring at the
     number trained with."""
-    figure, parts = panels(cells, columns=2)
-    for row, size, same in parts:
+    sizes = grouped(cells, 'size')
+    figure, grid = plt.subplots(len(sizes), 2, figsize=(9, 3.4 * len(sizes)), squeeze=False)
+    for row, (size, same) in zip(grid, sizes.items(), strict=True):
         for n, cell in enumerate(same):
-            inside = [look_inside(r['out_dir']) for r in cell.results]
-            trained = inside[0]['trained_steps']
+            runs = [energies_of(r['out_dir']) for r in cell.results]
+            trained = runs[0]['trained_steps']
             for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
-                values = np.array([i[key] for i in inside])
+                values = np.array([run[key] for run in runs])
                 mean = values.mean(axis=0)
                 std = values.std(axis=0, ddof=1) if len(values) > 1 else None
                 axes.errorbar(np.arange(1, len(mean) + 1), mean, std, color=f'C{n}', marker='o',
@@ -261,29 +257,63 @@ def draw_steps(cells: list[Cell]) -> plt.Figure:
 def draw_energy(cells: list[Cell]) -> plt.Figure:
     """The energy of every sublayer along its steps, less its value at the start; the trained T is
     the dashed line."""
-    figure, parts = panels(cells, columns=2)
-    for row, size, same in parts:
-        inside = [look_inside(r['out_dir']) for r in same[0].results]
+    figure, grid = plt.subplots(len(cells), 2, figsize=(9, 3.4 * len(cells)), squeeze=False)
+    for row, cell in zip(grid, cells, strict=True):
+        runs = [energies_of(r['out_dir']) for r in cell.results]
         for axes, kind in zip(row, ('attn', 'mlp'), strict=True):
-            energies = np.mean([i[kind] for i in inside], axis=0)  # (layers, steps + 1)
+            energies = np.mean([run[kind] for run in runs], axis=0)  # (layers, steps + 1)
             for layer, energy in enumerate(energies):
                 axes.plot(energy - energy[0], marker='o', ms=4, label=f'layer {layer + 1}')
-            axes.axvline(inside[0]['trained_steps'], color='gray', ls='--', lw=1)
-            axes.set(xlabel='step t', ylabel='energy at step t less at 0', title=f'{size}, {kind}')
+            axes.axvline(runs[0]['trained_steps'], color='gray', ls='--', lw=1)
+            axes.set(xlabel='step t', ylabel='energy at step t less at 0',
+                     title=f'{cell.size}, {kind}')
             legend(axes)
     return figure
 
 
+@torch.no_grad()
+def energies_of(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[str, Any]:
+    """A trained all-CEM model at test time, on some test tokens: perplexity and energy (mean over
+    tokens, summed over sublayers) after T = 1, ..., max_steps steps in every sublayer, and each
+    sublayer's energy before every step, all others doing the steps they were trained with: attn
+    and mlp, (layers, max_steps + 1)."""
+    model, state = load_run(out_dir, 'last')
+    cfg = model.cfg
+    data = Sequences(state['data_dir'], 'test', cfg.context_length)
+    x, y = data.batch(evenly_spaced(len(data), tokens // cfg.context_length))
+    inputs: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
+    for block in model.blocks:
+        for layer in (block.attn, block.mlp):
+            layer.register_forward_hook(lambda layer, given, _: inputs.update({layer: given}))
+
+    def energies(layer: Attention | MLP, steps: int) -> list[float]:
+        return energies_along(layer, *inputs[layer], steps=steps).mean(dim=(1, 2)).tolist()
+
+    found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
+    for T in range(1, max_steps + 1):
+        model.set_steps(T, T)
+        found['perplexity'].append(math.exp(float(model(x, y)[1])))
+        found['energy'].append(sum(energies(layer, T)[-1] for layer in inputs))
+    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    model(x)
+    for layer in inputs:
+        kind = 'attn' if isinstance(layer, Attention) else 'mlp'
+        found[kind].append(energies(layer, max_steps))
+    return found
+
+
 def draw_curves(cells: list[Cell]) -> plt.Figure:
     """Training loss against tokens, mean over seeds, smoothed."""
-    figure, parts = panels(cells)
-    for axes, size, same in parts:
+    sizes = grouped(cells, 'size')
+    figure, grid = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes), 4), squeeze=False)
+    for axes, (size, same) in zip(grid[0], sizes.items(), strict=True):
         for cell in same:
-            logs = [[(line['tokens'], line['loss']) for line in read_log(r) if 'lr' in line]
-                    for r in cell.results]
-            shortest = min(map(len, logs))
+            logs = [read_json_lines(os.path.join(r['out_dir'], 'log.jsonl')) for r in cell.results]
             # a skipped step's loss is None: nan, a gap in the line
-            lines = np.array([log[:shortest] for log in logs], dtype=float)
+            steps = [[(line['tokens'], line['loss']) for line in log if 'lr' in line]
+                     for log in logs]
+            shortest = min(map(len, steps))
+            lines = np.array([of[:shortest] for of in steps], dtype=float)
             tokens, loss = lines.mean(axis=0).T
             window = max(1, len(loss) // 10)
             smooth = np.convolve(loss, np.ones(window) / window, 'valid')
@@ -294,50 +324,16 @@ def draw_curves(cells: list[Cell]) -> plt.Figure:
     return figure
 
 
-def read_log(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps that a finished run logged."""
-    lines = read_json_lines(os.path.join(result['out_dir'], 'log.jsonl'))
-    return [line for line in lines if 'step' in line]
-
-
-@torch.no_grad()
-def look_inside(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[str, Any]:
-    """A trained all-CEM model at test time, on some test tokens, kept in its folder: perplexity and
-    energy (mean over tokens, summed over sublayers) after T = 1, ..., max_steps steps in every
-    sublayer, and each sublayer's energy before every step, all others doing the steps they were
-    trained with: attn and mlp, (layers, max_steps + 1)."""
-    path = os.path.join(out_dir, 'energies.json')
-    if found := read_json(path):
-        return found
-    model, state = load_run(out_dir, 'last')
-    cfg = model.cfg
-    data = Sequences(state['data_dir'], 'test', cfg.context_length)
-    x, y = data.batch(evenly_spaced(len(data), tokens // cfg.context_length))
-    seen: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
-    for block in model.blocks:
-        for layer in (block.attn, block.mlp):
-            layer.register_forward_hook(lambda of, given, _: seen.update({of: given}))
-
-    def energies(layer: Attention | MLP, steps: int) -> list[float]:
-        return energies_along(layer, *seen[layer], steps=steps).mean(dim=(1, 2)).tolist()
-
-    found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
-    for T in range(1, max_steps + 1):
-        model.set_steps(T, T)
-        found['perplexity'].append(math.exp(float(model(x, y)[1])))
-        found['energy'].append(sum(energies(layer, T)[-1] for layer in seen))
-    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    model(x)
-    for layer in seen:
-        kind = 'attn' if isinstance(layer, Attention) else 'mlp'
-        found[kind].append(energies(layer, max_steps))
-    write_whole(path, json.dumps(found).encode())
-    return found
-
-
 P_NAMES = {'-none': 'no preconditioner', '-diag': 'diagonal', '': 'diagonal + low rank'}
 KINDS = {'CEM attention': 'attn', 'CEM MLP': 'mlp', 'all-CEM': 'cem', 'all-CEM, exact RoPE': 'rope'}
 STEPS = {kind: {f'T = {T}': f'{name}-{T}' for T in (1, 2)} for kind, name in KINDS.items()}
+
+
+def by_P(kind: str) -> dict[str, dict[str, str]]:
+    """Llama, and a kind of CEM layer by steps and preconditioners."""
+    steps = {f'T = {T}': {name: f'{kind}-{T}{P}' for P, name in P_NAMES.items()} for T in (1, 2)}
+    return {'': {'Llama': 'llama'}, **steps, 'T = 3': {P_NAMES['']: f'{kind}-3'}}
+
 
 FIGURES: dict[str, Figure] = {
     'fig_ladder': Figure('What a second step costs and buys', draw_ladder, {
@@ -349,14 +345,8 @@ FIGURES: dict[str, Figure] = {
     'fig_mlp': Figure('CEM MLP, no P, against Llama, T = 1', draw_scatter, {
         '': {'Llama': 'llama', 'CEM MLP': 'mlp-1-none',
              'CEM MLP, parameter-matched': 'mlp-1-none-params'}}),
-    'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, {
-        '': {'Llama': 'llama'},
-        **{f'T = {T}': {name: f'attn-{T}{P}' for P, name in P_NAMES.items()} for T in (1, 2)},
-        'T = 3': {P_NAMES['']: 'attn-3'}}),
-    'fig_mlp_T': Figure('CEM MLP: steps and preconditioners', draw_bars, {
-        '': {'Llama': 'llama'},
-        **{f'T = {T}': {name: f'mlp-{T}{P}' for P, name in P_NAMES.items()} for T in (1, 2)},
-        'T = 3': {P_NAMES['']: 'mlp-3'}}),
+    'fig_attn_T': Figure('CEM attention: steps and preconditioners', draw_bars, by_P('attn')),
+    'fig_mlp_T': Figure('CEM MLP: steps and preconditioners', draw_bars, by_P('mlp')),
     'fig_lr': Figure('Learning rate: Llama, and all-CEM with T = 2', draw_sweep, {
         '': {'Llama': 'llama', 'CEM': 'cem-2'}}),
     'fig_kq_diag': Figure('The diagonal of A_k: CEM attention, T = 1, P diagonal', draw_bars, {
@@ -382,18 +372,16 @@ FIGURES: dict[str, Figure] = {
         '': {'Llama': 'llama'},
         **{f'T = {T}': {'Algorithm 1': f'attn-{T}', 'exact update': f'attn-{T}-exact'}
            for T in (1, 2)}}),
-    'fig_residual': Figure('What the steps are added to, all-CEM, T = 2', draw_bars, {
-        '': {'Llama': 'llama', 'T = 1': 'cem-1'},
-        'T = 2': {'raw': 'cem-2', 'displacement': 'cem-2-displacement'}}, ('ladder',)),
     'fig_tau': Figure('The temperature of scores, all-CEM, T = 2', draw_bars, {
         '': {'Llama': 'llama'},
         'ALiBi, shared diagonal': {'tau = sqrt(D_h)': 'cem-2', 'tau = sqrt(D_r)': 'cem-2-tau'},
-        'exact RoPE': {'tau = sqrt(D_h)': 'rope-2-tau', 'tau = sqrt(D_r)': 'rope-2'}}, ('ladder',)),
+        'exact RoPE': {'tau = sqrt(D_h)': 'rope-2-tau', 'tau = sqrt(D_r)': 'rope-2'}},
+        at_paper=False),
     'fig_tokens': Figure('Twice the tokens', draw_bars, {
         f'{n} a parameter': {'plain Llama': f'llama{end}', **{
             f'{kind}, T = {T}': f'{kind}-{T}{end}' for kind in ('attn', 'mlp', 'cem')
             for T in (1, 2)}}
-        for n, end in ((10, ''), (20, '-20'))}, ('ladder',)),
+        for n, end in ((10, ''), (20, '-20'))}, at_paper=False),
     'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
         '': {'Llama': 'llama', **{f'CEM, T = {T}': f'cem-{T}' for T in (1, 2, 3)}}},
         reads_runs=True),
@@ -401,31 +389,25 @@ FIGURES: dict[str, Figure] = {
 
 
 def figure_files(figure: Figure, cells: list[Cell]) -> dict[str, bytes]:
-    """A figure's png, its csv (a line a seed) and md (a line a cell)."""
-    text, image = io.StringIO(), io.BytesIO()
-    writer = csv.writer(text, lineterminator='\n')
-    writer.writerow(['size', 'group', 'label', 'model', 'parameters', 'tokens', 'learning_rate',
-                     'seed', 'val_perplexity', 'test_perplexity'])
-    lines = [f'{figure.title}. Test perplexity, mean ± standard deviation over seeds.', '',
-             '| size | group | model | parameters | tokens | test perplexity | to Llama | seeds |',
-             '|' + '---|' * 8]
+    """A figure's png, and its md: a line a cell."""
+    rows = []
     for cell in cells:
-        for r in cell.results:
-            writer.writerow([*cell[:4], r['parameters'], r['tokens'], f'{r["rate"]:g}', r['seed'],
-                             f'{r["val_perplexity"]:.4f}', f'{r["test_perplexity"]:.4f}'])
         same = [c for c in cells if (c.size, c.model) == (cell.size, 'llama')]
         same.sort(key=lambda c: c.group != cell.group)  # its own group's first
         relative = f'{100 * (cell.mean / same[0].mean - 1):+.1f}%' if same else ''
         spread = f' ± {cell.std:.3f}' if len(cell.results) > 1 else ''
         first = cell.results[0]
-        words = [cell.size, cell.group, cell.label, f'{first["parameters"]:,}',
-                 f'{first["tokens"]:,}', f'{cell.mean:.3f}{spread}', relative,
-                 str(len(cell.results))]
-        lines.append(f'| {" | ".join(words)} |')
+        rows.append([cell.size, cell.group, cell.label, f'{first["parameters"]:,}',
+                     f'{first["tokens"]:,}', f'{cell.mean:.3f}{spread}', relative,
+                     str(len(cell.results))])
+    header = ['size', 'group', 'model', 'parameters', 'tokens', 'test perplexity', 'to Llama',
+              'seeds']
+    text = (f'{figure.title}. Test perplexity, mean ± standard deviation over seeds.\n\n'
+            f'{table(header, rows)}\n')
     picture = figure.draw(cells)
     picture.suptitle(figure.title, fontsize=10)
     picture.tight_layout()
+    image = io.BytesIO()
     picture.savefig(image, format='png', dpi=100)
     plt.close(picture)
-    return {'csv': text.getvalue().encode(), 'png': image.getvalue(),
-            'md': '\n'.join([*lines, '']).encode()}
+    return {'png': image.getvalue(), 'md': text.encode()}

@@ -1,6 +1,5 @@
 """Files that are written whole or not at all; locks; lines on the screen that cannot end a run."""
 import contextlib
-import errno
 import fcntl
 import io
 import json
@@ -9,12 +8,10 @@ import os
 import sys
 from typing import Any
 
-from configurator import fail
-
 
 def say(text: str) -> None:
-    """Print a line. A closed pipe, a full disk behind stdout, or a locale that lacks a character
-    costs the line at most, never the program; nothing is kept back for later."""
+    """Print a line, at once. A closed pipe, a full disk behind stdout, or a locale that lacks a
+    character costs the line at most, never the program."""
     stream = sys.stdout
     line = (text + '\n').encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
@@ -26,6 +23,13 @@ def say(text: str) -> None:
         stream.flush()
         while line:
             line = line[os.write(number, line):]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table with its columns aligned."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ['-' * width for width in widths], *rows]
+    return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
 
 
 def write_whole(path: str, data: bytes) -> None:
@@ -56,24 +60,23 @@ def append_whole(path: str, data: bytes) -> None:
 
 def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
     """The object in a JSON file, None where there is no file. One that cannot be read, or holds
-    something else, ends the program with a line that says what to do: `remedy`."""
+    something else, ends the program with a line, from rank 0, that says what to do: `remedy`."""
+    wrong = f'is damaged: {remedy}'
     try:
-        with open(path, encoding='utf-8') as file:
+        with open(path, encoding='utf-8') as file, contextlib.suppress(ValueError, RecursionError):
             content = json.load(file)
+            if isinstance(content, dict):
+                return content
     except FileNotFoundError:
         return None
     except OSError as error:
-        fail(f'{path} cannot be read ({error.strerror})')
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        fail(f'{path} is damaged: {remedy}')
-    return content
+        wrong = f'cannot be read ({error.strerror})'
+    line = f'{os.path.basename(sys.argv[0])}: {path} {wrong}'
+    raise SystemExit(line if os.environ.get('RANK', '0') == '0' else 1)
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """The objects in a file of one to a line; damaged or half-written lines are passed over.
-    OSError."""
+    """The objects in a file of one to a line, damaged lines left out. OSError."""
     found = []
     with open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
@@ -91,15 +94,13 @@ def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
 
 def lock(path: str, wait: bool = False) -> int | None:
     """Hold the file `path`, made if need be, until the returned handle is closed or this process
-    ends, however it ends. None where another one holds it. A file system without locks holds
-    nothing back."""
+    ends. None where another one holds it. A file system without locks holds nothing back."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
         return None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
-            raise
+    except OSError:
+        pass
     return handle

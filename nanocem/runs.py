@@ -280,8 +280,9 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     if missing := RESUME.keys() - state.keys():
         fail(f'the checkpoint in {out_dir} has no {", ".join(sorted(missing))}; --init_from='
              f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
-    # Earlier versions kept the fingerprint of the training data alone
+    # Earlier versions kept the fingerprint of the training data alone, and knew AdamW alone
     now = {**now, 'data': {k: v for k, v in now['data'].items() if k in state['data']}}
+    state['recipe'].setdefault('optimizer', 'adamw')
     for part in ('model_config', 'data', 'recipe'):
         if different := differences(state[part], now[part]):
             name = {'model_config': 'architecture'}.get(part, part)

@@ -1,19 +1,65 @@
-"""Folders of token shards, and the order in which training reads them."""
+"""Folders of token shards: how they are written, and the order in which training reads them."""
+import hashlib
 import os
+import re
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from configurator import fail
-from nanocem.files import read_json, say
+from nanocem.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
-BUILTIN = 'data/builtin'
+SPLITS = ('train', 'val', 'test')
+OUR_SHARD = re.compile(r'(train_\d{5,}|val|test)\.bin')
+BUILTIN, CORPUS = 'data/builtin', 'data/corpus'  # folders that are made when they are first needed
 
+
+def read_meta(folder: str) -> dict[str, Any]:
+    """A data folder's meta.json, its parts there and of the right kind. SystemExit."""
+    path = os.path.join(folder, 'meta.json')
+    meta = read_json(path, 'prepare the data again') if os.path.isdir(folder) else None
+    if meta is None:
+        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
+             f'--data={BUILTIN} needs no download')
+    if meta.get('format', FORMAT) != FORMAT:
+        fail(f'{path}: format {meta["format"]}, this version reads {FORMAT}; prepare the data '
+             'again')
+    try:
+        shards = [shard for split in meta['splits'].values() for shard in split.get('shards', [])]
+        sizes = [meta['format'], meta['vocab_size'], *(shard['tokens'] for shard in shards)]
+        whole = all(type(size) is int and size > 0 for size in sizes)
+        whole &= type(meta['tokenizer']) is str and meta['dtype'] in ('uint16', 'uint32')
+        # a bare name: a path could lead out of the folder
+        whole &= all(shard['file'] == os.path.basename(shard['file']) for shard in shards)
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        fail(f'{path} is damaged: prepare the data again')
+    return meta
+
+
+def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.ndarray:
+    """A shard's tokens, left on the disk; as many as meta.json says. SystemExit."""
+    path = os.path.join(folder, shard['file'])
+    dtype = np.dtype(meta['dtype']).newbyteorder('<')
+    if not os.path.isfile(path):  # a pipe would be waited for, for ever
+        fail(f'{path} is missing; prepare the data again')
+    size = os.path.getsize(path)
+    if size != shard['tokens'] * dtype.itemsize:
+        fail(f'{path} has {size} bytes, {folder}/meta.json says {shard["tokens"]} tokens of '
+             f'{dtype.itemsize}: it was cut off or changed; prepare the data again')
+    try:
+        return np.memmap(path, dtype, 'r')
+    except OSError as error:
+        fail(f'{path} cannot be read ({error.strerror})')
+
+
+# Reading
 
 class Sequences:
     """A split cut into sequences of `length` tokens: sequence n's inputs are tokens[n * length:]
@@ -25,24 +71,14 @@ class Sequences:
         self.vocab_size = vocab_size or self.meta['vocab_size']
         self.paths: list[str] = []
         self.shards: list[np.ndarray] = []
-        dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
         fingerprint = 0
         for shard in self.meta['splits'].get(split, {}).get('shards', []):
+            tokens = open_shard(folder, self.meta, shard)
             path = os.path.join(folder, shard['file'])
-            if not os.path.isfile(path):
-                fail(f'{path} is missing; prepare the data again')
-            if os.path.getsize(path) != shard['tokens'] * dtype.itemsize:
-                fail(f'{path} has {os.path.getsize(path)} bytes, {folder}/meta.json says '
-                     f'{shard["tokens"]} tokens of {dtype.itemsize}: it was cut off or changed; '
-                     'prepare the data again')
-            if shard['tokens'] <= length:
+            if len(tokens) <= length:
                 continue  # too short for a sequence
-            try:
-                tokens = np.memmap(path, dtype=dtype, mode='r')
-            except OSError as error:
-                fail(f'{path} cannot be read ({error.strerror})')
-            places = np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int)  # a look at 32
-            for at in places:
+            # 32 places tell damaged and other data from this
+            for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
                 self.check(tokens[at:at + 4096], path)
                 fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
             self.paths.append(path)
@@ -51,7 +87,7 @@ class Sequences:
             fail(f'{folder}: no shard of the {split} split holds a sequence of context_length + 1 '
                  f'= {length + 1} tokens')
         counts = [(len(tokens) - 1) // length for tokens in self.shards]
-        self.starts = np.cumsum([0, *counts])  # the first sequence of each shard
+        self.first = np.cumsum([0, *counts])  # the first sequence of each shard
         self.identity = {
             'tokenizer': self.meta['tokenizer'],
             'tokenizer_sha256': self.meta.get('tokenizer_sha256'),
@@ -60,7 +96,7 @@ class Sequences:
             f'{split} fingerprint': fingerprint}
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return int(self.first[-1])
 
     def check(self, tokens: np.ndarray, path: str) -> None:
         highest = int(tokens.max())
@@ -74,8 +110,8 @@ class Sequences:
         import torch  # here: preparing data needs this file and no torch
         rows = []
         for number in numbers:
-            shard = int(np.searchsorted(self.starts, number, side='right')) - 1
-            at = int(number - self.starts[shard]) * self.length
+            shard = int(np.searchsorted(self.first, number, side='right')) - 1
+            at = int(number - self.first[shard]) * self.length
             rows.append(self.shards[shard][at:at + self.length + 1])
             self.check(rows[-1], self.paths[shard])
         block = torch.from_numpy(np.stack(rows).astype(np.int64))
@@ -87,48 +123,6 @@ class Sequences:
         counts = np.bincount(self.shards[0][:tokens])
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
-
-
-def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
-    """The numbers of `count` evenly spaced sequences, at least one, at most all."""
-    count = min(n_sequences, max(1, count))
-    return np.arange(count) * n_sequences // count
-
-
-def find_data(folder: str, text: str | None = None, tokenizer: str | None = None) -> str:
-    """The data folder: made from a text of the user's, or, at first use, from Python's sources."""
-    if text:
-        from prepare_slimpajama import prepare_text
-        return prepare_text(text, tokenizer)
-    if folder.rstrip('/') == BUILTIN and not os.path.exists(os.path.join(BUILTIN, 'meta.json')):
-        say(f"Preparing {BUILTIN} from the Python standard library's source")
-        from prepare_slimpajama import prepare_builtin
-        prepare_builtin(BUILTIN)
-    return folder
-
-
-def read_meta(folder: str) -> dict[str, Any]:
-    """A data folder's meta.json, its parts there and of the right kind. SystemExit."""
-    path = os.path.join(folder, 'meta.json')
-    meta = read_json(path, 'prepare the data again') if os.path.isdir(folder) else None
-    if meta is None:
-        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
-             f'--data={BUILTIN} needs no download')
-    if 'format' in meta and meta['format'] != FORMAT:
-        fail(f'{path}: format {meta["format"]}, this version reads {FORMAT}; prepare the data '
-             'again')
-    try:
-        sizes = [meta['format'], meta['vocab_size'], np.dtype(meta['dtype']).itemsize]
-        names = [meta['tokenizer']]
-        for split in meta['splits'].values():
-            sizes += [shard['tokens'] for shard in split.get('shards', [])]
-            names += [shard['file'] for shard in split.get('shards', [])]
-        whole = all(type(size) is int for size in sizes) and all(type(n) is str for n in names)
-    except (KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        fail(f'{path} is damaged: prepare the data again')
-    return meta
 
 
 class Order:
@@ -153,3 +147,95 @@ class Order:
             rng = np.random.default_rng([self.seed, epoch])
             self.permutation = rng.permutation(self.n_sequences)
         return self.permutation[n % self.n_sequences]
+
+
+def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
+    """The numbers of `count` evenly spaced sequences, at least one, at most all."""
+    count = min(n_sequences, max(1, count))
+    return np.arange(count) * n_sequences // count
+
+
+# Writing
+
+class Writer:
+    """The shards of a folder while they grow."""
+    def __init__(self, folder: str, vocab_size: int, shard_tokens: int):
+        self.folder, self.shard_tokens = folder, shard_tokens
+        self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
+        self.tokens = dict.fromkeys(SPLITS, 0)
+        self.waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+        self.unwritten = 0  # tokens of those waiting
+
+    def shards(self, split: str) -> dict[str, int]:
+        """The names of a split's shards, and their tokens; val and test have one."""
+        total = self.tokens[split]
+        if split != 'train':
+            return {f'{split}.bin': total} if total else {}
+        return {f'train_{number:05d}.bin': min(self.shard_tokens, total - first)
+                for number, first in enumerate(range(0, total, self.shard_tokens))}
+
+    def rewind(self, tokens: dict[str, int]) -> None:
+        """Go back to so many tokens a split."""
+        self.flush()
+        self.tokens = dict(tokens)
+        right = {name: n for split in SPLITS for name, n in self.shards(split).items()}
+        for name in filter(OUR_SHARD.fullmatch, os.listdir(self.folder)):
+            if name not in right:
+                os.remove(os.path.join(self.folder, name))
+        for name, count in right.items():
+            path = os.path.join(self.folder, name)
+            size = count * self.dtype.itemsize
+            if not os.path.isfile(path) or os.path.getsize(path) < size:
+                fail(f'{path} is shorter than progress.json says: delete the folder and start '
+                     'again')
+            os.truncate(path, size)
+
+    def append(self, split: str, ids: np.ndarray) -> None:
+        """Tokens to a split's end; on the disk after `flush`."""
+        self.waiting[split].append(ids.astype(self.dtype))
+        self.tokens[split] += len(ids)
+        self.unwritten += len(ids)
+        if self.unwritten > 1 << 20:
+            self.flush()
+
+    def flush(self) -> None:
+        """All tokens to the disk."""
+        self.unwritten = 0
+        for split in SPLITS:
+            ids = np.concatenate([np.empty(0, self.dtype), *self.waiting[split]])
+            at = self.tokens[split] - len(ids)
+            self.waiting[split] = []
+            while len(ids):
+                name, room = f'{split}.bin', len(ids)
+                if split == 'train':
+                    name = f'train_{at // self.shard_tokens:05d}.bin'
+                    room = self.shard_tokens - at % self.shard_tokens
+                with open(os.path.join(self.folder, name), 'ab') as file:
+                    file.write(ids[:room].tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                at += room
+                ids = ids[room:]
+
+    def describe(self, bos: int) -> dict[str, Any]:
+        """What meta.json says of the splits."""
+        splits = {}
+        for split in SPLITS:
+            shards = [{'file': name, **summary(os.path.join(self.folder, name), self.dtype, bos)}
+                      for name in self.shards(split)]
+            documents = sum(shard['documents'] for shard in shards)
+            splits[split] = {'tokens': self.tokens[split], 'documents': documents, 'shards': shards}
+        return splits
+
+
+def summary(path: str, dtype: np.dtype, bos: int) -> dict[str, Any]:
+    """What meta.json says of a shard: tokens, documents, SHA-256."""
+    tokens = documents = 0
+    digest = hashlib.sha256()
+    with open(path, 'rb') as file:
+        while data := file.read(1 << 24):
+            ids = np.frombuffer(data[:len(data) // dtype.itemsize * dtype.itemsize], dtype)
+            digest.update(data)
+            tokens += len(ids)
+            documents += int(np.count_nonzero(ids == bos))  # no text has a BOS in it
+    return {'tokens': tokens, 'documents': documents, 'sha256': digest.hexdigest()}

@@ -10,9 +10,9 @@ from configurator import fail
 from nanocem.shards import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
-# A space or line end after something else: no token of any of our tokenizers crosses it (BPE words
-# of gpt2 begin there, no Llama piece holds a space after a letter, nor a line end), so that both
-# sides can be tokenized apart.
+# The character before a space or line end: no token of any of our tokenizers crosses from one to
+# the other (BPE words of gpt2 begin there, no Llama piece holds a space after a letter, nor a line
+# end), so that both sides can be tokenized apart.
 CUT = re.compile('[^\\s\u2581](?=[ \\n])')
 
 
@@ -23,9 +23,9 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode('utf-8', 'replace'))
 
-    def encode_pieces(self, pieces: list[tuple[str, bool]], threads: int) -> list[np.ndarray]:
-        """The tokens of each (text, whether it begins a document)."""
-        return [np.frombuffer(text.encode('utf-8', 'replace'), np.uint8) for text, _ in pieces]
+    def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
+        """The tokens of each part's text; one that begins no document goes on from another."""
+        return [np.frombuffer(part.text.encode('utf-8', 'replace'), np.uint8) for part in parts]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode('utf-8', 'replace')
@@ -49,9 +49,9 @@ class Gpt2Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.bpe.encode_ordinary(text)
 
-    def encode_pieces(self, pieces: list[tuple[str, bool]], threads: int) -> list[np.ndarray]:
-        """The tokens of each (text, whether it begins a document)."""
-        texts = [text for text, _ in pieces]
+    def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
+        """The tokens of each part's text; one that begins no document goes on from another."""
+        texts = [part.text for part in parts]
         ids = self.bpe.encode_ordinary_batch(texts, num_threads=threads)
         return [np.array(i, np.uint32) for i in ids]
 
@@ -79,13 +79,13 @@ class LlamaTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.model.encode(text)
 
-    def encode_pieces(self, pieces: list[tuple[str, bool]], threads: int) -> list[np.ndarray]:
-        """The tokens of each (text, whether it begins a document)."""
-        # SentencePiece puts a space before every text. Before a later piece of a document goes a
+    def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
+        """The tokens of each part's text; one that begins no document goes on from another."""
+        # SentencePiece puts a space before every text. Before a later part of a document goes a
         # line end, and both leave again.
-        texts = [text if begins else '\n' + text for text, begins in pieces]
+        texts = [part.text if part.begins else '\n' + part.text for part in parts]
         ids = self.model.encode(texts, num_threads=threads, return_type='numpy')
-        return [i if begins else i[2:] for i, (_, begins) in zip(ids, pieces, strict=True)]
+        return [i if part.begins else i[2:] for i, part in zip(ids, parts, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids)
@@ -104,13 +104,14 @@ def load_tokenizer(data_dir: str) -> Any:
     meta = read_meta(data_dir)
     try:
         tokenizer = make_tokenizer(meta['tokenizer'], os.path.join(data_dir, 'tokenizer.model'))
-    except FileNotFoundError as error:
-        fail(f'{error.filename} is missing; prepare the data again')
-    except (KeyError, TypeError):
+    except OSError as error:
+        fail(f'{error.filename} is missing, or no file to read; prepare the data again')
+    except KeyError:
         fail(f'{data_dir}/meta.json names no tokenizer of ours: {meta["tokenizer"]!r:.40}; '
              'prepare the data again')
     right = meta['vocab_size'], meta.get('tokenizer_sha256')
-    if tokenizer.sha256 and right != (tokenizer.vocab_size, tokenizer.sha256):
+    another = tokenizer.sha256 and right != (tokenizer.vocab_size, tokenizer.sha256)
+    if another or meta['vocab_size'] > tokenizer.vocab_size:
         fail(f'{data_dir}/meta.json names another {tokenizer.name} tokenizer: vocabulary '
              f'{right[0]}, SHA-256 {right[1]}, not {tokenizer.vocab_size}, {tokenizer.sha256}; '
              'prepare the data again')

@@ -1,9 +1,6 @@
 """
 CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, forward and backward.
 
-    python -m nanocem.triton_attention      registers, shared memory and spills of every kernel on
-                                            sm_80 and sm_90; needs no GPU
-
 For head k, with values = keys and everything causal (j <= i),
 
     s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j],    m_k = 2^(-8 k / max(8, K))
@@ -25,10 +22,9 @@ Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k
 (k + 1) R; what is one number a row, such as the scores' log-sum-exp, is (B, K, J). Tiles are powers
 of two wide, so a head of 72 is held in two pieces, 64 and 16 wide: BR columns, and BT more, or 0.
 """
-import contextlib
-import io
-import re
+import os
 import sys
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -362,49 +358,130 @@ def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | No
     return dq, dk, ddu, dh, q.new_empty(0) if b is None else db.sum(dim=(0, 2))
 
 
-def compile_ahead(kernel: Any, arch: int, R: int, n_head: int = 12) -> dict[str, int]:
-    """What a kernel needs on sm_<arch> in bfloat16, with every option: registers a thread, bytes of
-    shared memory, bytes spilled a thread."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-    options = settings(kernel, arch, R)
-    launched = {n: options.pop(n) for n in ('num_warps', 'num_stages', 'enable_fp_fusion')}
-    constants = dict(K=n_head, N=1, R=R, BIAS=True, ALIBI=True, **options)
-    known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32', **dict.fromkeys(constants, 'constexpr'),
-             **dict.fromkeys(('B_k', 'LSE', 'Delta', 'DB'), '*fp32')}
-    types = {name: known.get(name, '*bf16') for name in kernel.arg_names}
-    constants = {name: value for name, value in constants.items() if name in types}
-    aligned = {(n,): [['tt.divisibility', 16]] for n, kind in enumerate(types.values())
-               if kind[0] == '*' or kind == 'i32'}
-    source = ASTSource(kernel, types, constants, aligned)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        target = GPUTarget('cuda', arch, 32)
-        compiled = triton.compile(source, target=target, options=launched)
-    spilled = re.findall(r'(\d+) bytes spill', said.getvalue())
-    return dict(registers=int(re.search(r'Used (\d+) registers', said.getvalue())[1]),
-                shared=compiled.metadata.shared, spilled=sum(int(n) for n in spilled))
+# One operator, which torch.compile leaves whole; it has a gradient and no second one
+
+def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
+              b: Tensor | None) -> Tensor:
+    """o (B, J, D): q, k (B, J, D); scale = 1 / tau; du = d_k * u / tau (B, 1 or K, J, D), or None;
+    h (B, J, D); b (K,), the self bias less the cross bias, or None: no ALiBi either."""
+    h = None if du is None else h.to(q.dtype)
+    du = None if du is None else du.to(q.dtype)
+    b = None if b is None else b.float()
+    return attention_op(q, k, du, h, b, n_head, scale)[0]
 
 
-def report(archs: tuple[int, ...], widths: tuple[int, ...]) -> None:
-    """A row of compile_ahead a kernel, GPU and head width."""
-    print(f'triton {triton.__version__}, bfloat16, with bias and ALiBi')
-    print('kernel          arch    R   BR   BT   BM   BN warps stages  registers  shared  spilled')
-    for kernel in TILES[80]:
-        for arch in archs:
-            for R in widths:
-                s, got = settings(kernel, arch, R), compile_ahead(kernel, arch, R)
-                print(f'{kernel.__name__:<14} sm_{arch}{R:>5}{s["BR"]:>5}{s["BT"]:>5}{s["BM"]:>5}'
-                      f'{s["BN"]:>5}{s["num_warps"]:>6}{s["num_stages"]:>7}{got["registers"]:>11}'
-                      f'{got["shared"]:>8}{got["spilled"]:>9}', flush=True)
+@torch.library.custom_op('nanocem::attention', mutates_args=())
+def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
+                 n_head: int, scale: float) -> tuple[Tensor, Tensor]:
+    """o (B, J, D) and, for the backward pass, the scores' log-sum-exp (B, K, J)."""
+    return forward(q.contiguous(), k.contiguous(), du, h, b, n_head, scale)
 
 
-if __name__ == '__main__':
-    if not hasattr(triton, 'compile') or triton.knobs.runtime.interpret:
-        sys.exit('python -m nanocem.triton_attention needs Triton (pip install triton), and '
-                 'TRITON_INTERPRET not set')
-    if not all(word.isdigit() and 1 <= int(word) <= 128 for word in sys.argv[1:]):
-        sys.exit('expected an architecture and head widths, 1 to 128: '
-                 'python -m nanocem.triton_attention 90 64 72')
-    archs = tuple(map(int, sys.argv[1:2])) or (80, 90)
-    report(archs, tuple(map(int, sys.argv[2:])) or (64, 72, 84))
+@torch.library.custom_op('nanocem::attention_backward', mutates_args=())
+def backward_op(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None,
+                b: Tensor | None, o: Tensor, lse: Tensor, n_head: int, scale: float,
+                ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, du, h, b; empty tensors for those that are None."""
+    do, q, k = do.contiguous(), q.contiguous(), k.contiguous()
+    return backward(do, q, k, du, h, b, o, lse, n_head, scale)
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
+      scale: float) -> tuple[Tensor, Tensor]:
+    B, J, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty(B, n_head, J, dtype=torch.float32)
+
+
+@backward_op.register_fake
+def _(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
+      *args: Any) -> tuple[Tensor, ...]:
+    return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, du, h, b))
+
+
+def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.n_head, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def gradients(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    *inputs, o, lse = ctx.saved_tensors
+    found = backward_op(do, *inputs, o, lse, ctx.n_head, ctx.scale)
+    present = [None if t is None else g for t, g in zip(inputs, found, strict=True)]
+    return *present, None, None
+
+
+attention_op.register_autograd(gradients, setup_context=save_for_backward)
+
+
+# The check that lets them run on a GPU that nobody has tried
+
+# Of a row, over its norm and a typical row's, in units of the dtype's epsilon: right kernels reach
+# 2, what is wrong altogether makes 128 in bfloat16
+MOST_ERROR = 8
+
+
+@cache
+def agrees(device: torch.device, dtype: torch.dtype, n_head: int, width: int, diagonals: int,
+           alibi: bool) -> bool:
+    """Whether the kernels run there, and give the formula's output and gradients for a random case
+    of so many heads of that width. If not, a line on stderr says why."""
+    try:
+        with (torch.inference_mode(False), torch.enable_grad(),
+              torch.autocast(device.type, enabled=False)):
+            wrong = what_is_wrong(device, dtype, n_head, width, diagonals, alibi)
+    except Exception as fault:  # of Triton, LLVM, ptxas or the driver: any kind
+        reason = (str(fault).strip() or 'no reason given').splitlines()[0]
+        wrong = f'do not run ({type(fault).__name__}: {reason})'
+    if wrong and os.environ.get('RANK', '0') == '0':
+        print(f"Warning: the Triton kernels {wrong}: torch's own attention is used on {device}",
+              file=sys.stderr)
+    return not wrong
+
+
+def what_is_wrong(device: torch.device, dtype: torch.dtype, K: int, R: int, n: int, alibi: bool,
+                  ) -> str:
+    """Output and gradients of a random case beside the formula's in float64: what is off, or ''."""
+    B, J, D = 2, 300, K * R  # the last tile is cut
+    generator = torch.Generator().manual_seed(0)  # the program's own numbers stay where they are
+    q, k, h, do = torch.randn(4, B, J, D, generator=generator).to(device, dtype).unbind()
+    du = torch.randn(B, n, J, D, generator=generator).to(device, dtype) / D ** 0.5
+    b = torch.randn(K, generator=generator).to(device)
+    inputs = {'q': q, 'k': k}
+    inputs |= {'du': du, 'h': h} if n else {}
+    inputs |= {'b': b} if alibi else {}
+    ours = with_gradients(attention, K, inputs, do)
+    exact = with_gradients(formula, K, {x: t.double() for x, t in inputs.items()}, do.double())
+    for name, right in exact.items():
+        rows = right.norm(dim=-1)
+        typical = rows.square().mean().sqrt()
+        error = ((ours[name].double() - right).norm(dim=-1) / (rows + typical)).max().item()
+        most = MOST_ERROR * torch.finfo(dtype).eps
+        if not error <= most:  # NaN is not
+            return f'give a wrong {name} (off by {error:.2g}, at most {most:.2g} is rounding)'
+    return ''
+
+
+def with_gradients(way: Any, K: int, inputs: dict[str, Tensor], do: Tensor) -> dict[str, Tensor]:
+    """The output of attention or formula, and the gradients of its inputs."""
+    leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
+    q, k, du, h, b = map(leaves.get, ('q', 'k', 'du', 'h', 'b'))
+    o = way(q, k, K, (q.shape[-1] / K) ** -0.5, du, h, b)
+    gradients = torch.autograd.grad(o, list(leaves.values()), do)
+    return {'output': o, **{f'gradient of {n}': g for n, g in zip(leaves, gradients, strict=True)}}
+
+
+def formula(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
+            b: Tensor | None) -> Tensor:
+    """The equations above as they stand."""
+    q, k = (x.unflatten(-1, (n_head, -1)).transpose(1, 2) for x in (q, k))  # (B, K, J, R)
+    i = torch.arange(q.shape[2], device=q.device)
+    scores = q @ k.mT * scale
+    if du is not None:
+        scores = scores + du @ h[:, None].mT
+    if b is not None:
+        m = 2.0 ** (-8 / max(8, n_head) * torch.arange(1, n_head + 1, device=q.device))
+        scores = scores - m[:, None, None].to(q) * (i[:, None] - i).abs()
+        scores = scores + torch.where(i[:, None] == i, b[:, None, None], 0)
+    alpha = scores.masked_fill(i > i[:, None], -torch.inf).softmax(dim=-1)
+    return (alpha @ k).transpose(1, 2).flatten(-2)

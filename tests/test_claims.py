@@ -1,45 +1,41 @@
-"""nanocem/claims.py: what is said of made-up runs. Seeds: fixed."""
-import json
+"""nanocem/claims.py: what is said of made-up runs."""
 import math
-import os
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_rel
+from scipy.stats import linregress, ttest_rel
 
 from nanocem import claims
-from nanocem.claims import CLAIMS, Comparison, answer, direction, holm, p_of, verdict
-from nanocem.ladder import MODELS, Task
-from nanocem.scaling import trend
+from nanocem.claims import Comparison, Estimate, Row, answer, direction, holm, line_through, verdict
+from reproduce import Run
 
 SIZES = {'small': 8e4, 'middle': 3e5, 'large': 1e6}
 HOLDS, FAILS, NOISE = 'holds', 'does not hold', 'within noise'
 
 
-def runs(gaps, model='a', seeds=(1, 2, 3), noise=0.001, draw=None):
-    """Results of model "b" and of `model`, whose log perplexity lies gaps[size] higher, give or
-    take `noise`: -1, 0, 1 times it for the seeds, or drawn. Seeds differ by 5% in both."""
+def runs(gaps: dict[str, float], seeds: Sequence[int] = (1, 2, 3), noise: float = 0.001,
+         draw: int | None = None) -> dict[Run, dict[str, Any]]:
+    """Results of models "a" and "b": a's log perplexity lies gaps[size] higher, give or take
+    `noise`: -1, 0, 1 times it for the seeds, or drawn. Seeds differ by 5% in both."""
     rng = np.random.default_rng(draw)
     found = {}
     for size, gap in gaps.items():
         offsets = rng.normal(size=len(seeds)) if draw else np.arange(len(seeds)) - len(seeds) // 2
-        for name, of in (('b', 0 * offsets), (model, gap + noise * offsets)):
-            logs = np.array([0.05 * seed for seed in seeds]) + of
-            found[size, name] = [{'seed': seed, 'perplexity': 5 * math.exp(log)}
-                                 for seed, log in zip(seeds, logs, strict=True)]
+        for seed, offset in zip(seeds, noise * offsets, strict=True):
+            for model, more in (('a', gap + offset), ('b', 0.0)):
+                perplexity = 5 * math.exp(0.05 * seed + more)
+                found[Run('ladder', size, model, 0.01, seed)] = {
+                    'test_perplexity': perplexity, 'val_perplexity': perplexity ** 2,
+                    'steps': 20, 'events': set()}
     return found
 
 
-def said(kind, gaps, **more):
-    return answer('x', 'claim', Comparison('A', kind, 'a', 'b'), SIZES, runs(gaps, **more), {}, {})
-
-
-def test_every_model_that_is_asked_for_is_trained():
-    for _, tests in CLAIMS.values():
-        assert {name for test in tests for name in (test.A, test.B) if name} <= set(MODELS)
-    for recursion in claims.RECURSIONS.values():
-        assert {recursion.once, recursion.twice} <= set(MODELS)
+def said(kind: Any, gaps: dict[str, float], **more: Any) -> Row:
+    return answer('a', Comparison('A', kind, 'a', 'b'), SIZES, runs(gaps, **more), {}, 'test')
 
 
 @pytest.mark.parametrize(('kind', 'd', 'h', 'right'), [
@@ -49,38 +45,52 @@ def test_every_model_that_is_asked_for_is_trained():
     ('no better', 0.0, 0.02, NOISE), ('no better', 0.0, 0.005, HOLDS),
     ('close', 0.01, 0.005, HOLDS), ('close', -0.2, 0.1, HOLDS), ('close', 0.05, 0.01, FAILS),
     ('alike', 0.0, 0.01, HOLDS), ('alike', -0.05, 0.01, FAILS), ('alike', 0.01, 0.02, NOISE),
-    ('higher', 0.3, 0.1, HOLDS), ('better', -0.03, math.inf, NOISE)])
-def test_verdicts(kind, d, h, right):
-    assert verdict(kind, d - h, d + h) == right
+    ('higher', 0.3, 0.1, HOLDS)])
+def test_verdicts(kind: str, d: float, h: float, right: str) -> None:
+    """Of an interval from d - h to d + h; its p is below 0.05 where it speaks."""
+    line = Estimate(d, h / 4.302652729911275, 2)  # Student's t at 97.5%
+    assert line.interval() == pytest.approx((d - h, d + h))
+    text, p = verdict(kind, line)
+    assert text == right and (p < 0.05) == (right != NOISE)
+    assert verdict(kind, Estimate(d, 0.0, 0)) == (NOISE, 1.0)  # one seed says nothing
 
 
-@pytest.mark.parametrize('kind', ['better', 'worse', 'no better', 'close', 'alike', 'higher'])
-def test_p_agrees_with_the_verdict(kind):
-    """Below 0.05 exactly where the 95% interval speaks."""
-    rng = np.random.default_rng(2)
-    for _ in range(200):
-        line = trend([1e5] * 3, rng.normal() * 0.02 + rng.normal(size=3) * 0.006, 1e5)
-        speaks = verdict(kind, *line.interval()) != NOISE
-        assert (p_of(kind, line) < 0.05) == speaks
+def test_a_line_is_the_least_squares_one() -> None:
+    """At the largest size and as slope, with standard errors; exact points have none."""
+    N, d = [8e4, 8e4, 3e5, 3e5, 1e6, 1e6], [0.05, 0.04, 0.01, 0.03, 0.0, 0.02]
+    x = np.log10(N) - 6
+    X = np.stack([np.ones(6), x], axis=1)
+    inverse = np.linalg.inv(X.T @ X)
+    beta = inverse @ X.T @ d
+    errors = np.sqrt(np.diag(inverse) * ((d - X @ beta) ** 2).sum() / 4)
+    at, slope = line_through(N, d, 1e6)
+    assert (at.value, slope.value) == pytest.approx(tuple(beta))
+    assert (at.error, slope.error) == pytest.approx(tuple(errors)) and at.freedom == 4
+    assert slope.p_below(0) == pytest.approx(linregress(x, d, alternative='less').pvalue)
+    at, slope = line_through([1e5, 1e6], [0.02, 0.03], 1e7)
+    assert at.value == pytest.approx(0.04) and at.interval() == (-math.inf, math.inf)
+    assert str(at) == '+4.1%'
 
 
-def test_comparisons_are_paired():
+def test_comparisons_are_paired() -> None:
     """Seeds differ by 5%, pairs by 0.1%: the interval is the pairs'. A seed that one side lacks
-    does not count."""
+    does not count; nor does one whose validation was lost, by validation."""
     found = runs({'small': -0.01})
-    found['small', 'b'].append({'seed': 4, 'perplexity': 99.0})
-    row = answer('x', '', Comparison('A', 'better', 'a', 'b'), SIZES, found, {}, {})
-    logs = [[math.log(r['perplexity']) for r in found['small', side]][:3] for side in 'ab']
+    found[Run('ladder', 'small', 'b', 0.01, 4)] = {'test_perplexity': 99.0, 'val_perplexity': 99.0}
+    test = Comparison('A', 'better', 'a', 'b')
+    row = answer('a', test, SIZES, found, {}, 'test')
+    logs = [[math.log(result['test_perplexity']) for run, result in found.items()
+             if run.model == model][:3] for model in 'ab']
     right = ttest_rel(*logs).confidence_interval()
     low, high = (f'{100 * math.expm1(end):+.1f}' for end in right)
-    assert row.cells == {'small': f'-1.0% ({low} to {high})', 'middle': '', 'large': ''}
-    assert row.line == row.cells['small'] and row.said == HOLDS
+    assert row.cells == [f'-1.0% ({low} to {high})', '', '']
+    assert row.line == row.cells[0] and row.said == HOLDS
     assert row.slope == row.large == ''  # one size has no trend
-
-
-def test_one_seed_says_nothing():
-    row = said('better', {'small': -0.1}, seeds=(1,), noise=0.0)
-    assert row.cells['small'] == '-9.5%' and row.said == NOISE and row.p == 1.0
+    assert answer('a', test, SIZES, found, {}, 'val').line.startswith('-2.0% (')
+    for run in list(found)[2:]:
+        found[run] = {**found[run], 'val_perplexity': math.nan}
+    assert answer('a', test, SIZES, found, {}, 'val').cells[0] == '-2.2%'
+    assert answer('a', test, SIZES, {}, {}, 'test') == Row('a', 'A (better)', ['', '', ''])
 
 
 TO = 'does not hold, and shrinks to {} at the largest size'
@@ -95,11 +105,10 @@ TO = 'does not hold, and shrinks to {} at the largest size'
     ('close', (0.14, 0.02), 'within noise, nearer with size'),
     ('alike', (0.09, 0.05), TO.format('+5.1%')), ('alike', (-0.09, -0.05), TO.format('-4.9%')),
     ('no better', (-0.06, -0.03), TO.format('-3.0%')), ('worse', (0.01, 0.03), 'holds and grows')])
-def test_trends(kind, gaps, right):
+def test_trends(kind: str, gaps: tuple[float, float], right: str) -> None:
     noise = 0.02 if right.startswith(NOISE) else 0.001
     x = np.log10(list(SIZES.values()))
-    # the same differences, on a straight line over log N
-    line = np.interp(x, [x[0], x[-1]], [gaps[0], gaps[-1]])
+    line = np.interp(x, [x[0], x[-1]], gaps)  # straight over log N
     row = said(kind, dict(zip(SIZES, line, strict=True)), noise=noise)
     number = r'[+-]\d\.\d'
     assert re.sub(number, '#', row.said) == re.sub(number, '#', right)
@@ -107,14 +116,16 @@ def test_trends(kind, gaps, right):
         assert float(re.search(number, row.said)[0]) == pytest.approx(float(found[0]), abs=0.3)
 
 
-def test_a_flat_gap_seldom_has_a_trend():
+def test_a_flat_gap_seldom_has_a_trend() -> None:
     """A trend is said at 95%: of 60 flat gaps a few have one by chance."""
     flat = dict.fromkeys(SIZES, -0.02)
     found = [said('better', flat, draw=seed + 1).said for seed in range(60)]
     assert 51 <= found.count(HOLDS) < 60
+    line, slope = line_through([8e4, 8e4, 1e6, 1e6], [-0.02, -0.04, -0.02, -0.04], 1e6)
+    assert direction('better', HOLDS, line, slope) == HOLDS
 
 
-def test_the_line_is_carried_to_86m():
+def test_the_line_is_carried_to_86m() -> None:
     gaps = {size: 0.1 - 0.02 * math.log10(N) for size, N in SIZES.items()}
     row = said('better', gaps, noise=1e-6)
     assert row.line.startswith(f'{100 * math.expm1(0.1 - 0.12):+.1f}%')
@@ -122,155 +133,74 @@ def test_the_line_is_carried_to_86m():
     assert row.slope.startswith('-2.0%')
 
 
-def test_holm():
+def test_holm() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.6, 0.7]) == [1.0, 1.0] and holm([]) == []
 
 
-def test_sweeps_answer_at_best_and_at_fixed_rates():
-    """Two parabolas in log rate: B's optimum 0.004, A's twice that and 3% lower."""
-    rates = [0.001 * 2 ** n for n in range(6)]
-
-    def curve(best, low):
-        return {r: 5 * math.exp(low + 0.05 * math.log(r / best) ** 2) for r in rates}
-
-    sweeps = {('small', 'a'): {s: curve(0.008, -0.03) for s in (1, 2)},
-              ('small', 'b'): {s: curve(0.004, 0.0) for s in (1, 2)}}
-    answers = {}
-    for of, kind in (('rate', 'higher'), ('best', 'close'), ('fixed', 'close')):
-        test = Comparison('A', kind, 'a', 'b', of)
-        answers[of] = claims.differences(test, 'small', {}, sweeps)[1]
-    assert answers['rate'] == pytest.approx(math.log(2), abs=0.02)
-    assert answers['best'] == pytest.approx(-0.03, abs=1e-3)
-    assert answers['fixed'] == pytest.approx(-0.03 + 0.05 * math.log(2) ** 2, abs=1e-3)
+def test_sweeps_answer_by_the_best_rate_that_was_run() -> None:
+    """B is best at 0.004, A at twice that and 3% lower. Two rates are no sweep."""
+    swept = {}
+    for model, best, low in (('a', 0.008, -0.03), ('b', 0.004, 0.0)):
+        for rate in (0.002, 0.004, 0.008, 0.016):
+            loss = low + 0.05 * math.log(rate / best) ** 2
+            swept[Run('ladder', 'small', model, rate, 1)] = {'test_perplexity': math.exp(loss)}
+    few = {run: result for run, result in swept.items() if run.rate < 0.005}
+    for of, right in (('rate', math.log(2)), ('best', -0.03),
+                      ('fixed', -0.03 + 0.05 * math.log(2) ** 2)):
+        test = Comparison('A', 'close', 'a', 'b', of)
+        assert claims.differences(test, 'small', {}, swept, 'test') == {1: pytest.approx(right)}
+        assert claims.differences(test, 'small', {}, few, 'test') == {}
 
 
-def test_events_are_counted(tmp_path):
-    lines = [{'step': 10}, {'step': 11, 'event': 'spike'}, {'step': 20}]
-    text = '\n'.join(map(json.dumps, lines)) + '\n{"step": 2'  # the last line is half written
-    (tmp_path / 'log.jsonl').write_text(text)
-    found = {('small', 'a'): [{'out_dir': str(tmp_path), 'seed': 1, 'steps': 20}]}
-    row = answer('x', '', Comparison('A', 'none', 'a'), SIZES, found, {}, {})
-    assert row.cells['small'] == '1 in 20 steps' and row.said == FAILS
-    assert answer('x', '', Comparison('A', 'none', 'a'), SIZES, {}, {}, {}).said == 'not run'
-    beside = Comparison('A', 'none', 'a', 'b')
-    assert answer('x', '', beside, SIZES, found, {}, {}).said == 'not run'
-    # of A's two seeds the first has its spike at step 11, the second another event
-    (tmp_path / 'log2').mkdir()
-    (tmp_path / 'log2/log.jsonl').write_text('{"step": 11, "event": "no context"}\n{"step": 20}')
-    found['small', 'a'].append({'out_dir': str(tmp_path / 'log2'), 'seed': 2, 'steps': 20})
-    for n, (seed, step, cell, said) in enumerate([
-            (1, 11, '0 in 20 steps; 1 shared', HOLDS), (1, 12, '1 in 20 steps', FAILS),
-            (2, 11, '0 in 20 steps', HOLDS), (3, 11, '', 'not run')]):
-        (tmp_path / f'b{n}').mkdir()
-        (tmp_path / f'b{n}/log.jsonl').write_text(json.dumps({'step': step, 'event': 'spike'}))
-        found['small', 'b'] = [{'out_dir': str(tmp_path / f'b{n}'), 'seed': seed}]
-        row = answer('x', '', beside, SIZES, found, {}, {})
-        assert (row.cells['small'], row.said) == (cell, said)
+@pytest.mark.parametrize(('a', 'b', 'cell', 'right'), [
+    ({11}, set(), '3 in 160 steps; 1 shared', FAILS),
+    ({11}, {11}, '2 in 160 steps; 2 shared', FAILS),
+    (None, {11}, '2 in 140 steps; 1 shared', FAILS)])
+def test_events_are_counted(a: Any, b: Any, cell: str, right: str) -> None:
+    """Those of A alone, and those that B has at the same step; with what had been counted. Runs
+    whose log is lost do not count."""
+    found = runs({'small': 0.0})
+    for run in found:
+        if run.seed == 1:
+            found[run] = {**found[run], 'events': a if run.model == 'a' else b}
+    test = Comparison('A', 'none', 'a', 'b')
+    row = claims.count_events('h', test, SIZES, found, {'small': (100, 2, 1)})
+    assert row.cells == [cell, '', ''] and row.said == right
+    row = claims.count_events('h', test, SIZES, runs({'small': 0.0}), {})
+    assert row.cells[0] == '0 in 60 steps' and row.said == HOLDS
+    assert claims.count_events('h', test, SIZES, {}, {}).said == 'not run'
 
 
 @pytest.mark.parametrize(('curves', 'line', 'right'), [
     ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 1)}, 'on 2, 2, 2 of 2 kernels', 'holds in part'),
     ({'a': (4, 3, 2, 1), 'b': (4, 3, 2, 5)}, 'on 2, 2, 1 of 2 kernels', 'holds'),
     ({'a': (4, 5, 2, 1)}, 'on 0, 1, 1 of 1 kernels', FAILS)])
-def test_recursion_on_gp(curves, line, right, tmp_path):
+def test_recursion_on_gp(curves: dict[str, tuple], line: str, right: str, tmp_path: Path) -> None:
     path = tmp_path / 'table.csv'
-    not_run = 'not run: python synthetic_gp.py --protocol=blind'
-    assert claims.recursion_on_gp(str(path)).said == not_run
-    path.write_text('model,kernel\ndamaged')
-    assert claims.recursion_on_gp(str(path)).said == not_run
     rows = [f'CEM-T{2 ** n},{kernel},{rmse}' for kernel, curve in curves.items()
             for n, rmse in enumerate(curve)]
-    path.write_text('\n'.join(['model,kernel,train_rmse', *rows[:3]]))
-    assert claims.recursion_on_gp(str(path)).said == not_run
+    header = 'model,kernel,train_rmse'
+    for text in (None, 'model,kernel\ndamaged', '\n'.join([header, *rows[:3]])):
+        if text:
+            path.write_text(text)
+        row = claims.recursion_on_gp(SIZES, str(path))
+        assert row.said == 'not run: python synthetic_gp.py --protocol=blind'
     rows += [f'CEM-T{T},diverged at 8,1' for T in (1, 2, 4)]
-    path.write_text('\n'.join(['model,kernel,train_rmse', *rows]))
-    row = claims.recursion_on_gp(str(path))
-    assert row.line.endswith(line) and row.said == right
+    path.write_text('\n'.join([header, *rows]))
+    row = claims.recursion_on_gp(SIZES, str(path))
+    assert row.line.endswith(line) and row.said == right and 'blind protocol' in row.text
 
 
-def test_tables_show_every_comparison(monkeypatch, tmp_path):
-    """Every row in claims.md, in the csv, and between the README's marks, all that changes."""
-    monkeypatch.chdir(tmp_path)
-    rows = claims.all_rows(SIZES, runs({'small': -0.05, 'large': -0.1}, model='attn-2'), {}, {})
-    asked = sum(len(tests) for _, tests in CLAIMS.values()) + 1  # and claim j
-    assert len(rows) == asked
-    table, front = claims.table(rows, SIZES), claims.front_table(rows)
-    assert len(table) == asked + 4 and len(front) == asked + 2
-    assert len({line.count('|') for line in table[2:]}) == 1
-    assert len(claims.as_csv(rows, SIZES).splitlines()) == asked + 1
-    before = 'above\n<!-- claims -->\nold\n<!-- /claims -->\nbelow | \\1\n'
-    (tmp_path / 'README.md').write_text(before)
-    claims.into_readme(front)
-    text = (tmp_path / 'README.md').read_text()
-    assert text == before.replace('old', '\n'.join(front))
-    (tmp_path / 'README.md').write_text('no marks')
-    claims.into_readme(front)
-    assert (tmp_path / 'README.md').read_text() == 'no marks' and os.listdir() == ['README.md']
-
-
-def test_pages_by_test_and_by_validation(monkeypatch):
-    """Two gaps, each on its page; a run whose validation was not kept does not count there."""
-    monkeypatch.setattr(claims, 'DRAWS', 2)
-    found = {}
-    for seed in (1, 2, 3):
-        for model, test, val in (('llama', 0, 0), ('cem-2', 0.02, 0.1)):
-            found[Task('ladder', '83k', model, 0.01, seed)] = {
-                'seed': seed, 'rate': 0.01, 'test_perplexity': 5 * math.exp(test + seed / 10),
-                'val_perplexity': 5 * math.exp(val + seed / 20) if seed < 3 else math.nan,
-                'weights': {'attn': 1e4, 'mlp': 1e4}, 'tokens': 1e6, 'flops_per_token': 6e4,
-                'seconds': 1.0, 'events': None}
-    own = set(found)
-    found[Task('ladder', '83k', 'llama', 0.02, 1)] = {  # beside the models' own rates
-        'test_perplexity': 5.4321, 'val_perplexity': math.nan, 'seconds': 1.0}
-    common = ({'83k': 2e4}, ['llama', 'cem-2'], found, own, set(), {})
-    by_test, _ = claims.pages(*common)
-    by_val, _ = claims.pages(*common, 'val')
-    assert set(by_test) == {'claims.md', 'claims.csv', 'ladder.md'}
-    for pages, end, gap, title, seeds, beside in (
-            (by_test, '', '+2.0% (+2.0 to +2.0)', 'Test', 3, '5.432'),
-            (by_val, '_validation', '+10.5% (', 'Validation', 2, 'not kept')):
-        assert gap in pages[f'claims{end}.md'] and gap in pages[f'claims{end}.csv']
-        assert pages[f'claims{end}.md'].startswith(f'{title} perplexity of A')
-        table = pages[f'ladder{end}.md']
-        assert table.startswith(f'{title} perplexity') and f'0.01; {seeds} |' in table
-        assert f'rate 0.02: {beside}.' in table
-
-
-def test_worth_of_a_step(monkeypatch):
-    """phi of made-up attention runs, and the price of a step in FLOPs."""
-    monkeypatch.setattr(claims, 'DRAWS', 20)
-    found = {}
-    for size, N in {'s': 8e4, 'm': 2e5, 'l': 4e5, 'xl': 1e6}.items():
-        for T in (1, 2):
-            weights = {'attn': 0.4 * N, 'mlp': 0.6 * N}
-            loss = 0.8 + 25 * (weights['mlp'] + T ** 0.46 * weights['attn']) ** -0.3
-            found[size, f'attn-{T}'] = [
-                {'seed': s, 'weights': weights, 'perplexity': math.exp(loss), 'tokens': 10 * N,
-                 'flops_per_token': 6 * N * (1 + 0.4 * (T - 1))} for s in (1, 2, 3)]
-    lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
-    (line,) = [line for line in lines if line.startswith('| attention |')]
-    sizes = (8e4, 2e5, 4e5, 1e6)
-    apart = [25 * (N ** -0.3 - (0.6 * N + 0.4 * 2 ** 0.46 * N) ** -0.3) for N in sizes]
-    assert f'| +0.46 (+0.46 to +0.46) | 0.0000 | {sum(apart) / 4:.4f} | 0.30 | 24 |' in line
-    first = {at: of[:1] for at, of in found.items() if at[0] != 'xl'}
-    assert any('+0.46 (one seed: no interval)' in line
-               for line in claims.worth(dict.fromkeys(['s', 'm', 'l'], 1.0), first))
-    prices = line.split('|')[7].split(',')
-    assert len(prices) == 4
-    for price in prices:
-        cost, equal = map(float, price.split('/'))
-        # FLOPs go with N squared: (0.6 + 0.4 x 2^0.46)^2 = 1.32 is what the step buys
-        assert cost == pytest.approx(1.4) and equal == pytest.approx(1.32, abs=0.01)
-    assert sum('not enough runs' in line for line in lines) == len(claims.RECURSIONS) - 1
-    # seeds that lie further apart than T = 1 and 2: the law misses them by as much
-    for runs in found.values():
-        for r, factor in zip(runs, (0.5, 1, 2), strict=True):
-            r['perplexity'] *= factor
-    lines = claims.worth(dict.fromkeys(['s', 'm', 'l', 'xl'], 1.0), found)
-    assert any('), void | ' in line for line in lines if line.startswith('| attention |'))
-
-
-def test_direction_needs_a_sure_slope():
-    line = trend([8e4, 8e4, 1e6, 1e6], [-0.02, -0.04, -0.02, -0.04], 1e6)
-    assert direction('better', line, HOLDS) == HOLDS
+def test_pages_show_every_comparison() -> None:
+    """Whatever is finished: a line each, on the page, in the csv and on the screen."""
+    own = {run._replace(model={'a': 'attn-2', 'b': 'llama'}[run.model]): result
+           for run, result in runs({'small': -0.05, 'large': -0.1}).items()}
+    page, numbers, short = claims.pages(SIZES, own, {}, 'val', {})
+    count = sum(len(tests) for _, tests in claims.CLAIMS.values()) + 1  # and claim j
+    assert page.startswith('Validation perplexity') and 'adjusted for 1 comparisons' in page
+    lines = page.splitlines()[2:]
+    assert len(lines) == len(short.splitlines()) == count + 2
+    assert len({line.count('|') for line in lines}) == 1
+    assert len(numbers.splitlines()) == count + 1
+    assert page.count('-18.1% (') == numbers.count('-18.1% (') == 2 and '-18.1% (' in short

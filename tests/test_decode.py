@@ -14,9 +14,9 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     for part in idx.split([6, 1, 1, 3, 1, 4], dim=1):  # a prompt, single tokens, several at once
         parts.append(model(part, cache=cache)[0])
     torch.testing.assert_close(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-9)
-    # D_h numbers a token and layer for CEM attention, unless a diagonal meets rope; 2 D_h for
-    # Llama, for each reuse
-    widths = 2 if cfg.positions == 'rope' and cfg.kq_diag != 'none' else 1
+    # D_h numbers a token and layer for CEM attention, unless a diagonal meets rope or the exact
+    # update; 2 D_h for Llama, for each reuse
+    widths = 2 if cfg.exact_update or (cfg.positions == 'rope' and cfg.kq_diag != 'none') else 1
     if cfg.attn == 'llama':
         widths = 2 * cfg.attn_steps
     assert cache.floats_per_token() == widths * cfg.d_model * cfg.n_layer
@@ -39,16 +39,14 @@ def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     assert torch.equal(fast, slow)
 
 
-def test_absorbed_decoding_makes_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind a cache of h W_K is absorbed: a step projects its query alone."""
-    model = randomize(Transformer(ModelConfig(**TINY)), seed=15).eval()
-    cache, idx = Cache(16), torch.randint(50, (2, 8))
-    model(idx[:, :7], cache=cache)
-    made, project = [], type(model.blocks[0].attn).project
-    monkeypatch.setattr(type(model.blocks[0].attn), 'project', lambda attn, x, W, pos: (
-        made.append(W is attn.W_K), project(attn, x, W, pos))[1])
-    model(idx[:, 7:], cache=cache)
-    assert made == [False] * 4  # 2 layers, T = 2
+def test_generation_leaves_the_model_as_it_was() -> None:
+    model = randomize(Transformer(ModelConfig(**TINY)), seed=15)
+    generate(model, torch.randint(50, (1, 3)), 2)
+    attn = model.blocks[0].attn
+    before = attn.output_weight()
+    with torch.no_grad():
+        attn.W_Q.mul_(2)
+    assert not torch.equal(attn.output_weight(), before)
 
 
 def test_top_k_keeps_to_the_likeliest_tokens() -> None:

@@ -1,14 +1,13 @@
 """nanocem/fast.py: each faster way against the readable one, which way runs where, and the loss."""
 import math
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from model import ModelConfig, Transformer
-from nanocem import fast
+from nanocem import fast, triton_attention
 from test_model import SETS, TINY, describe, randomize
 
 CASES = [  # batch, positions, heads, head width, heads with their own diagonal (0: none), ALiBi
@@ -87,10 +86,7 @@ def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool,
     return [None if t is None else t.clone().requires_grad_() for t in tensors], do
 
 
-by_triton, by_rows = (partial(fast.attention, use_triton=b) for b in (True, False))
-
-
-def run(tensors: list[Tensor | None], n_head: int, do: Tensor, function=by_triton) -> list[Tensor]:
+def run(tensors: list[Tensor | None], n_head: int, do: Tensor, function: Callable) -> list[Tensor]:
     """The output and the gradients of those that are there."""
     q, k, *rest = tensors
     o = function(q, k, n_head, SCALE, *rest)
@@ -104,54 +100,6 @@ def names(tensors: list[Tensor | None]) -> list[str]:
 
 # Attention
 
-@pytest.mark.parametrize('at_once', [2 ** 20, 140 * 32, 1])  # whole; some in pieces; 32 rows each
-@pytest.mark.parametrize('case', [(5, 65, 2, 7, 2, True), *CASES], ids=str)
-def test_rows_equal_the_readable_formula(case: tuple, at_once: int,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, 'SCORES_AT_ONCE', at_once)
-    tensors, do = inputs(*case)
-    tensors = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
-    do = do.double()
-    by_way, exact = (run(tensors, case[2], do, f) for f in (by_rows, readable))
-    sizes = sizes_of_summed_terms(tensors, case[2], do)
-    for name, one, slow, size in zip(names(tensors), by_way, exact, sizes, strict=True):
-        assert ((one - slow).abs() <= 1e-12 * size).all(), name
-
-
-@pytest.mark.parametrize('case', [(2, 70, 3, 16, 1, True), (1, 130, 2, 24, 2, False)], ids=str)
-def test_rows_in_bfloat16_round_terms_no_more_than_bfloat16_does(
-        case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, 'SCORES_AT_ONCE', 140 * 32)
-    tensors, do = inputs(*case)
-    half = [None if t is None else t.detach().bfloat16().requires_grad_() for t in tensors]
-    if half[4] is not None:
-        half[4] = tensors[4]  # b is a float32 parameter, which autocast leaves alone
-    exact = [None if t is None else t.detach().double().requires_grad_() for t in half]
-    do = do.bfloat16()
-    by_way = run(half, case[2], do, by_rows)
-    slow = run(exact, case[2], do.double(), readable)
-    sizes = sizes_of_summed_terms(exact, case[2], do.double())
-    for name, x, one, two, size in zip(names(half), [half[0], *(t for t in half if t is not None)],
-                                       by_way, slow, sizes, strict=True):
-        assert one.dtype == x.dtype, name
-        # each rounds a term by 2^-9 at most: q over tau, a score, alpha or ds, a piece, the result
-        assert (one - two).norm() <= 2 * 2 ** -9 * size.norm(), name
-
-
-def test_rows_under_autocast_are_as_near_as_the_readable_path() -> None:
-    """Of one model in float32: both round, neither the same way."""
-    cfg = ModelConfig(**{**SMALL, 'context_length': 70, 'attn_impl': 'readable'})
-    model, results = randomize(Transformer(cfg), seed=8).float(), []
-    idx = torch.randint(50, (2, 71), generator=torch.Generator().manual_seed(1))
-    for cfg.attn_impl, enabled in ('readable', False), ('readable', True), ('rows', True):
-        with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
-            loss = model(idx[:, :-1], idx[:, 1:])[1]
-        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for exact, by_softmax, by_way in zip(*results, strict=True):
-        error = (by_way - exact).norm() / exact.norm()
-        assert error <= 1.5 * (by_softmax - exact).norm() / exact.norm() + 2 ** -8
-
-
 @pytest.mark.parametrize('cfg', [
     *(c for c in SETS if not c.exact_update),
     ModelConfig(**{**TINY, 'd_model': 30}),  # a width that the fused path pads
@@ -159,31 +107,13 @@ def test_rows_under_autocast_are_as_near_as_the_readable_path() -> None:
 def test_faster_attention_equals_the_readable_path(cfg: ModelConfig) -> None:
     model, idx = randomize(Transformer(cfg), seed=8), torch.randint(50, (2, 17))
     results = []
-    for impl in ('readable', 'sdpa', 'rows'):
+    for impl in ('readable', 'sdpa'):
         cfg.attn_impl = impl
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for slow, *others in zip(*results, strict=True):
         for fused in others:
             torch.testing.assert_close(slow, fused, rtol=1e-9, atol=1e-11)
-
-
-def keeps_torchs_contract(use_triton: bool) -> None:
-    for case in (2, 17, 2, 16, 1, True), (1, 17, 2, 16, 0, False):
-        tensors, do = inputs(*case)
-        for n in (2, 3):  # transposed
-            if tensors[n] is not None:
-                tensors[n] = tensors[n].detach().mT.contiguous().mT.requires_grad_()
-        how = case[2], SCALE, use_triton
-        torch.library.opcheck(fast.attention_op, (*tensors, *how))
-        o, lse = fast.attention_op(*tensors, *how)
-        detached = [None if t is None else t.detach() for t in (do, *tensors, o, lse)]
-        torch.library.opcheck(fast.backward_op, (*detached, *how),
-                              test_utils=('test_schema', 'test_faketensor'))
-
-
-def test_operator_keeps_torchs_contract() -> None:
-    keeps_torchs_contract(use_triton=False)
 
 
 def losses(cfg: ModelConfig, ways: tuple[str, ...], idx: Tensor, compiled: bool = False,
@@ -206,7 +136,7 @@ def losses(cfg: ModelConfig, ways: tuple[str, ...], idx: Tensor, compiled: bool 
 WHOLE = pytest.mark.parametrize('options', [
     dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
     dict(kq_diag='none'), {}, dict(positions='rope'), dict(residual='normed'),
-    dict(residual='displacement', score_scale='head', mlp='llama')], ids=str)
+    dict(score_scale='head', mlp='llama')], ids=str)
 
 
 def agree(options: dict, way: str) -> None:
@@ -217,11 +147,6 @@ def agree(options: dict, way: str) -> None:
         assert (other - slow).norm() <= 2e-4 * slow.norm()
 
 
-@WHOLE
-def test_whole_models_agree(options: dict) -> None:
-    agree(options, 'rows')
-
-
 def is_one_graph(way: str) -> None:
     """fullgraph=True: torch.compile would refuse a break."""
     cfg, idx = ModelConfig(**{**SMALL, 'n_layer': 1}), torch.randint(50, (2, 18))
@@ -230,9 +155,8 @@ def is_one_graph(way: str) -> None:
         assert (a - b).norm() <= 1e-5 * a.norm()
 
 
-@pytest.mark.parametrize('way', ['readable', 'rows'])
-def test_a_training_step_is_one_graph(way: str) -> None:
-    is_one_graph(way)
+def test_a_training_step_is_one_graph() -> None:
+    is_one_graph('readable')
 
 
 # Which way runs
@@ -244,31 +168,51 @@ def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatc
             model = Transformer(ModelConfig(**{**SMALL, **options}))
         return fast.attention_path(model, device, dtype)
     llama, rope = dict(attn='llama', attn_steps=1), dict(positions='rope', kq_diag='none')
-    alibi, long = {**llama, 'positions': 'alibi'}, dict(context_length=65)
+    alibi = {**llama, 'positions': 'alibi'}
     by_softmax, by_torch = 'attention by readable softmax', "attention by torch's fused kernel"
-    rows, ours = 'attention a few rows at a time', 'attention by our Triton kernels'
-    assert path(cpu, torch.float32) == path(cpu, half) == by_softmax
-    assert path(cpu, torch.float32, **alibi, **long) == by_softmax
-    assert path(cpu, torch.float32, **long) == path(cpu, torch.float64, attn_impl='rows') == rows
-    assert path(cpu, half, **long) == rows
-    assert path(cpu, torch.float32, **long, **rope) == by_torch
-    assert 'attn_impl=rows needs' in path(cpu, torch.float16, attn_impl='rows')
+    ours = 'attention by our Triton kernels'
+    assert path(cpu, torch.float32) == path(cpu, half, **alibi) == by_softmax
+    assert path(cpu, torch.float32, **rope) == by_torch
     if fast.HAS_TRITON:
         assert path(cpu, torch.float32, attn_impl='triton') == ours  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
     monkeypatch.setattr(fast, 'HAS_TRITON', True)
-    monkeypatch.setattr(fast, 'proven', lambda *case: True)
+    monkeypatch.setattr(triton_attention, 'agrees', lambda *case: True)
     assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
     for options in (rope, llama, alibi, dict(attn_impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == by_torch
     for options in dict(attn_impl='readable'), dict(exact_update=True):
         assert path(gpu, half, **options) == by_softmax
     assert path(gpu, torch.float32) == by_torch
-    assert 'attn_impl=triton needs' in path(cpu, torch.float32, attn_impl='triton')
-    monkeypatch.setattr(fast, 'proven', lambda *case: False)
+    assert 'attn_impl=triton cannot' in path(cpu, torch.float32, attn_impl='triton')
+    monkeypatch.setattr(triton_attention, 'agrees', lambda *case: False)
     assert path(gpu, half) == by_torch
     monkeypatch.setattr(fast, 'HAS_TRITON', False)
     assert path(gpu, half) == by_torch
+
+
+# The machine
+
+def test_a_cpu_without_bfloat16_is_told_in_one_line(capsys: pytest.CaptureFixture,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device('cpu')
+    monkeypatch.setattr(fast, 'bfloat16_slowdown', lambda device: 300.0)
+    assert fast.precision_and_compiler(cpu, 'auto', False, 1.0) == (torch.float32, False)
+    assert capsys.readouterr().err == ''
+    assert fast.precision_and_compiler(cpu, 'bfloat16', False, 1.0) == (torch.bfloat16, False)
+    assert '300 times slower' in capsys.readouterr().err
+
+
+def test_the_peak_is_found_in_a_second_on_any_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 0.33 GFLOP/s a product of 1024 would take six seconds."""
+    asked = []
+
+    def product_seconds(n: int, device: object, dtype: object, repeats: int) -> float:
+        asked.append((repeats + 1) * 2 * n ** 3 / 0.33e9)
+        return 2 * n ** 3 / 0.33e9
+    monkeypatch.setattr(fast, 'product_seconds', product_seconds)
+    assert fast.peak_flops(torch.device('cpu'), torch.bfloat16) == pytest.approx(0.33e9)
+    assert sum(asked) < 1
 
 
 # The loss

@@ -1,6 +1,6 @@
-"""prepare_slimpajama.py: bytes, interruptions, the user's files, damage, the Hub. Nothing is
-downloaded; tests that need Llama's tokenizer.model are skipped without it."""
-
+"""prepare_slimpajama.py: bytes, interruptions, a text of one's own, damage. Nothing is downloaded;
+tests that need Llama's tokenizer.model are skipped without it."""
+import gzip
 import hashlib
 import io
 import json
@@ -12,26 +12,24 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_tokenizers import LLAMA, NASTY, REPO, documents, llama_of_2023, needs_llama
+from running import ROOT
+from test_tokenizers import LLAMA, NASTY, documents, needs_llama
 
 import prepare_slimpajama as prep
-from nanocem.documents import survey
+from nanocem import sources
 from nanocem.shards import Sequences
+from nanocem.sources import split_of, survey
 from nanocem.tokenizers import LLAMA_SHA256, ByteTokenizer, LlamaTokenizer, load_tokenizer
 
-
-@pytest.fixture(scope='module')
-def llama() -> LlamaTokenizer:
-    return LlamaTokenizer(LLAMA)
+SCRIPT = str(ROOT / 'prepare_slimpajama.py')
 
 
 def write(path: Path, texts: list[str]) -> Path:
@@ -39,14 +37,12 @@ def write(path: Path, texts: list[str]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ''.join(json.dumps({'text': text, 'meta': {'n': 1}}) + '\n' for text in texts).encode()
     if path.suffix == '.parquet':
-        pq.write_table(
-            pa.table({'meta': ['x'] * len(texts), 'text': texts}),
-            path,
-            row_group_size=100,
-            compression='none',
-        )
+        pq.write_table(pa.table({'meta': ['x'] * len(texts), 'text': texts}), path,
+                       row_group_size=100, compression='none')
     elif path.suffix == '.zst':
         path.write_bytes(pa.Codec('zstd').compress(lines, asbytes=True))
+    elif path.suffix == '.gz':
+        path.write_bytes(gzip.compress(lines))
     elif path.suffix == '.jsonl':
         path.write_bytes(lines)
     else:
@@ -56,64 +52,49 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
 def command(where: Path | str, out: Path, *options: str) -> list[str]:
-    return [
-        sys.executable,
-        os.path.join(REPO, 'prepare_slimpajama.py'),
-        f'--input={where}',
-        f'--out_dir={out}',
-        *(options if any('--tokenizer' in o for o in options) else ('--tokenizer=byte', *options)),
-    ]
+    byte = [] if any('--tokenizer' in option for option in options) else ['--tokenizer=byte']
+    return [f'--input={where}', f'--out_dir={out}', *byte, *options]
 
 
-def run(where: Path | str, out: Path, *options: str, **env: str) -> subprocess.CompletedProcess:
-    """The command, as a user gives it; in this process, unless it has an environment of its own."""
-    argv = command(where, out, *options)
-    if env:
-        return subprocess.run(
-            argv, capture_output=True, text=True, timeout=120, env={**os.environ, **env}
-        )
+def run(where: Path | str, out: Path, *options: str) -> Ended:
+    """The command as a user gives it, in this process."""
     says, errors, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(says), redirect_stderr(errors):
-        patch.setattr(sys, 'argv', argv[1:])
+        patch.setattr(sys, 'argv', [SCRIPT])
         try:
-            prep.main(argv[2:])
+            prep.main(command(where, out, *options))
         except SystemExit as stop:
             code = 1
             print(stop.code, file=errors)
-    return subprocess.CompletedProcess(argv, code, says.getvalue(), errors.getvalue())
+    return Ended(code, says.getvalue(), errors.getvalue())
 
 
-def refused(where: Path | str, out: Path, *options: str, **env: str) -> str:
-    """The one line that the command ends with; it must fail, and leave nothing that could be taken
-    for a data folder."""
-    done = run(where, out, *options, **env)
-    lines = [
-        line for line in done.stderr.splitlines() if line.startswith('prepare_slimpajama.py: ')
-    ]
-    assert done.returncode == 1 and len(lines) == 1 and done.stderr.rstrip().endswith(lines[0]), (
-        done.stderr
-    )
-    assert not list(out.glob('*.bin')) and not (out / 'meta.json').exists()
+def refused(where: Path | str, out: Path, *options: str) -> str:
+    """The one line that the command ends with; nothing may stay that a new run would trip over."""
+    ended = run(where, out, *options)
+    lines = [line for line in ended.err.splitlines() if line.startswith('prepare_slimpajama.py: ')]
+    assert ended.code == 1 and len(lines) == 1 and ended.err.rstrip().endswith(lines[0]), ended.err
+    assert not (out / 'meta.json').exists()
     return lines[0]
 
 
 def prepare(where: Path | str, out: Path, *options: str) -> dict[str, Any]:
-    """The same in this process. Returns the bytes of the shards and of meta.json's `splits`."""
-    prep.main(command(where, out, *options)[2:])
+    """The bytes of the shards, and meta.json's `splits`."""
+    prep.main(command(where, out, *options))
     return result(out)
 
 
 def result(out: Path) -> dict[str, Any]:
-    assert (
-        not list(out.glob('*.part'))
-        and not list(out.glob('*.tmp'))
-        and not (out / 'progress.json').exists()
-    )
-    return {
-        **{path.name: path.read_bytes() for path in out.glob('*.bin')},
-        'splits': json.loads((out / 'meta.json').read_text())['splits'],
-    }
+    assert not list(out.glob('*.tmp')) and not (out / 'progress.json').exists()
+    shards = {path.name: path.read_bytes() for path in out.glob('*.bin')}
+    return {**shards, 'splits': json.loads((out / 'meta.json').read_text())['splits']}
 
 
 def expected(texts: list[str], held_out: float) -> dict[str, bytes]:
@@ -127,101 +108,83 @@ def expected(texts: list[str], held_out: float) -> dict[str, bytes]:
     return {files[split]: np.array(i, '<u2').tobytes() for split, i in ids.items() if i}
 
 
+def train_of(texts: list[str]) -> bytes:
+    return expected(texts, 0)['train_00000.bin']
+
+
 # Bytes
 
-
-@pytest.mark.parametrize('name', ['a.jsonl', 'a.jsonl.zst', 'a.parquet', 'folder'])
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.jsonl.gz', 'a.jsonl.zst', 'a.parquet', 'folder'])
 def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     texts = [*documents(300, seed=2), '', *[text for text in NASTY if text], 'z' * 5000]
     made = prepare(write(tmp_path / name, texts), tmp_path / 'out', '--held_out=0.1', '--workers=1')
-    right = expected(texts, 0.1)
-    assert len(right) == 3 and {k: v for k, v in made.items() if k != 'splits'} == right
-    for split, s in made['splits'].items():
-        name = s['shards'][0]['file']
-        data = right[name]
-        assert s['shards'] == [
-            {
-                'file': name,
-                'tokens': len(data) // 2,
-                'documents': s['documents'],
-                'sha256': hashlib.sha256(data).hexdigest(),
-            }
-        ]
-        assert s['documents'] == np.count_nonzero(np.frombuffer(data, '<u2') == 256)
-        assert s['tokens'] == len(Sequences(str(tmp_path / 'out'), split, 64).shards[0])
+    splits = made.pop('splits')
+    assert made == expected(texts, 0.1) and len(made) == 3
+    for split, s in splits.items():
+        (shard,) = s['shards']
+        data = made[shard['file']]
+        ids = np.frombuffer(data, '<u2')
+        assert shard == {'file': shard['file'], 'tokens': len(ids), 'documents': sum(ids == 256),
+                         'sha256': hashlib.sha256(data).hexdigest()}
+        assert (s['tokens'], s['documents']) == (shard['tokens'], shard['documents'])
+        assert len(ids) == len(Sequences(str(tmp_path / 'out'), split, 64).shards[0])
 
 
 def test_a_broken_surrogate_and_a_null_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / 'a.jsonl'
     path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n\n{"text": null}\n{"text": "c"}\n')
     made = prepare(path, tmp_path / 'out', '--held_out=0')
-    assert made['train_00000.bin'] == expected(['a\ufffdb \U0001f600', 'c'], 0)['train_00000.bin']
+    assert made['train_00000.bin'] == train_of(['a\ufffdb \U0001f600', 'c'])
 
 
 def test_workers_shards_and_long_documents_do_not_show(tmp_path: Path) -> None:
-    texts = [*documents(3000, seed=3), 'a long document ' * 150_000, *documents(10, seed=4)]
+    texts = [*documents(1000, seed=3), 'one long document ' * 150_000, *documents(10, seed=4)]
     where = write(tmp_path / 'a.parquet', texts)
+    right = expected(texts, 0.1)
     one = prepare(where, tmp_path / 'one', '--held_out=0.1', '--workers=1', '--shard_tokens=500K')
     two = prepare(where, tmp_path / 'two', '--held_out=0.1', '--workers=2', '--shard_tokens=500K')
     assert one == two and len(one['splits']['train']['shards']) > 2
-    assert (
-        b''.join(v for k, v in sorted(one.items()) if k.startswith('train'))
-        == expected(texts, 0.1)['train_00000.bin']
-    )
-    assert all(shard['tokens'] == 500_000 for shard in one['splits']['train']['shards'][:-1])
-    limited = [
-        prepare(
-            where, tmp_path / f'limited{w}', '--tokens=700K', '--held_out=0.1', f'--workers={w}'
-        )
-        for w in (1, 2)
-    ]
-    assert limited[0] == limited[1] and limited[0]['splits']['train']['tokens'] == 700_000
-    assert limited[0]['train_00000.bin'] == expected(texts, 0.1)['train_00000.bin'][:1_400_000]
-    assert (
-        one['val.bin'].startswith(limited[0]['val.bin']) and limited[0]['val.bin'] != one['val.bin']
-    )
+    shards = [value for name, value in sorted(one.items()) if name.startswith('train')]
+    assert b''.join(shards) == right['train_00000.bin']
+    assert all(len(shard) == 1_000_000 for shard in shards[:-1])
+    limited = prepare(where, tmp_path / 'limited', '--tokens=200K', '--held_out=0.1')
+    assert limited['train_00000.bin'] == right['train_00000.bin'][:400_000]
+    assert right['val.bin'].startswith(limited['val.bin']) and limited['val.bin'] != one['val.bin']
 
 
 @needs_llama
-def test_a_llama_folder_is_whole(tmp_path: Path, llama: LlamaTokenizer) -> None:
-    made = prepare(
-        write(tmp_path / 'a.jsonl', ['Hello <s> world', ' x']),
-        tmp_path / 'out',
-        f'--tokenizer={LLAMA}',
-        '--eos',
-        '--held_out=0',
-    )
+def test_a_llama_folder_is_whole(tmp_path: Path) -> None:
+    llama, out = LlamaTokenizer(LLAMA), tmp_path / 'out'
+    made = prepare(write(tmp_path / 'a.jsonl', ['Hello <s> world', ' x']), out,
+                   f'--tokenizer={LLAMA}', '--eos', '--held_out=0')
     right = [1, *llama.encode('Hello <s> world'), 2, 1, *llama.encode(' x'), 2]
     assert np.frombuffer(made['train_00000.bin'], '<u2').tolist() == right
-    tokenizer = load_tokenizer(str(tmp_path / 'out'))
+    tokenizer = load_tokenizer(str(out))
     assert (tokenizer.vocab_size, tokenizer.bos) == (32_000, 1)
     assert tokenizer.decode(right[: right.index(2)]) == 'Hello <s> world'
-    meta = tmp_path / 'out' / 'meta.json'
+    good = (out / 'meta.json').read_text()
     for key, value in (('vocab_size', 32_001), ('tokenizer_sha256', 'f' * 64)):
-        good = meta.read_text()
-        meta.write_text(json.dumps({**json.loads(good), key: value}))
+        (out / 'meta.json').write_text(json.dumps({**json.loads(good), key: value}))
         with pytest.raises(SystemExit, match=f'another llama tokenizer: .*{value}'):
-            load_tokenizer(str(tmp_path / 'out'))
-        meta.write_text(good)
-    (tmp_path / 'out' / 'tokenizer.model').write_bytes(b'damaged')
+            load_tokenizer(str(out))
+    (out / 'meta.json').write_text(good)
+    (out / 'tokenizer.model').write_bytes(b'damaged')
     with pytest.raises(SystemExit, match="is not Llama's"):
-        load_tokenizer(str(tmp_path / 'out'))
-    (tmp_path / 'out' / 'tokenizer.model').unlink()
+        load_tokenizer(str(out))
+    (out / 'tokenizer.model').unlink()
     with pytest.raises(SystemExit, match=r'tokenizer\.model is missing'):
-        load_tokenizer(str(tmp_path / 'out'))
+        load_tokenizer(str(out))
 
 
 def test_large_vocabularies_take_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByteTokenizer, 'vocab_size', 2**16 + 1)
     monkeypatch.setattr(ByteTokenizer, 'bos', 2**16)
-    texts = documents(20, seed=5)
-    made = prepare(
-        write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0', '--workers=1'
-    )
+    texts, out = documents(20, seed=5), tmp_path / 'out'
+    made = prepare(write(tmp_path / 'a.jsonl', texts), out, '--held_out=0')
     ids = np.frombuffer(made['train_00000.bin'], '<u4')
     assert (ids == 2**16).sum() == 20 and len(ids) == sum(1 + len(t.encode()) for t in texts)
-    prep.verify(str(tmp_path / 'out'))
-    x, _ = Sequences(str(tmp_path / 'out'), 'train', 16).batch(np.array([0]))
+    prep.verify(str(out))
+    x, _ = Sequences(str(out), 'train', 16).batch(np.array([0]))
     assert x[0, 0] == 2**16 and bytes(x[0, 1:].tolist()) == texts[0].encode()[:15]
 
 
@@ -231,476 +194,355 @@ def test_a_document_has_one_split() -> None:
         at = rng.randrange(len(text) + 1)
         assert survey([text]) == survey([text[:at], text[at:]])
         assert survey([text])[1] == len(text)
-    assert {prep.split_of(survey([text])[0], 0.3) for text in texts} == set(prep.SPLITS)
+    assert {split_of(survey([text])[0], 0.3) for text in texts} == set(prep.SPLITS)
 
 
-def test_native_splits(tmp_path: Path) -> None:
+def test_splits_of_the_inputs_own(tmp_path: Path) -> None:
     texts = documents(400, seed=6)
-    for name, part in (
-        ('train/chunk1/a.jsonl.zst', texts[:300]),
-        ('validation/chunk1/b.jsonl.zst', texts[300:]),
-    ):
-        write(tmp_path / 'in' / name, part)
+    write(tmp_path / 'in/train/chunk1/a.jsonl.zst', texts[:300])
+    write(tmp_path / 'in/validation/chunk1/b.jsonl.zst', texts[300:])
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2', '--tokens=10M')
-    right = expected(texts[:300], 0.2)
-    assert (
-        made['val.bin'] == expected(texts[300:], 0)['train_00000.bin']
-        and made['test.bin'] == right['test.bin']
-    )
-    kept = [text for text in texts[:300] if prep.split_of(survey([text])[0], 0.2) != 'test']
-    assert made['train_00000.bin'] == expected(kept, 0)['train_00000.bin']
+    drawn = [text for text in texts[:300] if split_of(survey([text])[0], 0.2) != 'test']
+    assert made['val.bin'] == train_of(texts[300:])
+    assert made['test.bin'] == expected(texts[:300], 0.2)['test.bin']
+    assert made['train_00000.bin'] == train_of(drawn)
     short = prepare(tmp_path / 'in', tmp_path / 'short', '--held_out=0.2', '--tokens=20K')
     assert short['splits']['val']['tokens'] == 4000 and short['splits']['train']['tokens'] == 20_000
+    # and where documents are few
+    for name in ('train', 'validation'):
+        (tmp_path / 'few' / name).mkdir(parents=True)
+        (tmp_path / 'few' / name / 'a.txt').write_text(book(5000, seed=len(name)))
+    made = prepare(tmp_path / 'few', tmp_path / 'out few', '--held_out=0.1', '--tokens=1M')
+    assert made['train_00000.bin'] + made['test.bin'][2:] == train_of([book(5000, seed=5)])
+    assert made['val.bin'] == train_of([book(5000, seed=10)])
 
 
 def test_a_seed_shuffles_the_files(tmp_path: Path) -> None:
     for i in range(5):
         write(tmp_path / 'in' / f'{i}.jsonl', [f'file {i} ' * 20])
-    made = [
-        prepare(tmp_path / 'in', tmp_path / f'out{n}', f'--seed={seed}', '--held_out=0')[
-            'train_00000.bin'
-        ]
-        for n, seed in enumerate((0, 1, 1))
-    ]
-    assert made[0] != made[1] == made[2] and sorted(made[0]) == sorted(made[1])
-    orders = [json.loads((tmp_path / f'out{n}' / 'meta.json').read_text())['files'] for n in (0, 1)]
-    assert orders[0] == sorted(orders[1]) == [f'{i}.jsonl' for i in range(5)]
+    made, names = [], []
+    for n, seed in enumerate((0, 1, 1)):
+        made.append(prepare(tmp_path / 'in', tmp_path / f'{n}', f'--seed={seed}', '--held_out=0'))
+        names.append(json.loads((tmp_path / f'{n}/meta.json').read_text())['files'])
+    assert made[0] != made[1] == made[2]
+    assert names[0] == sorted(names[1]) == [f'{i}.jsonl' for i in range(5)] != names[1]
 
 
-def test_builtin_is_the_standard_library(tmp_path: Path) -> None:
-    prep.prepare_builtin(str(tmp_path / 'out'))
+def test_builtin_is_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert prep.find_data('data/builtin') == 'data/builtin'
     root, texts = os.path.dirname(os.__file__), []
     for folder, subfolders, files in os.walk(root):
         left_out = {'site-packages', 'dist-packages', 'test', 'tests', 'idle_test', '__pycache__'}
         subfolders[:] = sorted(set(subfolders) - left_out)
-        texts += [
-            Path(folder, name).read_bytes().decode(errors='replace')
-            for name in sorted(files)
-            if name.endswith('.py')
-        ]
-    made = result(tmp_path / 'out')
-    assert {k: v for k, v in made.items() if k != 'splits'} == expected(texts, 0.05)
-    tokenizer = load_tokenizer(str(tmp_path / 'out'))
-    assert (tokenizer.bos, tokenizer.vocab_size, tokenizer.decode(tokenizer.encode('é'))) == (
-        256,
-        257,
-        'é',
-    )
+        texts += [Path(folder, name).read_bytes().decode(errors='replace')
+                  for name in sorted(files) if name.endswith('.py')]
+    made = result(tmp_path / 'data/builtin')
+    made.pop('splits')
+    assert made == expected(texts, 0.05)
 
 
 # Interruptions
-
 
 def test_killed_and_restarted_gives_the_same_bytes(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     print(f'random moments of seed {seed}')
     rng = random.Random(seed)
-    for i in range(20):
+    for i in range(12):
         write(tmp_path / 'in' / f'{i:02d}.parquet', documents(100, seed=10 + i, characters=4000))
     options = ('--shard_tokens=500K', '--held_out=0.05', '--workers=2')
     straight = prepare(tmp_path / 'in', tmp_path / 'straight', *options)
-    slow = dict(os.environ, PYTHONPATH=REPO, SLOW=str(rng.uniform(0.0005, 0.001)))
-    out, kills = tmp_path / 'out', 0
-    script = (
-        'import os, sys, time, prepare_slimpajama as prep\nprep.BATCH = prep.SAVE_BYTES = 1 << 16\n'
-        'append = prep.Writer.append\n'
+    out = tmp_path / 'out'
+    (tmp_path / 'slow.py').write_text(
+        'import os, sys, time, prepare_slimpajama as prep\n'
+        'prep.SAVE_TOKENS = 1 << 16\nappend = prep.Writer.append\n'
         'def slow(*args): time.sleep(float(os.environ["SLOW"])); append(*args)\n'
-        'prep.Writer.append = slow\nprep.main(sys.argv[1:])\n'
-    )
-    (tmp_path / 'slow.py').write_text(script)
-    argv = [sys.executable, str(tmp_path / 'slow.py'), *command(tmp_path / 'in', out, *options)[2:]]
+        'prep.Writer.append = slow\nprep.main(sys.argv[1:])\n')
+    argv = [sys.executable, str(tmp_path / 'slow.py'), *command(tmp_path / 'in', out, *options)]
+    env = dict(os.environ, PYTHONPATH=str(ROOT), SLOW='0.001')
     positions = [0]
 
     def position() -> int:
         state = out / 'progress.json'
         return json.loads(state.read_text())['tokens']['train'] if state.exists() else 0
 
-    while kills < 3:
-        process = subprocess.Popen(argv, env=slow, stderr=subprocess.PIPE, text=True)
+    for _ in range(3):
+        process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True)
         while position() <= positions[-1]:
             time.sleep(0.01)
             assert process.poll() is None, process.stderr.read()
-        time.sleep(rng.uniform(0, 0.3))
+        time.sleep(rng.uniform(0, 0.2))
         process.kill()
         process.wait()
-        kills += 1
         positions.append(position())
         assert not (out / 'meta.json').exists()
-    print(f'killed after {positions} tokens')
     assert positions == sorted(set(positions))  # every run went on where the one before was
-    done = subprocess.run(argv, env=dict(slow, SLOW='0'), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert result(out) == straight
-
-
-def test_killed_while_it_names_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for i in range(4):
-        write(tmp_path / 'in' / f'{i}.jsonl', documents(200, seed=60 + i))
-    options = ('--shard_tokens=20K', '--held_out=0.1')
-    straight = prepare(tmp_path / 'in', tmp_path / 'straight', *options)
-    out = tmp_path / 'out'
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(prep, 'SAVE_BYTES', 1)
-        look_at, calls = prep.look_at, []
-
-        def dies(*args: Any) -> Any:
-            calls.append(args)
-            return look_at(*args) if len(calls) < 4 else {}['killed here']
-
-        patch.setattr('nanocem.writer.look_at', dies)
-        prepare(tmp_path / 'in', out, *options)
-    state = out / 'progress.json'
-    before = json.loads(state.read_text())
-    assert len(list(out.glob('*.bin'))) == 3 and before['file'] == 4
-    # the last note was made long before
-    before.update(file=0, tokens=dict.fromkeys(prep.SPLITS, 0), last={})
-    state.write_text(json.dumps(before))
     assert prepare(tmp_path / 'in', out, *options) == straight
 
 
-def test_a_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
-    where, out = (
-        write(tmp_path / 'a.jsonl', documents(1000, seed=7, characters=2000)),
-        tmp_path / 'out',
-    )
-    straight = prepare(where, tmp_path / 'straight', '--workers=1')
-    limit = len(straight['train_00000.bin']) // 2
-    done = subprocess.run(
-        command(where, out, '--workers=1'),
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )
-    assert done.returncode == 1
-    assert re.match(
-        r'prepare_slimpajama.py: .*(File too large|No space left)', done.stderr.splitlines()[-1]
-    )
-    assert not list(out.glob('*.bin')) and not (out / 'meta.json').exists()
-    assert prepare(where, out, '--workers=1') == straight
-
-
-def test_a_full_disk_for_real(tmp_path: Path) -> None:
-    where, out = (
-        write(tmp_path / 'a.jsonl', documents(1000, seed=7, characters=2000)),
-        tmp_path / 'small',
-    )
-    out.mkdir()
-    inside = ' '.join(command(where, out, '--workers=1'))
-    if subprocess.run(
-        ['unshare', '-rm', 'mount', '-t', 'tmpfs', 'x', str(out)], capture_output=True
-    ).returncode:
-        pytest.skip('this machine lets nobody mount a small disk')
-    done = subprocess.run(
-        [
-            'unshare',
-            '-rm',
-            'sh',
-            '-c',
-            f'mount -t tmpfs -o size=512k x {out} && {inside}; code=$?; ls {out}; exit $code',
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(
-        'prepare_slimpajama.py: '
-    )
-    assert 'No space left on device' in done.stderr.splitlines()[-1]
-    assert '.bin\n' not in done.stdout and 'meta.json' not in done.stdout
-
-
-def test_an_unfinished_folder_is_kept_to_its_configuration(tmp_path: Path) -> None:
-    where, out = write(tmp_path / 'in' / 'a.jsonl', documents(50, seed=8)).parent, tmp_path / 'out'
-    prepare(where, out)
-    before = (out / 'meta.json').read_bytes()
-    done = run(where, out, '--held_out=0.2', '--seed=3')
-    assert done.returncode == 1 and 'held_out=0.005, not 0.2; seed=0, not 3' in done.stderr
-    assert run(where, out).returncode == 0 and (out / 'meta.json').read_bytes() == before
-    (out / 'meta.json').unlink()
-    done = run(where, out)
-    assert done.returncode == 1 and 'no meta.json' in done.stderr
-    unfinished = tmp_path / 'unfinished'
-    write(where / 'b.parquet', documents(50, seed=9)).write_bytes(b'PAR1 damaged')
-    assert 'b.parquet' in refused(where, unfinished, '--workers=1')
-
-
-# The user's files
-
-
-def test_a_changed_input_is_noticed(tmp_path: Path) -> None:
-    where, out = write(tmp_path / 'in' / 'a.jsonl', documents(50, seed=71)).parent, tmp_path / 'out'
-    prepare(where, out, '--held_out=0.1')
-    assert 'is prepared already' in run(where, out, '--held_out=0.1').stdout
-    path = where / 'a.jsonl'
-    data, at = path.read_bytes(), path.stat().st_mtime_ns
-
-    def asked() -> subprocess.CompletedProcess:
-        return run(where, out, '--held_out=0.1')
-
-    path.write_bytes(data.replace(b'energy', b'Energy', 1))  # of the same size
-    assert asked().returncode == 1 and 'has changed since' in asked().stderr
-    path.write_bytes(data)
-    os.utime(path, ns=(at, at))
-    assert asked().returncode == 0
-    write(where / 'b.jsonl', ['one more'])
-    assert asked().returncode == 1 and 'has changed since' in asked().stderr
-    shutil.rmtree(where)  # the tokens are enough
-    assert asked().returncode == 0 and 'is prepared already' in asked().stdout
-
-
-def test_two_at_once(tmp_path: Path) -> None:
-    script = (
-        'import sys, prepare_slimpajama as prep\nprepare = prep.prepare\n'
-        'def slow(*args): print("at it", flush=True); sys.stdin.readline(); prepare(*args)\n'
-        'prep.prepare = slow\nprep.prepare_builtin(sys.argv[1])\n'
-    )
-    argv = [sys.executable, '-c', script, str(tmp_path / 'out')]
-
-    def start() -> subprocess.Popen:
-        return subprocess.Popen(
-            argv,
-            env=dict(os.environ, PYTHONPATH=REPO),
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-    first = start()
-    assert first.stdout.readline() == 'at it\n'
-    done = run('builtin', tmp_path / 'out')
-    assert done.returncode == 1 and 'another process is preparing it' in done.stderr
-    second = start()
-    assert 'waiting for it' in second.stdout.readline()
-    time.sleep(0.5)
-    assert second.poll() is None and not (tmp_path / 'out' / 'meta.json').exists()
-    first.communicate('go on\n', timeout=60)
-    assert first.returncode == 0 and set(result(tmp_path / 'out')) > {'val.bin', 'test.bin'}
-    says, _ = second.communicate('go on\n', timeout=60)
-    assert second.returncode == 0 and says.splitlines()[-1].endswith('is prepared already')
-
-
-def test_a_message_is_of_the_program_that_was_run(tmp_path: Path) -> None:
-    (tmp_path / 'file').touch()
-    script = tmp_path / 'train.py'
-    script.write_text('import sys, prepare_slimpajama as prep\nprep.prepare_builtin(sys.argv[1])\n')
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / 'file'],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ, PYTHONPATH=REPO),
-    )
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith('train.py: ') and 'prepare_slimpajama' not in done.stderr
-
-
-# A text of one's own
-
-
-def book(words: int, seed: int = 0) -> str:
+def test_stopped_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between any two parts, also where documents are split by position."""
+    seed = random.randrange(2**32)
+    print(f'random moments of seed {seed}')
     rng = random.Random(seed)
-    return ''.join(
-        rng.choice(['of ', 'energy ', 'the\n', 'naïve ', 'minimum. ', '世界 '])
-        for _ in range(words)
-    )
-
-
-@pytest.mark.parametrize('options', [(), ('--held_out=0.1',), ('--column=text', '--tokens=20K')])
-def test_few_documents_are_split_by_position(tmp_path: Path, options: tuple[str, ...]) -> None:
-    text = book(20_000)
-    (tmp_path / 'book.txt').write_text(text)
-    done = run(tmp_path / 'book.txt', tmp_path / 'out', *options)
-    assert done.returncode == 0 and 'has few documents' in done.stdout, done.stderr
-    made = result(tmp_path / 'out')
-    share = 0.1 if '--held_out=0.1' in options else 0.05
-    parts = [
-        np.frombuffer(made[name], '<u2') for name in ('train_00000.bin', 'val.bin', 'test.bin')
-    ]
-    assert all(part[0] == 256 and (part == 256).sum() == 1 for part in parts)
-    texts = [bytes(part[1:].tolist()) for part in parts]
-    if '--tokens=20K' in options:
-        assert [len(part) for part in parts] == [20_000, 1000, 1000]
-        assert text.encode().startswith(texts[0]) and texts[1] in text.encode()
-        return
-    assert b''.join(texts) == text.encode()
-    for part in texts[1:]:
-        assert share / 2 < len(part) / len(text.encode()) < share * 1.5
-
-
-def test_few_documents_with_splits_of_their_own(tmp_path: Path) -> None:
-    for name in ('train', 'validation'):
-        (tmp_path / 'in' / name).mkdir(parents=True)
-        (tmp_path / 'in' / name / 'a.txt').write_text(book(5000, seed=len(name)))
-    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1', '--tokens=1M')
-    whole = made['train_00000.bin'] + made['test.bin'][2:]
-    assert whole == expected([book(5000, seed=5)], 0)['train_00000.bin']
-    assert made['val.bin'] == expected([book(5000, seed=10)], 0)['train_00000.bin']
-
-
-def test_stopped_while_it_splits_by_position(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     for i in range(6):
         (tmp_path / 'in').mkdir(exist_ok=True)
         (tmp_path / 'in' / f'{i}.txt').write_text(book(5000, seed=i))
     straight = prepare(tmp_path / 'in', tmp_path / 'straight')
     assert all(split['documents'] == 6 for split in straight['splits'].values())
-    monkeypatch.setattr(prep, 'SAVE_BYTES', 1)
-    append, counts = prep.Writer.append, []
-    for stop in (60, 60, 20):
+    monkeypatch.setattr(prep, 'SAVE_TOKENS', 1)
+    append, left = prep.Writer.append, [0]
 
-        def dies(writer: Any, *args: Any, stop: int = stop) -> None:
-            counts.append(1)
-            if len(counts) > stop:
-                raise KeyboardInterrupt
-            append(writer, *args)
+    def stops(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        append(*args)
 
-        with monkeypatch.context() as patch, pytest.raises(SystemExit, match='goes on from here'):
-            patch.setattr(prep.Writer, 'append', dies)
-            counts.clear()
+    monkeypatch.setattr(prep.Writer, 'append', stops)
+    for _ in range(5):
+        left[0] = rng.randrange(100)
+        with pytest.raises(SystemExit, match='goes on from here'):
             prepare(tmp_path / 'in', tmp_path / 'out')
+    left[0] = sys.maxsize
     assert prepare(tmp_path / 'in', tmp_path / 'out') == straight
 
 
-def test_too_little_text_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / 'a.txt').write_text('word')
-    assert 'too little text for val and test' in refused(tmp_path / 'a.txt', tmp_path / 'out')
-    assert os.listdir(tmp_path / 'out') == ['.lock']
-    made = prepare(tmp_path / 'a.txt', tmp_path / 'out', '--held_out=0')
-    assert made['train_00000.bin'] == expected(['word'], 0)['train_00000.bin']
+def test_a_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
+    where = write(tmp_path / 'a.jsonl', documents(1000, seed=7, characters=2000))
+    out = tmp_path / 'out'
+    straight = prepare(where, tmp_path / 'straight', '--workers=1')
+    limit = len(straight['train_00000.bin']) // 2
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *command(where, out, '--workers=1')], capture_output=True,
+        text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    assert done.returncode == 1 and not (out / 'meta.json').exists()
+    assert re.match(r'prepare_slimpajama.py: .*(File too large|No space left).* goes on from here',
+                    done.stderr.splitlines()[-1])
+    assert prepare(where, out, '--workers=1') == straight
 
 
-def test_prepare_text(
+def test_a_folder_is_kept_to_its_options_and_its_input(tmp_path: Path) -> None:
+    path = write(tmp_path / 'in/a.jsonl', documents(50, seed=8))
+    where, out = path.parent, tmp_path / 'out'
+    prepare(where, out)
+    before = (out / 'meta.json').read_bytes()
+    assert 'held_out=0.005, not 0.2; seed=0, not 3' in run(
+        where, out, '--held_out=0.2', '--seed=3').err
+    meta = json.loads(before)
+    del meta['config']['encoding']  # older than that option
+    (out / 'meta.json').write_text(json.dumps(meta))
+    assert 'is prepared already' in run(where, out).out
+    # another input
+    data, at = path.read_bytes(), path.stat().st_mtime_ns
+    path.write_bytes(data.replace(b'energy', b'Energy', 1))
+    assert 'has changed since' in run(where, out).err
+    path.write_bytes(data)
+    os.utime(path, ns=(at, at))
+    assert run(where, out).code == 0
+    write(where / 'b.jsonl', ['one more'])
+    assert 'has changed since' in run(where, out).err
+    shutil.rmtree(where)  # the tokens are enough
+    assert 'is prepared already' in run(where, out).out
+    # files of another program, and of nobody
+    (out / 'meta.json').write_text('{"name": "another program"}')
+    assert 'of something else' in run(where, out).err
+    (out / 'meta.json').unlink()
+    assert 'no meta.json' in run(where, out).err
+    (out / 'progress.json').write_text(json.dumps({'config': {}, 'tokens': [1]}))
+    assert 'progress.json is damaged' in run(where, out).err
+
+
+def test_no_file_of_the_users_is_touched(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'a.jsonl', documents(300, seed=70)), tmp_path / 'out'
+    theirs = [out / name for name in ('x.bin', 'notes.txt', 'meta.json.bak', 'training_00001.bin')]
+    out.mkdir()
+    for path in theirs:
+        path.write_bytes(b'mine')
+    assert run(where, out, '--held_out=0.1').code == 0
+    assert run(tmp_path / 'none', tmp_path, '--held_out=0.1').code == 1  # a folder that was there
+    assert [path.read_bytes() for path in theirs] == [b'mine'] * 4 and where.exists()
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    script = ('import sys, prepare_slimpajama as prep\nprepare = prep.prepare\n'
+              'def slow(*args): print("at it", flush=True); sys.stdin.readline(); prepare(*args)\n'
+              'prep.prepare = slow\nprep.find_data("data/builtin")\n')
+    processes = []
+    for _ in range(2):
+        processes.append(subprocess.Popen(
+            [sys.executable, '-c', script], env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path))
+        assert 'Preparing' in processes[-1].stdout.readline()
+        says = processes[-1].stdout.readline()
+    assert 'waiting for it' in says
+    time.sleep(0.5)
+    assert processes[1].poll() is None and not (tmp_path / 'data/builtin/meta.json').exists()
+    processes[0].communicate('go on\n', timeout=60)
+    says, _ = processes[1].communicate('go on\n', timeout=60)
+    assert [p.returncode for p in processes] == [0, 0] and set(result(tmp_path / 'data/builtin'))
+    assert says.splitlines()[-1].endswith('is prepared already')
+
+
+# A text of one's own
+
+def book(words: int, seed: int = 0) -> str:
+    rng = random.Random(seed)
+    choice = ['of ', 'energy ', 'the\n', 'naïve ', 'minimum. ', '世界 ']
+    return ''.join(rng.choice(choice) for _ in range(words))
+
+
+@pytest.mark.parametrize('options', [(), ('--held_out=0.1',), ('--column=text', '--tokens=20K')])
+def test_few_documents_are_split_by_position(tmp_path: Path, options: tuple[str, ...]) -> None:
+    text, out = book(20_000), tmp_path / 'out'
+    (tmp_path / 'book.txt').write_text(text)
+    ended = run(tmp_path / 'book.txt', out, *options)
+    assert ended.code == 0 and 'has few documents' in ended.out, ended.err
+    made = result(out)
+    names = ('train_00000.bin', 'val.bin', 'test.bin')
+    ids = [np.frombuffer(made[name], '<u2') for name in names]
+    assert all(part[0] == 256 and (part == 256).sum() == 1 for part in ids)
+    texts = [bytes(part[1:].tolist()) for part in ids]
+    if '--tokens=20K' in options:
+        assert [len(part) for part in ids] == [20_000, 1000, 1000]
+        assert text.encode().startswith(texts[0]) and texts[1] in text.encode()
+        return
+    assert b''.join(texts) == text.encode()
+    share = 0.1 if options else 0.05
+    assert all(share / 2 < len(part) / len(text.encode()) < share * 1.5 for part in texts[1:])
+    assert '3.3' not in ended.err  # a number of tokens that the text does not have
+
+
+@pytest.mark.parametrize('text', ['a' * 40_000, '你好世界' * 10_000])
+def test_a_text_without_spaces_is_split_too(tmp_path: Path, text: str) -> None:
+    (tmp_path / 'a.txt').write_text(text)
+    made = prepare(tmp_path / 'a.txt', tmp_path / 'out')
+    data = [made[name] for name in ('train_00000.bin', 'val.bin', 'test.bin')]
+    texts = [bytes(np.frombuffer(part, '<u2')[1:].tolist()).decode() for part in data]
+    assert ''.join(texts) == text
+    assert all(0.04 < len(part) / len(text) < 0.06 for part in texts[1:])
+
+
+def test_too_little_text_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'a.txt').write_text('w')
+    says = refused('a.txt', tmp_path / 'out')
+    assert 'too little text for val and test: give more, or --held_out=0' in says
+    with pytest.raises(SystemExit, match='too little text for val and test: give more of it$'):
+        prep.find_data('data/slimpajama', 'a.txt')
+    assert sorted(os.listdir()) == ['a.txt', 'data'] and not os.listdir('data')
+    assert prepare('a.txt', tmp_path / 'out', '--held_out=0')['train_00000.bin'] == train_of(['w'])
+
+
+def test_a_text_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / 'My book.v2.txt'
     path.write_text(book(20_000))
-    made = prep.prepare_text('My book.v2.txt')
+
+    def made_of(text: Path | str, tokenizer: str | None = None) -> str:
+        return prep.find_data('data/slimpajama', str(text), tokenizer)
+
+    made = made_of('My book.v2.txt')
     assert re.fullmatch(r'data/My book-[0-9a-f]{8}', made)
     assert 'one token a byte' in capsys.readouterr().out
-    for split in prep.SPLITS:
-        assert len(Sequences(made, split, 128)) > 10
+    assert all(len(Sequences(made, split, 128)) > 10 for split in prep.SPLITS)
     at = os.path.getmtime(f'{made}/meta.json')
-    assert prep.prepare_text(str(path)) == made and os.path.getmtime(f'{made}/meta.json') == at
+    assert made_of(path) == made and os.path.getmtime(f'{made}/meta.json') == at
     assert capsys.readouterr().out == ''
-    path.write_text(book(20_000, seed=1))
-    changed = prep.prepare_text(str(path))
-    assert changed != made and load_tokenizer(changed).name == 'byte'
+    # another text of the same size and time
+    times = path.stat().st_mtime_ns
+    path.write_text(book(20_000)[:-9] + 'the end. ')
+    os.utime(path, ns=(times, times))
+    assert made_of(path) != made
     with pytest.raises(SystemExit, match='none of llama, gpt2, byte'):
-        prep.prepare_text(str(path), 'bert')
+        made_of(path, 'bert')
     with pytest.raises(SystemExit, match='no such file or folder'):
-        prep.prepare_text(str(tmp_path / 'nothing'))
+        made_of(tmp_path / 'nothing')
     # thirty documents of which, at random, few or none or short ones would be held out
     (tmp_path / 'folder').mkdir()
     for i in range(30):
         (tmp_path / 'folder' / f'{i}.txt').write_text(book(1000, seed=i) if i % 5 else 'short')
-    folder = prep.prepare_text(str(tmp_path / 'folder'))
+    folder = made_of(tmp_path / 'folder')
     assert all(len(Sequences(folder, split, 128)) > 10 for split in prep.SPLITS)
+    # a name that is no text
+    odd = os.fsdecode(b'b\xff x.txt')
+    shutil.copy(path, odd)
+    assert load_tokenizer(made_of(odd)).name == 'byte'
 
 
 @needs_llama
-def test_prepare_text_takes_larger_tokens_for_a_larger_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_tokens_for_a_larger_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'book.txt').write_text(book(20_000))
-    made = prep.prepare_text('book.txt', LLAMA)
-    assert load_tokenizer(made).name == 'llama'
-    asked = []
+    assert load_tokenizer(prep.prepare_text('book.txt', LLAMA)).name == 'llama'
     monkeypatch.setattr(prep, 'SMALL_TEXT', 1000)
-    monkeypatch.setattr(prep, 'ask_hub', lambda repo, question: asked.append(repo) or LLAMA)
-    made = prep.prepare_text('book.txt')
-    assert load_tokenizer(made).name == 'llama' and asked == [] and made.startswith('data/book-')
-    monkeypatch.chdir(tmp_path / 'data')
-    assert load_tokenizer(prep.prepare_text('../book.txt')).name == 'llama' and len(asked) == 1
+    made = prep.prepare_text('book.txt', None)  # finds that one
+    assert load_tokenizer(made).name == 'llama'
+    (tmp_path / 'zh.txt').write_text('你好世界' * 1000)
+    with pytest.raises(SystemExit, match='too few spaces and line ends to cut it at'):
+        prep.prepare_text('zh.txt', LLAMA)
 
 
 # Damage
 
+DAMAGES = {
+    'b.parquet': {'cut': '', 'not': 'magic', 'column': 'no "text" column, only words',
+                  'numbers': 'no string but 1'},
+    'b.jsonl.zst': {'cut': 'Truncated', 'broken': 'ZSTD', 'empty': 'empty'},
+    'b.jsonl': {'line': 'line 400 is not JSON', 'field': 'line 400 has no "text" field'},
+    'b.txt': {'latin': 'byte 6 is not UTF-8: no text, or perhaps latin-1',
+              'utf16': 'byte 0 is not UTF-8: no text, or perhaps utf-16'},
+}
 
-def damage(folder: Path, kind: str) -> str:
-    """A folder of three files, the second damaged. Returns what the message must say."""
+
+@pytest.mark.parametrize('name, kind', [(n, k) for n, kinds in DAMAGES.items() for k in kinds])
+def test_a_damaged_file_is_named_and_left_out_only_on_demand(
+    tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # so that documents before the damage are written before it is met
+    monkeypatch.setattr(sources, 'BATCH', 50_000)
+    monkeypatch.setattr(prep, 'SAVE_TOKENS', 1)
+    folder, out = tmp_path / 'in', tmp_path / 'out'
     texts = documents(700, seed=20, characters=1000)
     write(folder / 'a.jsonl', texts[:100])
     write(folder / 'c.jsonl', texts[600:])
-    name, says = {
-        'cut parquet': ('b.parquet', ''),
-        'broken parquet': ('b.parquet', ''),
-        'not parquet': ('b.parquet', 'magic'),
-        'no column': ('b.parquet', 'no "text" column, only words'),
-        'numbers': ('b.parquet', 'no string but 1'),
-        'cut zst': ('b.jsonl.zst', 'Truncated'),
-        'broken zst': ('b.jsonl.zst', 'ZSTD'),
-        'empty zst': ('b.jsonl.zst', 'empty'),
-        'not JSON': ('b.jsonl', 'line 400 is not JSON'),
-        'no field': ('b.jsonl', 'line 401 has no "text" field'),
-        'not UTF-8': ('b.jsonl', 'line 400 is not JSON'),
-    }[kind]
-    path = write(folder / name, texts[100:600])
-    data = path.read_bytes()
-    middle = len(data) // 2
-    if kind == 'no column':
-        pq.write_table(pa.table({'words': ['a']}), path)
-    elif kind == 'numbers':
-        pq.write_table(pa.table({'text': [1]}), path)
-    elif name == 'b.jsonl':
-        lines = data.splitlines()
-        lines[399 + (kind == 'no field')] = {
-            'not JSON': b'{"text": "a',
-            'no field': b'{"txt": "a"}',
-            'not UTF-8': b'{"text": "\xff"}',
-        }[kind]
-        path.write_bytes(b'\n'.join(lines))
+    path = write(folder / name, texts[100:600]) if name != 'b.txt' else folder / name
+    data = path.read_bytes() if path.exists() else b''
+    lines, middle = data.splitlines(), len(data) // 2
+    damaged = {
+        'cut': data[:middle], 'not': b'not parquet', 'empty': b'', 'latin': b'un caf\xe9 noir ' * 9,
+        'broken': data[:middle - 99] + random.Random(21).randbytes(200) + data[middle + 101:],
+        'line': b'\n'.join([*lines[:399], b'{"text": "\xff"}', *lines[400:]]),
+        'field': b'\n'.join([*lines[:399], b'{"txt": "a"}', *lines[400:]]),
+        'utf16': 'un café noir '.encode('utf-16') * 9}
+    if kind in damaged:
+        path.write_bytes(damaged[kind])
     else:
-        broken = data[: middle - 99] + random.Random(21).randbytes(200) + data[middle + 101 :]
-        path.write_bytes(
-            {'cut': data[:middle], 'broken': broken, 'empty': b'', 'not': b'not parquet'}[
-                kind.split()[0]
-            ]
-        )
-    return says
-
-
-@pytest.mark.parametrize(
-    'kind',
-    [
-        'cut parquet',
-        'broken parquet',
-        'not parquet',
-        'no column',
-        'numbers',
-        'cut zst',
-        'broken zst',
-        'empty zst',
-        'not JSON',
-        'no field',
-        'not UTF-8',
-    ],
-)
-def test_a_damaged_file_is_named_and_left_out_only_on_demand(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # so that documents before the damage are written before it is met
-    monkeypatch.setattr(prep, 'BATCH', 50_000)
-    monkeypatch.setattr(prep, 'SAVE_BYTES', 1)
-    folder, out = tmp_path / 'in', tmp_path / 'out'
-    says = damage(folder, kind)
-    with pytest.raises(
-        SystemExit, match=r'/in/b\.(parquet|jsonl|jsonl\.zst): .*--skip_bad'
-    ) as stop:
-        prepare(folder, out, '--held_out=0.1', '--workers=1', '--shard_tokens=200K')
-    assert says in str(stop.value) and '\n' not in str(stop.value)
-    assert not list(out.glob('*.bin')) and not (out / 'meta.json').exists()
-    skipped = prepare(
-        folder, out, '--held_out=0.1', '--workers=1', '--shard_tokens=200K', '--skip_bad'
-    )
+        pq.write_table(pa.table({'words': ['a']} if kind == 'column' else {'text': [1]}), path)
+    options = ('--held_out=0.1', '--workers=1', '--shard_tokens=200K')
+    says = refused(folder, out, *options)
+    assert f'/in/{name}: ' in says and DAMAGES[name][kind] in says and '--skip_bad' in says
+    skipped = prepare(folder, out, *options, '--skip_bad')
     meta = json.loads((out / 'meta.json').read_text())
-    assert list(meta['skipped']) == [next(p.name for p in folder.glob('b.*'))] and meta[
-        'files'
-    ] == ['a.jsonl', 'c.jsonl']
-    next(folder.glob('b.*')).unlink()
-    assert skipped == prepare(
-        folder, tmp_path / 'without', '--held_out=0.1', '--workers=1', '--shard_tokens=200K'
-    )
+    assert list(meta['skipped']) == [name] and meta['files'] == ['a.jsonl', 'c.jsonl']
+    path.unlink()
+    assert skipped == prepare(folder, tmp_path / 'without', *options)
+
+
+def test_texts_in_other_encodings(tmp_path: Path) -> None:
+    text = 'un café noir\r\n' * 500
+    for encoding in ('latin-1', 'utf-16', 'cp1252'):
+        (tmp_path / 'a.txt').write_bytes(text.encode(encoding))
+        out = tmp_path / encoding
+        made = prepare(tmp_path / 'a.txt', out, f'--encoding={encoding}', '--held_out=0')
+        assert made['train_00000.bin'] == train_of([text])
+        assert sources.read_text(str(tmp_path / 'a.txt'), encoding) == text
+    with pytest.raises(ValueError, match='byte 6 is not UTF-8'):
+        sources.read_text(str(tmp_path / 'a.txt'))
 
 
 def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
@@ -712,13 +554,11 @@ def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
         (tmp_path / 'nothing', (), 'no such file or folder'),
         (tmp_path / 'empty', (), 'holds no .parquet, .jsonl'),
         (tmp_path / 'empty.jsonl', ('--workers=1',), 'holds no text'),
-        (some, ('--tokens=many',), 'expected a whole number'),
         (some, ('--tokens=0',), 'expected 1 to'),
         (some, ('--tokens=1.5',), 'expected a whole number'),
-        (some, ('--shard_tokens=0.5K1',), 'expected a whole number'),
         (some, ('--tokenizer=bert',), 'none of llama, gpt2, byte'),
-        (some, (f'--tokenizer={tmp_path}/other.model',), LLAMA_SAYS),
-        (some, ('--nonsense=1',), 'no such option'),
+        (some, (f'--tokenizer={tmp_path}/other.model',), f'expected {LLAMA_SHA256}'),
+        (some, ('--encoding=rot13',), 'none that Python knows'),
         (some, ('--workers=0',), 'expected 1 to'),
         (some, ('--held_out=0.7',), 'below 0.5'),
         (some, ('--eos',), 'no EOS'),
@@ -726,143 +566,53 @@ def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
         (some, ('--size=1m',), 'expected one of 86m, 108m'),
     ):
         assert says in refused(where, out, *options)
+        assert not out.exists()
 
 
-LLAMA_SAYS = f'expected {LLAMA_SHA256}'
-
-
-def test_verify_and_train_find_damage(tmp_path: Path) -> None:
+def test_verify_finds_damage(tmp_path: Path) -> None:
     where, out = write(tmp_path / 'a.jsonl', documents(300, seed=30)), tmp_path / 'out'
     prepare(where, out, '--held_out=0.1', '--shard_tokens=10K', '--workers=1')
-    prep.verify(str(out))
+    assert run(where, out, '--verify').code == 0
     path = out / 'train_00001.bin'
-    good = np.fromfile(path, '<u2')
+    good = path.read_bytes()
+    for data in (good[:-2], good[:-1], bytes([good[0] ^ 1]) + good[1:], b'', None):
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+        assert f'{path}: ' in refused_by_verify(out)
+    os.mkfifo(path)  # to read it is to wait for ever
+    assert f'{path}: missing' in refused_by_verify(out)
 
-    def check(data: bytes, says: str, train_says: str | None) -> None:
-        path.write_bytes(data)
-        with pytest.raises(SystemExit, match=says):
-            prep.verify(str(out))
-        if train_says:
-            with pytest.raises(SystemExit, match=train_says):
-                Sequences(str(out), 'train', 64)
-        path.write_bytes(good.tobytes())
 
-    changed = good.copy()
-    changed[1234] ^= 1
-    check(changed.tobytes(), 'sha256', None)
-    changed[1234] = 257
-    check(changed.tobytes(), 'token 257, outside the vocabulary of 257', 'holds token 257')
-    check(good[:-1].tobytes(), 'tokens 9999, meta.json says 10000', 'cut off')
-    changed[:] = np.where(good == 256, 32, good)
-    check(changed.tobytes(), 'documents 0, meta', None)
-    path.rename(out / 'away')
-    with pytest.raises(SystemExit, match=r'train_00001\.bin is missing'):
-        prep.verify(str(out))
-    with pytest.raises(SystemExit, match=r'train_00001\.bin is missing'):
-        Sequences(str(out), 'train', 64)
-    (out / 'away').rename(path)
-    prep.verify(str(out))
-    with pytest.raises(SystemExit, match='holds token 256, outside the vocabulary of 200'):
-        Sequences(str(out), 'train', 64, vocab_size=200)
-    with pytest.raises(SystemExit, match=r'python prepare_slimpajama\.py'):
-        Sequences(str(tmp_path / 'nothing'), 'train', 64)
-    (out / 'meta.json').write_text('{"format": 1')
-    with pytest.raises(SystemExit, match='damaged'):
-        prep.verify(str(out))
+def refused_by_verify(out: Path) -> str:
+    ended = run('builtin', out, '--verify')
+    assert ended.code == 1 and ended.err.startswith('prepare_slimpajama.py: '), ended.err
+    return ended.err
 
 
 def test_peek(tmp_path: Path) -> None:
     texts = [f'document {i}: ' + 'naïve ' * i for i in range(9)]
     prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0')
-    done = run('builtin', tmp_path / 'out', '--peek')
-    assert (
-        done.returncode == 0
-        and [line for line in done.stdout.splitlines() if not line.startswith('---')] == texts[:5]
-    )
-    assert run('builtin', tmp_path / 'out', '--peek=val').stderr.startswith(
-        'prepare_slimpajama.py: '
-    )
+    ended = run('builtin', tmp_path / 'out', '--peek')
+    assert ended.code == 0
+    assert [line for line in ended.out.splitlines() if not line.startswith('---')] == texts[:5]
+    assert 'the val split' in run('builtin', tmp_path / 'out', '--peek=val').err
 
 
 def test_memory_is_flat(tmp_path: Path) -> None:
-    script = (
-        'import sys, prepare_slimpajama as prep\nprep.main(sys.argv[1:])\n'
-        'print([line for line in open("/proc/self/status") if "VmHWM" in line][0].split()[1])'
-    )
+    script = ('import sys, prepare_slimpajama as prep\n'
+              'for n in (3, 30):\n'
+              '    prep.main([option.replace("N", str(n)) for option in sys.argv[1:]])\n'
+              '    status = open("/proc/self/status").read()\n'
+              '    print("peak", status.partition("VmHWM:")[2].split()[0])\n')
     text = ' '.join(documents(10, seed=40, characters=2000))
     for name in ('a.parquet', 'a.jsonl.zst', 'a.txt'):
-        peak = []
-        for n in (5, 50):
+        for n in (3, 30):
+            texts = [f'{i} {text}' for i in range(n * 1_000_000 // len(text))]
             path = tmp_path / f'{n}{name[1:]}'
-            parts = [f'{i} {text}' for i in range(n * 1_000_000 // len(text))]
-            path.write_text(' '.join(parts)) if name == 'a.txt' else write(path, parts)
-            options = command(path, tmp_path / f'{n}{name}', '--workers=1')[2:]
-            done = subprocess.run(
-                [sys.executable, '-c', script, *options], capture_output=True, text=True, cwd=REPO
-            )
-            peak.append(int(done.stdout.split()[-1]) // 1024)
-        print(name, peak)
-        assert peak[1] < peak[0] + 40, peak  # MB; the larger input is 50 MB of text
-
-
-@pytest.mark.slow
-@needs_llama
-def test_speed(tmp_path: Path, llama: LlamaTokenizer, capsys: pytest.CaptureFixture) -> None:
-    """pytest -m slow -k speed: a whole run, beside SentencePiece alone in one thread and
-    transformers' fast tokenizer (as many threads as cores) on the same text, by turns; medians of
-    three. $SPEED_TEXT is a .jsonl of your own."""
-    cores, where = len(os.sched_getaffinity(0)), os.environ.get('SPEED_TEXT')
-    if not where:
-        where = str(
-            write(
-                tmp_path / 'a.jsonl',
-                [
-                    path.read_text(errors='replace')
-                    for path in sorted(Path(os.__file__).parent.rglob('*.py'))
-                ][:2000],
-            )
-        )
-    lines = Path(where).read_text(encoding='utf-8').split('\n')
-    texts = [text for line in lines if line and (text := json.loads(line)['text'])]
-    megabytes, fast = sum(len(text.encode()) for text in texts) / 1e6, llama_of_2023(llama.model)
-    seconds: dict[str, list[tuple[float, float]]] = {}
-
-    def measure(name: str, work: Callable[[], Any]) -> Any:
-        begin, before = time.perf_counter(), os.times()
-        got = work()
-        after = os.times()
-        seconds.setdefault(name, []).append(
-            (time.perf_counter() - begin, sum(after[:4]) - sum(before[:4]))
-        )
-        return got
-
-    for turn in range(3):
-        ids = measure('SentencePiece alone', lambda: [llama.model.encode(text) for text in texts])
-        tokens = sum(len(i) + 1 for i in ids)
-        measure('transformers fast', lambda: fast(texts, add_special_tokens=False))
-        out = tmp_path / f'out{turn}'
-        done = measure(
-            f'prepare_slimpajama.py, {cores} workers',
-            lambda out=out: run(where, out, f'--tokenizer={LLAMA}', OMP_NUM_THREADS='1'),
-        )
-        assert (
-            done.returncode == 0
-            and sum(s['tokens'] for s in result(out)['splits'].values()) == tokens
-        ), done.stderr
-    with capsys.disabled():
-        print(f'\n{megabytes:.1f} MB, {tokens:,} tokens, {cores} cores; medians of three turns')
-        medians = {
-            name: [sorted(row[i] for row in rows)[1] for i in (0, 1)]
-            for name, rows in seconds.items()
-        }
-        for name, (wall, cpu) in medians.items():
-            print(
-                f'{name:35} {megabytes / wall:6.2f} MB/s {tokens / wall:12,.0f} tokens/s   '
-                f'{cpu / megabytes:.3f} CPU s a MB'
-            )
-        alone, _, ours = medians.values()
-        print(
-            f'{alone[0] / ours[0] / cores:.2f} x cores x SentencePiece alone; of its CPU time a '
-            f'MB, {ours[1] / alone[1]:.2f}'
-        )
-    assert ours[1] < alone[1] / 0.8  # of CPU time, which other load disturbs less than the clock
+            path.write_text(' '.join(texts)) if name == 'a.txt' else write(path, texts)
+        options = command(tmp_path / f'N{name[1:]}', tmp_path / f'N{name}', '--workers=1')
+        done = subprocess.run([sys.executable, '-c', script, *options], capture_output=True,
+                              text=True, cwd=ROOT)
+        peaks = [int(n) // 1024 for n in re.findall(r'peak (\d+)', done.stdout)]
+        assert peaks[1] < peaks[0] + 40, (name, peaks)  # MB

@@ -51,7 +51,8 @@ def test_what_may_change_leaves_the_losses(
     assert state['tokens'] == 12 * BATCH * running.LENGTH and state['step'] == 12
 
 
-OTHER = dict(text='a.txt', tokenizer='byte', seed=1, batch_size=8, learning_rate=1e-3, warmup=0.5,
+OTHER = dict(text='a.txt', tokenizer='byte', seed=1, batch_size=8, optimizer='muon',
+             learning_rate=1e-3, warmup=0.5,
              final_lr=0.5, beta1=0.5, beta2=0.5, adam_eps=1e-3, weight_decay=0.5, grad_clip=0.5,
              eval_tokens=100)
 MODEL = dict(d_model=16, kq_diag='per_head', vocab_size=300)

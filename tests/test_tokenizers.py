@@ -1,8 +1,9 @@
-"""Tokenizers: the ids are those of SentencePiece, transformers and tiktoken, whole or in pieces.
+"""Tokenizers: the ids are those of SentencePiece, transformers and tiktoken, whole or in parts.
 Tests that need Llama's tokenizer.model look for it at $LLAMA_TOKENIZER or
 ../shared/data/llama_tokenizer.model and are skipped without it."""
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from running import ROOT
 
-from nanocem.documents import cut, pieces
-from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer
+from nanocem.sources import ANYWHERE, cut, parts
+from nanocem.tokenizers import CUT, ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer
 
-REPO = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LLAMA = os.environ.get('LLAMA_TOKENIZER') or os.path.join(
-    REPO, '..', 'shared', 'data', 'llama_tokenizer.model')
+LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
                                  reason='no Llama tokenizer.model ($LLAMA_TOKENIZER)')
 
@@ -51,8 +51,8 @@ def small_gpt2() -> Gpt2Tokenizer:
     import tiktoken
     rng = random.Random(0)
     text = ' '.join(documents(5, seed=0)).encode()
-    parts = {text[i:i + n] for i in range(len(text) - 8) for n in range(2, 9)}
-    words = [bytes([i]) for i in range(256)] + sorted(parts, key=lambda part: (len(part), part))
+    found = {text[i:i + n] for i in range(len(text) - 8) for n in range(2, 9)}
+    words = [bytes([i]) for i in range(256)] + sorted(found, key=lambda part: (len(part), part))
     while len(words) < 50_256:
         words.append(rng.randbytes(12))
     pattern = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s")
@@ -83,11 +83,11 @@ def llama_of_2023(model: Any) -> Any:
     from tokenizers import normalizers
     from transformers import LlamaTokenizerFast
     vocab = {model.id_to_piece(i): i for i in range(model.vocab_size())}
-    merges = [(-model.get_score(i), -cut, piece) for piece, i in vocab.items()
-              for cut in range(1, len(piece))
-              if i > 258 and piece[:cut] in vocab and piece[cut:] in vocab]
-    fast = LlamaTokenizerFast(vocab=vocab, merges=[(piece[:-cut], piece[-cut:])
-                                                   for _, cut, piece in sorted(merges)])
+    merges = [(-model.get_score(i), -at, piece) for piece, i in vocab.items()
+              for at in range(1, len(piece))
+              if i > 258 and piece[:at] in vocab and piece[at:] in vocab]
+    fast = LlamaTokenizerFast(vocab=vocab, merges=[(piece[:-at], piece[-at:])
+                                                   for _, at, piece in sorted(merges)])
     fast.backend_tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
     fast.backend_tokenizer.pre_tokenizer = None
@@ -97,20 +97,15 @@ def llama_of_2023(model: Any) -> Any:
 @needs_llama
 def test_llama_ids_are_transformers(llama: LlamaTokenizer) -> None:
     fast = llama_of_2023(llama.model)
-    long = ['ab' * 500_000, 'a ' * 500_000, Path(os.__file__).read_text()]
+    long = ['ab' * 100_000, 'a ' * 100_000, Path(os.__file__).read_text()]
     for text in [*NASTY, *documents(50, seed=1), *long]:
-        right = fast.encode(text, add_special_tokens=False)
-        assert llama.encode(text) == right, repr(text[:80])
-        assert llama.encode_pieces([(text, True)], 2)[0].tolist() == right
-
-
-@needs_llama
-def test_llama_marks_in_a_text_are_text(llama: LlamaTokenizer) -> None:
-    fast, text = llama_of_2023(llama.model), 'a <s>struck out</s> word <unk>'
+        assert llama.encode(text) == fast.encode(text, add_special_tokens=False), repr(text[:80])
+    # marks in a text are text: the one difference, on purpose
+    text = 'a <s>struck out</s> word <unk>'
     assert llama.encode(text) == fast.encode(text, add_special_tokens=False,
                                              split_special_tokens=True)
     assert not {0, 1, 2} & set(llama.encode(text))
-    assert 1 in fast.encode(text, add_special_tokens=False)  # the difference on purpose
+    assert 1 in fast.encode(text, add_special_tokens=False)
     assert llama.decode([1, *llama.encode(text)]) == text
 
 
@@ -118,16 +113,18 @@ def test_llama_marks_in_a_text_are_text(llama: LlamaTokenizer) -> None:
 @given(st.one_of(st.lists(st.sampled_from(WORDS), max_size=80).map(''.join),
                  st.text(st.characters(exclude_categories=['Cs']), max_size=60)),
        st.integers(1, 12), st.integers(1, 30), st.integers(1, 3))
-def test_a_document_in_pieces_has_the_ids_of_the_whole(text: str, size: int, chunk: int,
-                                                       threads: int) -> None:
+def test_a_document_in_parts_has_the_ids_of_the_whole(text: str, size: int, chunk: int,
+                                                      threads: int) -> None:
     chunks = [text[i:i + chunk] for i in range(0, len(text), chunk)]
-    parts = list(pieces(chunks, size, lambda position: 'train'))
-    assert ''.join(part.text for part in parts) == text
-    assert [part.begins for part in parts] == [True] * bool(text) + [False] * (len(parts) - 1)
-    assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True] * bool(text)
+    made = list(parts(('train', part) for _, part in cut(chunks, size)))
+    assert ''.join(part.text for part in made) == text
+    assert [part.begins for part in made] == [True] * bool(text) + [False] * (len(made) - 1)
+    assert [part.ends for part in made] == [False] * (len(made) - 1) + [True] * bool(text)
     for tokenizer in TOKENIZERS:
-        made = tokenizer.encode_pieces([(part.text, part.begins) for part in parts], threads)
-        assert np.concatenate([[], *made]).tolist() == tokenizer.encode(text), tokenizer.name
+        ids = tokenizer.encode_parts(made, threads)
+        assert np.concatenate([[], *ids]).tolist() == tokenizer.encode(text), tokenizer.name
+    anywhere = [part for _, part in cut(chunks, size, ANYWHERE)]
+    assert ''.join(anywhere) == text and all(len(part) == size for part in anywhere[:-1])
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -135,14 +132,28 @@ def test_a_document_in_pieces_has_the_ids_of_the_whole(text: str, size: int, chu
        st.integers(0, 9), st.integers(0, 9))
 def test_parts_of_a_document_begin_and_end_their_splits(words: list[str], size: int, first: int,
                                                         more: int) -> None:
-    text = ''.join(words)
-    parts = list(pieces([text], size, lambda position: 'train' if position < first else (
-        'val' if position < first + more else 'test')))
-    assert [part.text for part in parts] == [part for _, part in cut([text], size)]
+    made = list(parts(('train' if at < first else 'val' if at < first + more else 'test', text)
+                      for at, text in cut([''.join(words)], size)))
     for split in ('train', 'val', 'test'):
-        mine = [part for part in parts if part.split == split]
+        mine = [part for part in made if part.split == split]
         assert [part.begins for part in mine] == [True] * bool(mine) + [False] * (len(mine) - 1)
         assert [part.ends for part in mine] == [False] * (len(mine) - 1) + [True] * bool(mine)
+
+
+def test_cutting_reads_no_character_often() -> None:
+    """Also where a line has no place to be cut: each character is looked at a few times, however
+    long the line."""
+    class Counting:
+        seen = 0
+
+        def search(self, text: str, at: int) -> re.Match | None:
+            self.seen += len(text) - at
+            return CUT.search(text, at)
+
+    counting = Counting()
+    chunks = ['x' * 1000] * 300 + ['x y ' * 250] * 10
+    assert ''.join(part for _, part in cut(chunks, 10_000, counting)) == ''.join(chunks)
+    assert counting.seen < 2 * sum(map(len, chunks))
 
 
 def test_decoding_gives_the_text_back() -> None:

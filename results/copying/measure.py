@@ -8,10 +8,12 @@ Every model at each of RATES, three seeds; the best rate counts. An hour of two 
 work; a run that is done is kept in out/copying.json. Writes copying.md beside itself.
 """
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(0, ROOT)
@@ -23,23 +25,21 @@ from tqdm import tqdm  # noqa: E402
 
 from model import ModelConfig, Transformer  # noqa: E402
 from nanocem.files import read_json, write_whole  # noqa: E402
-from nanocem.ladder import MODELS  # noqa: E402
-from nanocem.workers import run_jobs, workers  # noqa: E402
-from reproduce import configs  # noqa: E402
+from reproduce import MODELS, configs  # noqa: E402
 
 SHAPE = '--n_layer=2 --d_model=64 --n_head=4 --d_mlp=168 --vocab_size=64 --context_length=64'
 SHORTEST, LONGEST = 6, 32  # texts, in tokens
 BATCH, WARMUP, LIMIT = 32, 50, 1500
 RATES, SEEDS = (0.004, 0.008, 0.016), (1, 2, 3)
 ROWS = {
-    'Llama': MODELS['llama'].options,
-    'Llama with ALiBi': MODELS['llama-alibi'].options,
-    **{f'{name}, T = {T}': MODELS[f'{model}-{T}'].options
+    'Llama': MODELS['llama'],
+    'Llama with ALiBi': MODELS['llama-alibi'],
+    **{f'{name}, T = {T}': MODELS[f'{model}-{T}']
        for model, name in (('attn', 'CEM attention'), ('cem', 'all-CEM')) for T in (1, 2)},
-    **{f'CEM attention, T = {T}, tau = sqrt(D_r)':
-       f'{MODELS[f"attn-{T}"].options} --score_scale=head' for T in (1, 2)},
-    **{f'CEM attention, T = {T}, no diagonal': MODELS[f'attn-{T}-nodiag'].options for T in (1, 2)},
-    **{f'CEM attention, T = {T}, exact RoPE': MODELS[f'attn-{T}-rope'].options for T in (1, 2)}}
+    **{f'CEM attention, T = {T}, tau = sqrt(D_r)': f'{MODELS[f"attn-{T}"]} --score_scale=head'
+       for T in (1, 2)},
+    **{f'CEM attention, T = {T}, no diagonal': MODELS[f'attn-{T}-nodiag'] for T in (1, 2)},
+    **{f'CEM attention, T = {T}, exact RoPE': MODELS[f'attn-{T}-rope'] for T in (1, 2)}}
 
 
 def texts(vocabulary: int, context: int, generator: torch.Generator) -> Tensor:
@@ -94,17 +94,19 @@ def words_of(steps: float) -> str:
 
 
 def main() -> None:
-    kept = 'out/copying.json'
-    found = read_json(kept) or {}
+    done = 'out/copying.json'
+    found = read_json(done) or {}
     jobs = {key(row, rate, seed): (configs(f'{SHAPE} {options}')[1], rate, seed)
             for seed in SEEDS for row, options in ROWS.items() for rate in RATES}
     missing = {name: job for name, job in jobs.items() if name not in found}
     os.makedirs('out', exist_ok=True)
-    with workers(os.cpu_count() or 1) as pool:
-        for name, steps in tqdm(run_jobs(pool, steps_to_copy, missing), total=len(missing)):
-            found[name] = steps
-            write_whole(kept, json.dumps(found, indent=1).encode())
-            tqdm.write(f'{name}: {words_of(steps)}')
+    spawn = multiprocessing.get_context('spawn')
+    with ProcessPoolExecutor(os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
+        names = {pool.submit(steps_to_copy, *job): name for name, job in missing.items()}
+        for future in tqdm(as_completed(names), total=len(names)):
+            found[names[future]] = future.result()
+            write_whole(done, json.dumps(found, indent=1).encode())
+            tqdm.write(f'{names[future]}: {words_of(future.result())}')
     page = ['Steps until a token that came before is known (loss below one nat), by '
             '`python results/copying/measure.py`.', '', *table(found), '']
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'copying.md')
