@@ -21,10 +21,10 @@ from model import ModelConfig, Transformer
 from nanocem.files import append_whole, lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
 
-# What a checkpoint holds: the weights and what they are of; and what an exact resume needs besides
+# What every checkpoint holds, and what a run needs besides, to go on exactly
 WEIGHTS = {'model': dict, 'model_config': dict, 'step': int, 'data': dict, 'data_dir': str}
-RESUME = {'optimizer': dict, 'schedule': dict, 'health': dict, 'recipe': dict, 'best': float,
-          'seconds': float}
+PROGRESS = {'optimizer': dict, 'schedule': dict, 'health': dict, 'seconds': float, 'best': float,
+            'recipe': dict}
 KINDS = ('size', 'attn', 'mlp', 'attn_steps', 'mlp_steps')  # what every folder's name begins with
 
 
@@ -225,7 +225,7 @@ def check_checkpoint(state: dict[str, Any]) -> ModelConfig:
     configuration."""
     if missing := WEIGHTS.keys() - state.keys():
         raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-    for name, kind in (WEIGHTS | RESUME).items():
+    for name, kind in (WEIGHTS | PROGRESS).items():
         if name in state and not has_type(state[name], kind):
             raise ValueError(f'its {name} is {state[name]!r:.40}')
     for name in ('step', 'seconds'):
@@ -233,9 +233,9 @@ def check_checkpoint(state: dict[str, Any]) -> ModelConfig:
             raise ValueError(f'its {name} is {state[name]}')
     if missing := {'tokenizer', 'tokenizer_sha256', 'vocab_size'} - state['data'].keys():
         raise ValueError(f'its data has no {", ".join(sorted(missing))}')
-    for cls, name in ((Schedule, 'schedule'), (Health, 'health')):
-        if name in state:
-            check_types(cls(**state[name]))
+    if 'schedule' in state and 'health' in state:
+        check_types(Schedule(**state['schedule']))
+        check_types(Health(**state['health']))
     # Before memory is taken for a model of these sizes: are the weights of these sizes?
     cfg = ModelConfig(**state['model_config'])
     if cfg.n_layer + cfg.extra_layers <= len(state['model']):
@@ -277,9 +277,9 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     if state is None:
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
-    if missing := RESUME.keys() - state.keys():
-        fail(f'the checkpoint in {out_dir} has no {", ".join(sorted(missing))}; --init_from='
-             f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
+    if missing := PROGRESS.keys() - state.keys():
+        fail(f'{out_dir} was trained by an earlier version, without {", ".join(sorted(missing))}; '
+             f'--init_from={shlex.quote(out_dir)} with another --out_dir starts from its weights')
     # Earlier versions kept the fingerprint of the training data alone, and knew AdamW alone
     now = {**now, 'data': {k: v for k, v in now['data'].items() if k in state['data']}}
     state['recipe'].setdefault('optimizer', 'adamw')

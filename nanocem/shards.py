@@ -195,7 +195,7 @@ class Writer:
         self.waiting[split].append(ids.astype(self.dtype))
         self.tokens[split] += len(ids)
         self.unwritten += len(ids)
-        if self.unwritten > 1 << 20:
+        if self.unwritten > 1 << 22:
             self.flush()
 
     def flush(self) -> None:

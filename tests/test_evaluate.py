@@ -166,7 +166,7 @@ def test_attention_maps_are_the_weights_of_each_step(options: dict) -> None:
     first, pos = model.blocks[0].attn, position_tables(model.cfg, x)
     h = first.norm(x)
     q, k = first.project(h, first.W_Q, pos), first.project(h, first.W_K, pos)
-    alpha = first.scores(q, h, k, h, first.bias(pos)).softmax(dim=-1)
+    alpha = first.scores(q, h, k, h, pos).softmax(dim=-1)
     assert maps[0][0].allclose(alpha[0], atol=1e-6)
 
 

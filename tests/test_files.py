@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from running import ROOT
 
+from nanocem import files
 from nanocem.files import append_whole, lock, read_json, say, to_json, write_whole
 
 SAYS = "from nanocem.files import say\nfor n in range(3): say('caf\\u00e9 %d' % n)\n"
@@ -61,6 +62,8 @@ def test_json_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
             read_json(str(path), 'make it again')
     with pytest.raises(SystemExit, match='cannot be read'):
         read_json(str(tmp_path))
+    path.write_bytes(b'5\n{"a": 1}\n{"a": \n\xff\n{"b": 2}')
+    assert files.read_json_lines(str(path)) == [{'a': 1}, {'b': 2}]
 
 
 def test_a_lock_has_one_holder_and_ends_with_it(tmp_path: Path) -> None:
@@ -76,3 +79,8 @@ def test_a_lock_has_one_holder_and_ends_with_it(tmp_path: Path) -> None:
     handle = lock(path)
     assert handle is not None and lock(path) is None
     os.close(handle)
+
+
+def test_a_table_is_aligned() -> None:
+    assert files.table(['a', 'name'], [['1.25', 'b'], ['2', 'long name']]) == (
+        '| a    | name      |\n| ---- | --------- |\n| 1.25 | b         |\n| 2    | long name |')

@@ -52,9 +52,8 @@ def test_what_may_change_leaves_the_losses(
 
 
 OTHER = dict(text='a.txt', tokenizer='byte', seed=1, batch_size=8, optimizer='muon',
-             learning_rate=1e-3, warmup=0.5,
-             final_lr=0.5, beta1=0.5, beta2=0.5, adam_eps=1e-3, weight_decay=0.5, grad_clip=0.5,
-             eval_tokens=100)
+             learning_rate=1e-3, warmup=0.5, final_lr=0.5, beta1=0.5, beta2=0.5, adam_eps=1e-3,
+             weight_decay=0.5, grad_clip=0.5, eval_tokens=100)
 MODEL = dict(d_model=16, kq_diag='per_head', vocab_size=300)
 
 
@@ -94,7 +93,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_or_gives_its_weights(
     same(out, halves[0])
     for path in (*checkpoints(str(out)), str(out / 'best.pt')):
         torch.save({name: read_checkpoint(path)[name] for name in runs.WEIGHTS}, path)
-    running.assert_one_line(resume(out, steps(15)), 'has no best, health', f'--init_from={out}')
+    running.assert_one_line(resume(out, steps(15)), 'without best, health', f'--init_from={out}')
     assert runs.load_run(str(out))[0].cfg.d_model == 8
 
 

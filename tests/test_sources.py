@@ -61,17 +61,12 @@ def test_links_other_kinds_and_pipes(tmp_path: Path) -> None:
 
 
 def test_a_column_of_another_name(tmp_path: Path) -> None:
-    texts = documents(50, seed=72)
     (tmp_path / 'in').mkdir()
-    table = pa.table({'text': ['no'] * 25, 'content': texts[:25]})
-    pq.write_table(table, tmp_path / 'in/a.parquet')
-    lines = [json.dumps({'content': text}) for text in texts[25:]]
-    (tmp_path / 'in/b.jsonl').write_text('\n'.join(lines))
+    pq.write_table(pa.table({'text': ['no'], 'content': ['yes']}), tmp_path / 'in/a.parquet')
+    (tmp_path / 'in/b.jsonl').write_text('{"content": "yes too"}')
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--column=content', '--held_out=0')
-    assert made['train_00000.bin'] == train_of(texts)
+    assert made['train_00000.bin'] == train_of(['yes', 'yes too'])
     assert '--column chooses' in refused(tmp_path / 'in', tmp_path / 'other', '--column=none')
-    ended = run(tmp_path / 'in', tmp_path / 'out', '--held_out=0')
-    assert 'column=content, not text' in ended.err
 
 
 def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,8 +78,8 @@ def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / 'lib' / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / 'lib' / name).write_text(text)
     (tmp_path / 'lib/latin.py').write_bytes(b'\xff\xfe')
-    package = SimpleNamespace(suffix='.py', parts=('p', 'a.py'),
-                              locate=lambda: tmp_path / 'lib/site-packages/p/a.py')
+    path = tmp_path / 'lib/site-packages/p/a.py'
+    package = SimpleNamespace(parts=path.parts, locate=lambda: path)
     asked = []
     monkeypatch.setattr('sysconfig.get_paths', lambda: {'stdlib': str(tmp_path / 'lib')})
     monkeypatch.setattr(sources.metadata, 'files', lambda name: asked.append(name) or [package])
@@ -135,15 +130,11 @@ class StandIn(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.server.hub, self.path.partition('?')[0]
-        if '/org/gated' in path and 'resolve' in path:
-            return self.answer(403, X_Error_Code='GatedRepo', X_Error_Message='accept the terms')
-        if path.startswith('/api/datasets/org/data/revision/nosuch'):
-            return self.answer(404, X_Error_Code='RevisionNotFound')
-        if re.fullmatch(rf'/api/datasets/org/(data|gated)(/revision/{hub.sha})?', path):
+        if path in ('/api/datasets/org/data', f'/api/datasets/org/data/revision/{hub.sha}'):
             sha = hub.sha if path.endswith(hub.sha) else hub.sha_now
             info = {'id': 'org/data', 'sha': sha, 'siblings': [], 'tags': []}
             return self.answer(200, json.dumps(info).encode())
-        tree, found, inside = path.partition(f'/tree/{hub.sha}')
+        _, found, inside = path.partition(f'/tree/{hub.sha}')
         if found:
             return self.list_tree(unquote(inside).strip('/'))
         name = re.sub(rf'^/datasets/org/data/resolve/{hub.sha}/', '', path)
@@ -232,8 +223,13 @@ def test_hub_with_a_dropped_connection(tmp_path: Path, hub: SimpleNamespace) -> 
         '.lock', 'meta.json', 'test.bin', 'train_00000.bin', 'val.bin'}
     meta = json.loads((out / 'meta.json').read_text())
     assert meta['source'] == f'{DATA}@{hub.sha}' and meta['files'] == sorted(hub.files)
-    # again, of another size: all files are in the Hub's cache
-    assert run(DATA, tmp_path / 'again', '--tokens=100K').code == 0 and len(hub.gets) == 4
+    # the files are in the Hub's cache now
+    made = prepare(DATA, tmp_path / 'again', '--tokens=100K', '--held_out=0')
+    assert made['train_00000.bin'] == train_of(hub.texts)[:200_000] and len(hub.gets) == 4
+    # and no more of them are taken than the tokens need
+    shutil.rmtree(hub.cache)
+    assert run(DATA, tmp_path / 'few', '--tokens=100K', '--held_out=0').code == 0
+    assert len(hub.gets) == 5
 
 
 def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: SimpleNamespace) -> None:
@@ -249,14 +245,6 @@ def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: SimpleNames
     assert 'left out: 1 files' in run(DATA, tmp_path / 'all', '--tokens=1K').out
     o = prep.PrepareConfig(input='hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT')
     assert o.out_dir == 'data/fineweb-edu-sample-10BT'
-
-
-def test_hub_takes_no_more_files_than_the_tokens_need(tmp_path: Path, hub: SimpleNamespace) -> None:
-    made = prepare(DATA, tmp_path / 'out', '--tokens=100K', '--held_out=0', '--workers=1')
-    assert made['train_00000.bin'] == train_of(hub.texts)[:200_000]
-    assert [name for name, _ in hub.gets] == sorted(hub.files)[:1]
-    meta = json.loads((tmp_path / 'out/meta.json').read_text())
-    assert meta['files'] == sorted(hub.files)[:1]
 
 
 def test_hub_killed_and_restarted_never_fetches_a_finished_file_again(
@@ -295,8 +283,6 @@ def test_hub_errors_are_one_line(
 ) -> None:
     out = tmp_path / 'out'
     assert 'Repository Not Found' in refused('hf://datasets/org/none', out)
-    assert 'gated' in refused('hf://datasets/org/gated', out)
-    assert 'Revision Not Found' in refused(DATA + '@nosuch', out)
     assert 'Invalid HF URI' in refused('hf://datasets/data', out)
     hub.gone.add(sorted(hub.files)[1])
     assert 'Entry Not Found' in refused(DATA, out, '--workers=1')

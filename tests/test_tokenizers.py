@@ -1,11 +1,11 @@
-"""Tokenizers: the ids are those of SentencePiece, transformers and tiktoken, whole or in parts.
+"""Tokenizers: the ids of texts, whole or in parts.
 Tests that need Llama's tokenizer.model look for it at $LLAMA_TOKENIZER or
 ../shared/data/llama_tokenizer.model and are skipped without it."""
+import hashlib
 import os
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +29,6 @@ NASTY = ['', ' ', '  ', '\n', '\n\n', '\t', '\r\n', '\0', '\x7f\x01', 'a', ' a',
          '1234567890 3.14159', 'x' * 1000, ' ' * 1000, '\n' * 1000, 'word ' * 1000,
          'don\'t "quote" — …', '\r', ' \r ', '\u2581\r\u2581\u00a0\u2002']
 WORDS = ['word', ' ', '\n', '  ', '\u2581', 'é', '.', '世', "'s", '12', '\t', '\r\n', '\u00a0']
-
-
-@pytest.fixture(scope='module')
-def llama() -> LlamaTokenizer:
-    return LlamaTokenizer(LLAMA)
 
 
 def documents(n: int, seed: int, characters: int = 400) -> list[str]:
@@ -75,37 +70,17 @@ def tokenizers() -> Iterator[Any]:
 TOKENIZERS = list(tokenizers())
 
 
-def llama_of_2023(model: Any) -> Any:
-    """LlamaTokenizerFast as transformers 4 made it, with the installed transformers: merges in the
-    order of the pieces' scores, and always a space in front. (transformers 5 orders by id, and puts
-    none before a space.)"""
-    pytest.importorskip('transformers', reason='transformers is not installed')
-    from tokenizers import normalizers
-    from transformers import LlamaTokenizerFast
-    vocab = {model.id_to_piece(i): i for i in range(model.vocab_size())}
-    merges = [(-model.get_score(i), -at, piece) for piece, i in vocab.items()
-              for at in range(1, len(piece))
-              if i > 258 and piece[:at] in vocab and piece[at:] in vocab]
-    fast = LlamaTokenizerFast(vocab=vocab, merges=[(piece[:-at], piece[-at:])
-                                                   for _, at, piece in sorted(merges)])
-    fast.backend_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
-    fast.backend_tokenizer.pre_tokenizer = None
-    return fast
-
-
 @needs_llama
-def test_llama_ids_are_transformers(llama: LlamaTokenizer) -> None:
-    fast = llama_of_2023(llama.model)
-    long = ['ab' * 100_000, 'a ' * 100_000, Path(os.__file__).read_text()]
-    for text in [*NASTY, *documents(50, seed=1), *long]:
-        assert llama.encode(text) == fast.encode(text, add_special_tokens=False), repr(text[:80])
+def test_llama_ids_are_those_of_2023() -> None:
+    """As transformers 4's LlamaTokenizerFast gave them, from which the digest is."""
+    llama = LlamaTokenizer(LLAMA)
+    texts = [*NASTY, *documents(50, seed=1), 'ab' * 100_000, 'a ' * 100_000]
+    ids = repr([llama.encode(text) for text in texts]).encode()
+    assert hashlib.sha256(ids).hexdigest() == (
+        '47c1058d909ac141ed04d49aeda29f6867d296e4ff5479f8c783af71933f27c7')
     # marks in a text are text: the one difference, on purpose
     text = 'a <s>struck out</s> word <unk>'
-    assert llama.encode(text) == fast.encode(text, add_special_tokens=False,
-                                             split_special_tokens=True)
     assert not {0, 1, 2} & set(llama.encode(text))
-    assert 1 in fast.encode(text, add_special_tokens=False)
     assert llama.decode([1, *llama.encode(text)]) == text
 
 
@@ -159,12 +134,7 @@ def test_cutting_reads_no_character_often() -> None:
 def test_decoding_gives_the_text_back() -> None:
     for tokenizer in TOKENIZERS:
         for text in ('naïve 世界 👍', 'a\n b\n\n  c', '<|endoftext|> <s>'):
-            assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text)]) == text
-
-
-@pytest.mark.skipif(not os.environ.get('TIKTOKEN_CACHE_DIR'),
-                    reason='tiktoken would download gpt2 ($TIKTOKEN_CACHE_DIR)')
-def test_gpt2() -> None:
-    tokenizer = Gpt2Tokenizer()
-    assert tokenizer.encode('Hello world') == [15496, 995]
-    assert 50_256 not in tokenizer.encode('Hello world<|endoftext|>')
+            ids = [tokenizer.bos, *tokenizer.encode(text)]
+            assert tokenizer.decode(ids) == text and tokenizer.bos not in ids[1:]
+            if tokenizer.vocab_size == 50_257 and os.environ.get('TIKTOKEN_CACHE_DIR'):
+                assert Gpt2Tokenizer().encode('Hello world') == [15496, 995]
