@@ -43,15 +43,14 @@ class SampleConfig:
 
 def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int) -> str:
-    """`prompt` and its continuation, by the tokenizer of the data folder. ValueError where there is
-    none, or where the model gives no numbers."""
+    """`prompt` and its continuation, by the data folder's tokenizer. ValueError where that is
+    missing, or the model gives no numbers."""
     try:
         tokenizer = load_tokenizer(data_dir)
     except SystemExit as error:
         raise ValueError(str(error).partition(': ')[2]) from None
     device = model.embedding.device
-    plain = prompt.encode('utf-8', 'replace').decode()
-    ids = [tokenizer.bos, *tokenizer.encode(plain)]
+    ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
     if max(ids) >= model.cfg.vocab_size:
         raise ValueError(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=device)
@@ -71,9 +70,9 @@ def main(argv: list[str]) -> None:
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     try:
         for seed in range(cfg.seed, cfg.seed + cfg.samples):
-            say(sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
-                            cfg.top_k, seed))
-            say('---')
+            text = sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
+                               cfg.top_k, seed)
+            say(text + '\n---')
     except ValueError as error:
         fail(str(error))
 

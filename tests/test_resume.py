@@ -52,8 +52,8 @@ def test_what_may_change_leaves_the_losses(
 
 
 OTHER = dict(text='a.txt', tokenizer='byte', seed=1, batch_size=8, optimizer='muon',
-             learning_rate=1e-3, warmup=0.5, final_lr=0.5, beta1=0.5, beta2=0.5, adam_eps=1e-3, weight_decay=0.5, grad_clip=0.5,
-             eval_tokens=100)
+             learning_rate=1e-3, warmup=0.5, final_lr=0.5, beta1=0.5, beta2=0.5, adam_eps=1e-3,
+             weight_decay=0.5, grad_clip=0.5, eval_tokens=100)
 MODEL = dict(d_model=16, kq_diag='per_head', vocab_size=300)
 
 
@@ -80,9 +80,10 @@ def test_what_would_bend_a_run_is_refused_by_name(
         (data / name).write_bytes(content)
 
 
-def test_a_checkpoint_that_knows_the_training_data_alone_goes_on(
+def test_a_checkpoint_of_an_earlier_version_goes_on_or_gives_its_weights(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """One that knows the training data alone; one that lacks what an exact resume needs."""
     out = copied(halves[1], tmp_path)
     for path in checkpoints(str(out)):
         state = read_checkpoint(path)
@@ -90,6 +91,10 @@ def test_a_checkpoint_that_knows_the_training_data_alone_goes_on(
         torch.save(state, path)
     assert resume(out).codes == [0]
     same(out, halves[0])
+    for path in (*checkpoints(str(out)), str(out / 'best.pt')):
+        torch.save({name: read_checkpoint(path)[name] for name in runs.WEIGHTS}, path)
+    running.assert_one_line(resume(out, steps(15)), 'without best, health', f'--init_from={out}')
+    assert runs.load_run(str(out))[0].cfg.d_model == 8
 
 
 # Another length
