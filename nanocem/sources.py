@@ -1,5 +1,6 @@
 """Where text comes from: files, folders, this Python's library, the Hub; and how it is cut."""
 import codecs
+import contextlib
 import hashlib
 import io
 import json
@@ -20,6 +21,7 @@ from nanocem.tokenizers import CUT
 HUB = 'hf://datasets/'
 SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 CORPUS_SUFFIXES = ('.py', '.md', '.rst', '.txt')
+LIBRARY = sysconfig.get_paths()['stdlib']
 NO_LIBRARY = {'site-packages', 'dist-packages', '__pycache__'}
 SPLIT_NAMES = {'train': 'train', 'valid': 'val', 'val': 'val', 'validation': 'val', 'test': 'test'}
 ANYWHERE = re.compile('.', re.DOTALL)  # in the place of CUT: between any two characters
@@ -61,16 +63,15 @@ class Source(NamedTuple):
 def find_source(where: str, seed: int = 0) -> Source:
     """The files of an --input: its own held-out splits first, then by name, or shuffled where there
     is a seed. SystemExit where there are none."""
-    library = sysconfig.get_paths()['stdlib']
     name, folder, suffixes = where, where, SUFFIXES
     if where.startswith(HUB):
         name, found = list_hub(where)
     elif where == 'builtin':
-        folder, suffixes = library, ('.py',)
-        found = list_folder(library, NO_LIBRARY | {'test', 'tests', 'idle_test'})
+        folder, suffixes = LIBRARY, ('.py',)
+        found = list_folder(LIBRARY, NO_LIBRARY | {'test', 'tests', 'idle_test'})
     elif where == 'corpus':
         folder, suffixes = '', CORPUS_SUFFIXES
-        found = list_corpus(library)
+        found = list_corpus()
     elif os.path.isdir(where):
         found = list_folder(where)
     elif os.path.isfile(where):
@@ -78,18 +79,13 @@ def find_source(where: str, seed: int = 0) -> Source:
         found = [describe(where, base)]
     else:
         fail(f'input={where}: no such file or folder; the Hub is {HUB}OWNER/NAME')
-
     files, left_out = [], []
     for file in found:
-        if file.size >= 0 and file.name.lower().endswith(suffixes):
-            files.append(file)
-        else:
-            left_out.append(file.name)
+        right = file.size >= 0 and file.name.lower().endswith(suffixes)
+        (files if right else left_out).append(file)
     if not files:
-        fail(f'input={where} holds no {", ".join(SUFFIXES)} file')
-    if suffixes is not SUFFIXES:  # this Python's own: no splits, and nothing missed
-        left_out = []
-    else:
+        fail(f'input={where} holds no {", ".join(suffixes)} file')
+    if suffixes is SUFFIXES:  # not this Python's own
         split = [file._replace(split=split_in_path(file.name)) for file in files]
         # or else it is a folder that happens to be called test
         if any(file.split == 'train' for file in split):
@@ -97,7 +93,7 @@ def find_source(where: str, seed: int = 0) -> Source:
     if seed:
         files.sort(key=lambda file: hashlib.sha256(os.fsencode(f'{seed}:{file.name}')).digest())
     files.sort(key=lambda file: file.split not in ('val', 'test'))
-    return Source(name, folder, files, left_out)
+    return Source(name, folder, files, [file.name for file in left_out if suffixes is SUFFIXES])
 
 
 def split_in_path(name: str) -> str | None:
@@ -137,10 +133,10 @@ def list_folder(root: str, skip: Iterable[str] = ()) -> list[File]:
     return files
 
 
-def list_corpus(library: str) -> list[File]:
+def list_corpus() -> list[File]:
     """Source and English of the standard library and of the packages in requirements.txt: no
     content twice, none that is blank or not UTF-8."""
-    paths = [os.path.join(library, file.name) for file in list_folder(library, NO_LIBRARY)]
+    paths = [os.path.join(LIBRARY, file.name) for file in list_folder(LIBRARY, NO_LIBRARY)]
     requirements = os.path.join(os.path.dirname(__file__), '..', 'requirements.txt')
     with open(requirements, encoding='utf-8') as lines:
         packages = [re.split(r'[=;<>~ ]', line)[0] for line in lines if re.match(r'\w', line)]
@@ -150,19 +146,14 @@ def list_corpus(library: str) -> list[File]:
         except metadata.PackageNotFoundError:
             fail(f'{package} is not installed: pip install -r requirements.txt')
         paths += [str(file.locate()) for file in of_package if '..' not in file.parts]
-    files, seen = [], set()
+    files = {}
     for path in paths:
-        try:
-            with open(path, 'rb') as file:
+        if path.endswith(CORPUS_SUFFIXES) and os.path.isfile(path):
+            with open(path, 'rb') as file, contextlib.suppress(UnicodeDecodeError):
                 content = file.read()
-            blank = not content.decode().strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-        digest = hashlib.sha256(content).digest()
-        if not blank and digest not in seen:
-            seen.add(digest)
-            files.append(describe(path, path))
-    return files
+                if content.decode().strip():
+                    files.setdefault(hashlib.sha256(content).digest(), describe(path, path))
+    return list(files.values())
 
 
 # The Hub

@@ -72,7 +72,7 @@ def test_a_column_of_another_name(tmp_path: Path) -> None:
 def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's files and the packages', each content once, as a jsonl file of them was."""
     monkeypatch.chdir(tmp_path)
-    contents = {'b.py': 'same', 'c.md': 'english', 'd.txt': ' ', 'a.css': 'style', 'z/e.py': 'deep',
+    contents = {'b.py': 'same', 'c.md': 'english', 'd.txt': ' ', 'a.css': 'english', 'z/e.py': 'deep',
                 'site-packages/p/a.py': 'of a package', 'site-packages/p/same.py': 'same'}
     for name, text in contents.items():
         (tmp_path / 'lib' / name).parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / 'lib/site-packages/p/a.py'
     package = SimpleNamespace(parts=path.parts, locate=lambda: path)
     asked = []
-    monkeypatch.setattr('sysconfig.get_paths', lambda: {'stdlib': str(tmp_path / 'lib')})
+    monkeypatch.setattr(sources, 'LIBRARY', str(tmp_path / 'lib'))
     monkeypatch.setattr(sources.metadata, 'files', lambda name: asked.append(name) or [package])
     files = [file.name.removeprefix(f'{tmp_path}/lib/') for file in
              sources.find_source('corpus').files]
