@@ -195,7 +195,8 @@ def read_text(path: str, encoding: str = 'utf-8') -> str:
 
 def decode(file: BinaryIO, encoding: str) -> Iterator[str]:
     """A text file from its beginning, a chunk at a time. Bad where it is of another encoding."""
-    errors = 'replace' if file.name.endswith('.py') else 'strict'  # Python's own library is right
+    # Python's own library comes as it is
+    errors = 'replace' if file.name.endswith('.py') else 'strict'
     decoder = codecs.getincrementaldecoder(encoding)(errors)
     file.seek(0)
     try:
@@ -218,9 +219,9 @@ def read_documents(file: BinaryIO, column: str, encoding: str,
     if kind not in ('.parquet', '.jsonl', '.zst', '.gz'):
         yield partial(decode, file, encoding)  # it may be larger than memory
         return
-    read = read_parquet if kind == '.parquet' else read_jsonl
+    texts = read_parquet(file, column) if kind == '.parquet' else read_jsonl(file, column, kind)
     try:
-        for text in read(file, column, kind):
+        for text in texts:
             if not isinstance(text, str | None):
                 raise Bad(f'a "{column}" that is no string but {text!r:.40}')
             # half a surrogate pair is no text
@@ -230,7 +231,7 @@ def read_documents(file: BinaryIO, column: str, encoding: str,
         raise Bad(str(error).partition('\n')[0]) from error
 
 
-def read_parquet(file: BinaryIO, column: str, kind: str) -> Iterator[Any]:
+def read_parquet(file: BinaryIO, column: str) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
     # buffer_size and pre_buffer: or pyarrow keeps all it has read in memory
     with ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
@@ -291,7 +292,7 @@ def cut(chunks: Iterable[str], size: int, after: re.Pattern = CUT) -> Iterator[t
     `after`, more."""
     rest, position = '', 0
     for chunk in chunks:
-        searched = len(rest) - 1  # but for the last character, which was not known to be the last
+        searched = len(rest) - 1  # all but the last character, which had nothing after it yet
         rest += chunk
         at = 0
         while found := after.search(rest, max(at + size - 1, searched)):
@@ -317,11 +318,12 @@ def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, beco
     they are cut `by_position`, its end is test, as much before that val; `become` renames."""
     for chunks in read_documents(file, column, encoding):
         hashed, length = survey(chunks())
-        fine = held_out * length / (50 if anywhere else 2)
-        size = min(PART, max(1, round(fine))) if by_position else PART
+        grain = round(held_out * length / (50 if anywhere else 2))
+        size = min(PART, max(1, grain)) if by_position else PART
         texts = cut(chunks(), size, ANYWHERE if anywhere else CUT)
-        yield from parts((become[split_of(1 - at / length if by_position else hashed, held_out)],
-                          text) for at, text in texts)
+        drawn = ((split_of(1 - at / length if by_position else hashed, held_out), text)
+                 for at, text in texts)
+        yield from parts((become[split], text) for split, text in drawn)
 
 
 def batches(items: Iterable[Part], least: int) -> Iterator[list[Part]]:
