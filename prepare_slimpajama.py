@@ -228,7 +228,7 @@ def check_same(o: PrepareConfig, found: dict[str, Any], source: Source | None) -
         fail(f'{o.out_dir} holds a meta.json of something else: choose another --out_dir')
     before = {'encoding': 'utf-8', **found['config']}
     if o.input == 'corpus' and str(before.get('input')).endswith('/data/corpus.jsonl'):
-        before['input'] = 'corpus'  # it was made from that file once
+        before['input'] = 'corpus'  # earlier versions made it from that file
     different = [f'{name}={before.get(name)}, not {value}'
                  for name, value in o.identity().items() if before.get(name) != value]
     if source and source.listing() != found.get('listing'):

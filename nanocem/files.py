@@ -15,14 +15,12 @@ def say(text: str) -> None:
     stream = sys.stdout
     line = (text + '\n').encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
+        stream.flush()
         try:
-            number = stream.fileno()
+            while line:
+                line = line[os.write(stream.fileno(), line):]
         except io.UnsupportedOperation:  # a notebook's or a test's stdout
             stream.write(line.decode(stream.encoding or 'utf-8'))
-            return
-        stream.flush()
-        while line:
-            line = line[os.write(number, line):]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,5 +1,6 @@
 """Where text comes from: files, folders, this Python's library, the Hub; and how it is cut."""
 import codecs
+import contextlib
 import hashlib
 import io
 import json
@@ -20,6 +21,7 @@ from nanocem.tokenizers import CUT
 HUB = 'hf://datasets/'
 SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 CORPUS_SUFFIXES = ('.py', '.md', '.rst', '.txt')
+LIBRARY = sysconfig.get_paths()['stdlib']
 NO_LIBRARY = {'site-packages', 'dist-packages', '__pycache__'}
 SPLIT_NAMES = {'train': 'train', 'valid': 'val', 'val': 'val', 'validation': 'val', 'test': 'test'}
 ANYWHERE = re.compile('.', re.DOTALL)  # in the place of CUT: between any two characters
@@ -61,16 +63,15 @@ class Source(NamedTuple):
 def find_source(where: str, seed: int = 0) -> Source:
     """The files of an --input: its own held-out splits first, then by name, or shuffled where there
     is a seed. SystemExit where there are none."""
-    library = sysconfig.get_paths()['stdlib']
     name, folder, suffixes = where, where, SUFFIXES
     if where.startswith(HUB):
         name, found = list_hub(where)
     elif where == 'builtin':
-        folder, suffixes = library, ('.py',)
-        found = list_folder(library, NO_LIBRARY | {'test', 'tests', 'idle_test'})
+        folder, suffixes = LIBRARY, ('.py',)
+        found = list_folder(LIBRARY, NO_LIBRARY | {'test', 'tests', 'idle_test'})
     elif where == 'corpus':
         folder, suffixes = '', CORPUS_SUFFIXES
-        found = list_corpus(library)
+        found = list_corpus()
     elif os.path.isdir(where):
         found = list_folder(where)
     elif os.path.isfile(where):
@@ -78,18 +79,13 @@ def find_source(where: str, seed: int = 0) -> Source:
         found = [describe(where, base)]
     else:
         fail(f'input={where}: no such file or folder; the Hub is {HUB}OWNER/NAME')
-
     files, left_out = [], []
     for file in found:
-        if file.size >= 0 and file.name.lower().endswith(suffixes):
-            files.append(file)
-        else:
-            left_out.append(file.name)
+        right = file.size >= 0 and file.name.lower().endswith(suffixes)
+        (files if right else left_out).append(file)
     if not files:
-        fail(f'input={where} holds no {", ".join(SUFFIXES)} file')
-    if suffixes is not SUFFIXES:  # this Python's own: no splits, and nothing missed
-        left_out = []
-    else:
+        fail(f'input={where} holds no {", ".join(suffixes)} file')
+    if suffixes is SUFFIXES:  # not this Python's own
         split = [file._replace(split=split_in_path(file.name)) for file in files]
         # or else it is a folder that happens to be called test
         if any(file.split == 'train' for file in split):
@@ -97,7 +93,7 @@ def find_source(where: str, seed: int = 0) -> Source:
     if seed:
         files.sort(key=lambda file: hashlib.sha256(os.fsencode(f'{seed}:{file.name}')).digest())
     files.sort(key=lambda file: file.split not in ('val', 'test'))
-    return Source(name, folder, files, left_out)
+    return Source(name, folder, files, [file.name for file in left_out if suffixes is SUFFIXES])
 
 
 def split_in_path(name: str) -> str | None:
@@ -137,10 +133,10 @@ def list_folder(root: str, skip: Iterable[str] = ()) -> list[File]:
     return files
 
 
-def list_corpus(library: str) -> list[File]:
+def list_corpus() -> list[File]:
     """Source and English of the standard library and of the packages in requirements.txt: no
     content twice, none that is blank or not UTF-8."""
-    paths = [os.path.join(library, file.name) for file in list_folder(library, NO_LIBRARY)]
+    paths = [os.path.join(LIBRARY, file.name) for file in list_folder(LIBRARY, NO_LIBRARY)]
     requirements = os.path.join(os.path.dirname(__file__), '..', 'requirements.txt')
     with open(requirements, encoding='utf-8') as lines:
         packages = [re.split(r'[=;<>~ ]', line)[0] for line in lines if re.match(r'\w', line)]
@@ -150,19 +146,14 @@ def list_corpus(library: str) -> list[File]:
         except metadata.PackageNotFoundError:
             fail(f'{package} is not installed: pip install -r requirements.txt')
         paths += [str(file.locate()) for file in of_package if '..' not in file.parts]
-    files, seen = [], set()
+    files = {}
     for path in paths:
-        try:
-            with open(path, 'rb') as file:
+        if path.endswith(CORPUS_SUFFIXES) and os.path.isfile(path):
+            with open(path, 'rb') as file, contextlib.suppress(UnicodeDecodeError):
                 content = file.read()
-            blank = not content.decode().strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-        digest = hashlib.sha256(content).digest()
-        if not blank and digest not in seen:
-            seen.add(digest)
-            files.append(describe(path, path))
-    return files
+                if content.decode().strip():
+                    files.setdefault(hashlib.sha256(content).digest(), describe(path, path))
+    return list(files.values())
 
 
 # The Hub
@@ -204,7 +195,8 @@ def read_text(path: str, encoding: str = 'utf-8') -> str:
 
 def decode(file: BinaryIO, encoding: str) -> Iterator[str]:
     """A text file from its beginning, a chunk at a time. Bad where it is of another encoding."""
-    errors = 'replace' if file.name.endswith('.py') else 'strict'  # Python's own library is right
+    # Python's own library comes as it is
+    errors = 'replace' if file.name.endswith('.py') else 'strict'
     decoder = codecs.getincrementaldecoder(encoding)(errors)
     file.seek(0)
     try:
@@ -227,9 +219,9 @@ def read_documents(file: BinaryIO, column: str, encoding: str,
     if kind not in ('.parquet', '.jsonl', '.zst', '.gz'):
         yield partial(decode, file, encoding)  # it may be larger than memory
         return
-    read = read_parquet if kind == '.parquet' else read_jsonl
+    texts = read_parquet(file, column) if kind == '.parquet' else read_jsonl(file, column, kind)
     try:
-        for text in read(file, column, kind):
+        for text in texts:
             if not isinstance(text, str | None):
                 raise Bad(f'a "{column}" that is no string but {text!r:.40}')
             # half a surrogate pair is no text
@@ -239,7 +231,7 @@ def read_documents(file: BinaryIO, column: str, encoding: str,
         raise Bad(str(error).partition('\n')[0]) from error
 
 
-def read_parquet(file: BinaryIO, column: str, kind: str) -> Iterator[Any]:
+def read_parquet(file: BinaryIO, column: str) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
     # buffer_size and pre_buffer: or pyarrow keeps all it has read in memory
     with ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
@@ -300,7 +292,7 @@ def cut(chunks: Iterable[str], size: int, after: re.Pattern = CUT) -> Iterator[t
     `after`, more."""
     rest, position = '', 0
     for chunk in chunks:
-        searched = len(rest) - 1  # but for the last character, which was not known to be the last
+        searched = len(rest) - 1  # all but the last character, which had nothing after it yet
         rest += chunk
         at = 0
         while found := after.search(rest, max(at + size - 1, searched)):
@@ -326,11 +318,12 @@ def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, beco
     they are cut `by_position`, its end is test, as much before that val; `become` renames."""
     for chunks in read_documents(file, column, encoding):
         hashed, length = survey(chunks())
-        fine = held_out * length / (50 if anywhere else 2)
-        size = min(PART, max(1, round(fine))) if by_position else PART
+        grain = round(held_out * length / (50 if anywhere else 2))
+        size = min(PART, max(1, grain)) if by_position else PART
         texts = cut(chunks(), size, ANYWHERE if anywhere else CUT)
-        yield from parts((become[split_of(1 - at / length if by_position else hashed, held_out)],
-                          text) for at, text in texts)
+        drawn = ((split_of(1 - at / length if by_position else hashed, held_out), text)
+                 for at, text in texts)
+        yield from parts((become[split], text) for split, text in drawn)
 
 
 def batches(items: Iterable[Part], least: int) -> Iterator[list[Part]]:
