@@ -28,9 +28,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from configurator import build, check_values, fail, read_options
-from model import Attention, ModelConfig, Transformer
+from model import MLP, Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
-from nanocem.figures import energies_along
 from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from nanocem.hf import export
 from nanocem.runs import load_run, newest_run, perplexity, read_config
@@ -193,6 +192,23 @@ def report_loss(model: Transformer, sequences: Tensor, spelled: Tensor,
 
 
 # Energies
+
+@torch.no_grad()
+def energies_along(sublayer: Attention | MLP, x: torch.Tensor, *rest: Any, steps: int,
+                   ) -> torch.Tensor:
+    """A CEM sublayer's energy at each u_t of its steps from x, u_0 to u_steps: (steps + 1, B, J).
+    `rest`: what forward takes after x."""
+    normed: list[torch.Tensor] = []  # h, u_0, u_1, ...
+    hook = sublayer.norm.register_forward_hook(lambda norm, given, out: normed.append(out))
+    trained_steps = sublayer.steps
+    sublayer.steps = steps + 1
+    try:
+        sublayer.forward(x, *rest)
+    finally:
+        hook.remove()
+        sublayer.steps = trained_steps
+    return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
+
 
 @torch.no_grad()
 def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]:

@@ -55,13 +55,11 @@ MODELS = {
     'llama-mlp-twice': layers('llama', 'llama', 1, 2),
 }
 for T in (1, 2, 3):
-    MODELS |= {
-        f'attn-{T}': layers('cem', 'llama', T, 1),
-        f'mlp-{T}': layers('llama', 'cem', 1, T),
-        f'cem-{T}': layers('cem', 'cem', T, T)}
+    MODELS |= {f'attn-{T}': layers('cem', 'llama', T, 1), f'mlp-{T}': layers('llama', 'cem', 1, T)}
 for T in (1, 2):
-    attn, mlp, cem = MODELS[f'attn-{T}'], MODELS[f'mlp-{T}'], MODELS[f'cem-{T}']
+    attn, mlp, cem = MODELS[f'attn-{T}'], MODELS[f'mlp-{T}'], layers('cem', 'cem', T, T)
     MODELS |= {
+        f'cem-{T}': cem,
         f'rope-{T}': f'{cem} {ROPE} --score_scale=head',
         f'attn-{T}-none': layers('cem', 'llama', T, 1, 'none'),
         f'attn-{T}-diag': layers('cem', 'llama', T, 1, 'diag'),
@@ -75,11 +73,7 @@ MODELS |= {
     'attn-1-perhead': f'{MODELS["attn-1"]} --kq_diag=per_head',
     'attn-1-diag-nodiag': f'{MODELS["attn-1-diag"]} --kq_diag=none',
     'attn-1-diag-perhead': f'{MODELS["attn-1-diag"]} --kq_diag=per_head',
-    'mlp-1-none-params': f'{MODELS["mlp-1-none"]} --mlp_match=params',
-    'cem-2-tau': f'{MODELS["cem-2"]} --score_scale=head',
-    'rope-2-tau': f'{MODELS["cem-2"]} {ROPE} --score_scale=model'}
-MAIN = ['llama', 'attn-1', 'attn-2', 'mlp-1', 'mlp-2', 'cem-1', 'cem-2']
-MODELS |= {f'{name}-20': f'{MODELS[name]} --tokens_per_param=20' for name in MAIN}
+    'mlp-1-none-params': f'{MODELS["mlp-1-none"]} --mlp_match=params'}
 
 # The sizes. The ladder and two more for a GPU: n layers, n heads of 16, so d = 16 n: one number
 # grows, depth and width keep their ratio. In heads of 16 RoPE has more room than in 4 to 6, and
@@ -110,7 +104,6 @@ RATES = {
     'mlp-3': (0.011, 0.0073),
     'cem-1': (0.014, 0.0094, 0.0068, 0.0053, 0.0043),
     'cem-2': (0.013, 0.0086, 0.0063, 0.0049, 0.004),
-    'cem-3': (0.013, 0.0086),
     'rope-1': (0.016, 0.011, 0.008, 0.0063, 0.0051),
     'rope-2': (0.017, 0.011, 0.0082, 0.0064, 0.0052),
 }
@@ -149,7 +142,7 @@ Cells = dict[tuple[str, str, str, str], list[Run]]  # size, group, label, model 
 def own_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
     """Every model at its own rate, the small sizes first. Seeds: those given, or at the ladder
     three, at the other scales one."""
-    drawn = {model for figure in FIGURES.values() if figure.at_paper
+    drawn = {model for figure in FIGURES.values()
              for labels in figure.groups.values() for model in labels.values()}
     runs = []
     for place, size in enumerate(SIZES[scale]):
@@ -162,8 +155,8 @@ def own_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
             if not trained[scale]:
                 continue
             rate = ONE_RATE.get(scale) or rates[place]
-            # of twice the tokens, and of exact RoPE at the two largest sizes, the ladder has one
-            single = model.endswith('-20') or (model.startswith('rope') and place > 2)
+            # of exact RoPE at the two largest sizes the ladder has one
+            single = model.startswith('rope') and place > 2
             for seed in seeds or ((1,) if single or scale != 'ladder' else (1, 2, 3)):
                 runs.append(Run(scale, size, model, rate, seed))
     return runs
@@ -402,8 +395,7 @@ def main(argv: list[str]) -> None:
     own, swept = ([run for run in runs if run.size in (cfg.sizes or SIZES[cfg.scale])]
                   for runs in (own_runs(cfg.scale, cfg.seeds), swept_runs(cfg.scale, cfg.seeds)))
     figures = {name: cells for name, figure in FIGURES.items()
-               if (figure.at_paper or cfg.scale != 'paper')
-               and (cells := cells_of(name, own, swept))}
+               if (cells := cells_of(name, own, swept))}
     if unknown := [name for name in names if name not in (*figures, 'claims', 'all')]:
         fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(figures)}, claims, all')
     everything = 'all' in names or not names

@@ -1,7 +1,6 @@
 """What reproduce.py draws of its runs: each figure is a table of models and a way to draw them."""
 import io
 import math
-import os
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -9,13 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
-import torch
 
-from model import MLP, Attention
 from nanocem.claims import SPLITS
-from nanocem.files import read_json_lines, table
-from nanocem.runs import load_run
-from nanocem.shards import Sequences, evenly_spaced
+from nanocem.files import table
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -43,13 +38,10 @@ class Cell(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """group -> label -> model, by the names of reproduce.py's table; whether it is drawn at the
-    paper's scale, and whether it reads the runs' logs or weights, and not only their results."""
+    """group -> label -> model, by the names of reproduce.py's table."""
     title: str
     draw: Callable[[list[Cell]], plt.Figure]
     groups: dict[str, dict[str, str]]
-    at_paper: bool = True
-    reads_runs: bool = False
 
 
 COLOURS = {
@@ -214,116 +206,6 @@ def gap_points(line: list[Cell], llama: dict[str, Sequence[dict[str, Any]]], key
     return points
 
 
-@torch.no_grad()
-def energies_along(sublayer: Attention | MLP, x: torch.Tensor, *rest: Any, steps: int,
-                   ) -> torch.Tensor:
-    """A CEM sublayer's energy at each u_t of its steps from x, u_0 to u_steps: (steps + 1, B, J).
-    `rest`: what forward takes after x."""
-    normed: list[torch.Tensor] = []  # h, u_0, u_1, ...
-    hook = sublayer.norm.register_forward_hook(lambda norm, given, out: normed.append(out))
-    trained_steps = sublayer.steps
-    sublayer.steps = steps + 1
-    try:
-        sublayer.forward(x, *rest)
-    finally:
-        hook.remove()
-        sublayer.steps = trained_steps
-    return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
-
-
-def draw_steps(cells: list[Cell]) -> plt.Figure:
-    """Test perplexity and mean energy against the number of steps at test time; a ring at the
-    number trained with."""
-    sizes = grouped(cells, 'size')
-    figure, grid = plt.subplots(len(sizes), 2, figsize=(9, 3.4 * len(sizes)), squeeze=False)
-    for row, (size, same) in zip(grid, sizes.items(), strict=True):
-        for n, cell in enumerate(same):
-            runs = [energies_of(r['out_dir']) for r in cell.results]
-            trained = runs[0]['trained_steps']
-            for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
-                values = np.array([run[key] for run in runs])
-                mean = values.mean(axis=0)
-                std = values.std(axis=0, ddof=1) if len(values) > 1 else None
-                axes.errorbar(np.arange(1, len(mean) + 1), mean, std, color=f'C{n}', marker='o',
-                              ms=4, capsize=2, label=f'trained with {cell.label}')
-                axes.plot(trained, mean[trained - 1], 'o', ms=12, mfc='none', mec=f'C{n}')
-                axes.set(xlabel='T at test time', title=size)
-        row[0].set(ylabel='test perplexity', yscale='log')
-        row[1].set(ylabel='energy, summed over sublayers')
-        legend(row[0])
-    return figure
-
-
-def draw_energy(cells: list[Cell]) -> plt.Figure:
-    """The energy of every sublayer along its steps, less its value at the start; the trained T is
-    the dashed line."""
-    figure, grid = plt.subplots(len(cells), 2, figsize=(9, 3.4 * len(cells)), squeeze=False)
-    for row, cell in zip(grid, cells, strict=True):
-        runs = [energies_of(r['out_dir']) for r in cell.results]
-        for axes, kind in zip(row, ('attn', 'mlp'), strict=True):
-            energies = np.mean([run[kind] for run in runs], axis=0)  # (layers, steps + 1)
-            for layer, energy in enumerate(energies):
-                axes.plot(energy - energy[0], marker='o', ms=4, label=f'layer {layer + 1}')
-            axes.axvline(runs[0]['trained_steps'], color='gray', ls='--', lw=1)
-            axes.set(xlabel='step t', ylabel='energy at step t less at 0',
-                     title=f'{cell.size}, {kind}')
-            legend(axes)
-    return figure
-
-
-@torch.no_grad()
-def energies_of(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[str, Any]:
-    """A trained all-CEM model at test time, on some test tokens: perplexity and energy (mean over
-    tokens, summed over sublayers) after T = 1, ..., max_steps steps in every sublayer, and each
-    sublayer's energy before every step, all others doing the steps they were trained with: attn
-    and mlp, (layers, max_steps + 1)."""
-    model, state = load_run(out_dir, 'last')
-    cfg = model.cfg
-    data = Sequences(state['data_dir'], 'test', cfg.context_length)
-    x, y = data.batch(evenly_spaced(len(data), tokens // cfg.context_length))
-    inputs: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
-    for block in model.blocks:
-        for layer in (block.attn, block.mlp):
-            layer.register_forward_hook(lambda layer, given, _: inputs.update({layer: given}))
-
-    def energies(layer: Attention | MLP, steps: int) -> list[float]:
-        return energies_along(layer, *inputs[layer], steps=steps).mean(dim=(1, 2)).tolist()
-
-    found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
-    for T in range(1, max_steps + 1):
-        model.set_steps(T, T)
-        found['perplexity'].append(math.exp(float(model(x, y)[1])))
-        found['energy'].append(sum(energies(layer, T)[-1] for layer in inputs))
-    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    model(x)
-    for layer in inputs:
-        kind = 'attn' if isinstance(layer, Attention) else 'mlp'
-        found[kind].append(energies(layer, max_steps))
-    return found
-
-
-def draw_curves(cells: list[Cell]) -> plt.Figure:
-    """Training loss against tokens, mean over seeds, smoothed."""
-    sizes = grouped(cells, 'size')
-    figure, grid = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes), 4), squeeze=False)
-    for axes, (size, same) in zip(grid[0], sizes.items(), strict=True):
-        for cell in same:
-            logs = [read_json_lines(os.path.join(r['out_dir'], 'log.jsonl')) for r in cell.results]
-            # a skipped step's loss is None: nan, a gap in the line
-            steps = [[(line['tokens'], line['loss']) for line in log if 'lr' in line]
-                     for log in logs]
-            shortest = min(map(len, steps))
-            lines = np.array([of[:shortest] for of in steps], dtype=float)
-            tokens, loss = lines.mean(axis=0).T
-            window = max(1, len(loss) // 10)
-            smooth = np.convolve(loss, np.ones(window) / window, 'valid')
-            axes.plot(tokens[window - 1:] / 1e6, smooth, label=cell.label)
-        axes.set(xlabel='million tokens', ylabel='training loss, nats a token', title=size)
-        axes.grid(alpha=0.3)
-        legend(axes)
-    return figure
-
-
 P_NAMES = {'-none': 'no preconditioner', '-diag': 'diagonal', '': 'diagonal + low rank'}
 KINDS = {'CEM attention': 'attn', 'CEM MLP': 'mlp', 'all-CEM': 'cem', 'all-CEM, exact RoPE': 'rope'}
 STEPS = {kind: {f'T = {T}': f'{name}-{T}' for T in (1, 2)} for kind, name in KINDS.items()}
@@ -360,10 +242,6 @@ FIGURES: dict[str, Figure] = {
     'fig_reuse_attn': Figure('Attention: recursion within a layer against plain reuse', draw_bars, {
         'plain reuse': {'T = 1': 'llama', 'T = 2': 'llama-attn-twice'},
         'dimension-matched': {'T = 1': 'attn-1', 'T = 2': 'attn-2'}}),
-    'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
-        '': {f'T = {T}': f'cem-{T}' for T in (1, 2, 3)}}, reads_runs=True),
-    'fig_energy': Figure('Energy along the steps of each layer, all-CEM, T = 2', draw_energy, {
-        '': {'CEM': 'cem-2'}}, reads_runs=True),
     'fig_rope': Figure('CEM attention: exact RoPE against ALiBi and a diagonal', draw_bars, {
         '': {'Llama': 'llama'},
         **{f'T = {T}': {'ALiBi, shared diagonal': f'attn-{T}', 'exact RoPE': f'attn-{T}-rope'}
@@ -372,19 +250,6 @@ FIGURES: dict[str, Figure] = {
         '': {'Llama': 'llama'},
         **{f'T = {T}': {'Algorithm 1': f'attn-{T}', 'exact update': f'attn-{T}-exact'}
            for T in (1, 2)}}),
-    'fig_tau': Figure('The temperature of scores, all-CEM, T = 2', draw_bars, {
-        '': {'Llama': 'llama'},
-        'ALiBi, shared diagonal': {'tau = sqrt(D_h)': 'cem-2', 'tau = sqrt(D_r)': 'cem-2-tau'},
-        'exact RoPE': {'tau = sqrt(D_h)': 'rope-2-tau', 'tau = sqrt(D_r)': 'rope-2'}},
-        at_paper=False),
-    'fig_tokens': Figure('Twice the tokens', draw_bars, {
-        f'{n} a parameter': {'plain Llama': f'llama{end}', **{
-            f'{kind}, T = {T}': f'{kind}-{T}{end}' for kind in ('attn', 'mlp', 'cem')
-            for T in (1, 2)}}
-        for n, end in ((10, ''), (20, '-20'))}, at_paper=False),
-    'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
-        '': {'Llama': 'llama', **{f'CEM, T = {T}': f'cem-{T}' for T in (1, 2, 3)}}},
-        reads_runs=True),
 }
 
 
