@@ -32,7 +32,7 @@ from model import ModelConfig, Transformer
 from nanocem import claims
 from nanocem.fast import flops_per_token
 from nanocem.figures import FIGURES, Cell, figure_files
-from nanocem.files import read_json, read_json_lines, say, table, write_whole
+from nanocem.files import read_json, say, table, write_whole
 from train import TrainConfig
 
 
@@ -223,9 +223,8 @@ def hours(run: Run) -> float:
 
 
 def read_result(run: Run) -> dict[str, Any] | None:
-    """A finished run's result.json, with `events`, the steps whose loss spiked or that were skipped
-    (None: the log is lost). None where a number is missing: where steps were skipped it is null.
-    SystemExit if the folder's run has other settings: a config file or a default has changed."""
+    """A finished run's result.json. None where a number is missing: where steps were skipped it is
+    null. SystemExit if the folder's run has other settings: a config file or a default changed."""
     saved = read_json(f'{run.folder}/config.json')
     if saved is None:
         return None
@@ -238,32 +237,19 @@ def read_result(run: Run) -> dict[str, Any] | None:
                 fail(f'{run.folder} holds a run of another {key}: remove it to train it anew')
     result = read_json(f'{run.folder}/result.json') or {}
     values = [result.get(name) for name in NUMBERS]
-    if not all(type(value) in (int, float) and value > 0 for value in values):
-        return None
-    result['events'] = None
-    if os.path.exists(f'{run.folder}/log.jsonl'):
-        result['events'] = {line.get('step') for line in read_json_lines(f'{run.folder}/log.jsonl')
-                            if line.get('event') in ('spike', 'skipped')}
-    return result
+    finished = all(type(value) in (int, float) and value > 0 for value in values)
+    return result if finished else None
 
 
 def read_runs(path: str, scale: str) -> Results:
-    """The runs in a runs.csv, {} where there is none: as `read_result` has them, but nan for what
-    is lost."""
+    """The runs in a runs.csv, {} where there is none."""
     found: Results = {}
-    try:
+    if os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as file:
             for row in csv.DictReader(file):
                 run = Run(scale, row['size'], row['model'], float(row['learning_rate']),
                           int(row['seed']))
-                result = {name: json.loads(row[name]) for name in NUMBERS[:-1]}
-                result['val_perplexity'] = float(row['val_perplexity'] or 'nan')
-                steps = [int(word) for word in row['events'].split() if word != 'none']
-                found[run] = {**result, 'events': set(steps) if row['events'] else None}
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, KeyError, ValueError, TypeError, AttributeError):
-        fail(f'{path} is damaged: git checkout {path}')
+                found[run] = {name: json.loads(row[name] or 'NaN') for name in NUMBERS}
     return found
 
 
@@ -333,8 +319,7 @@ def draw(name: str, cells: Cells, found: Results, scale: str) -> None:
     """A figure's picture and table, of the cells that have finished runs."""
     drawn = []
     for key, runs in cells.items():
-        results = [{**found[run], 'seed': run.seed, 'out_dir': run.folder}
-                   for run in runs if run in found]
+        results = [{**found[run], 'seed': run.seed} for run in runs if run in found]
         if results:
             drawn.append(Cell(*key, results))
     if not drawn:
@@ -344,20 +329,15 @@ def draw(name: str, cells: Cells, found: Results, scale: str) -> None:
     say(f'out/results/{scale}/{name}: .md, .png; {len(drawn)} of {len(cells)} cells')
 
 
-def write_claims(scale: str, own: Results, swept: Results, counted: bool) -> None:
-    """claims.md and claims.csv, by test and by validation; a short table on the screen, by test.
-    `counted`: with claim h's events in those runs of runs.csv whose logs are lost."""
+def write_claims(scale: str, own: Results, swept: Results) -> None:
+    """claims.md and claims.csv, by test and by validation; a short table on the screen, by test."""
     weights = {}  # of Llama's blocks, the N of every trend
     for size in dict.fromkeys(run.size for run in own_runs(scale)):
         with torch.device('meta'):
             llama = Transformer(configs(f'{SIZES[scale][size]} {LLAMA}')[1])
         weights[size] = sum(p.numel() for p in llama.blocks.parameters())
-    events = {}
-    if counted and os.path.exists(path := f'results/{scale}/spikes.csv'):
-        with open(path, encoding='utf-8') as file:
-            events = {size: [*map(int, counts)] for size, *counts in [*csv.reader(file)][1:]}
     for split, ending in (('val', '_validation'), ('test', '')):
-        page, numbers, short = claims.pages(weights, own, swept, split, events)
+        page, numbers, short = claims.pages(weights, own, swept, split)
         save(f'out/results/{scale}/claims{ending}.md', page)
         save(f'out/results/{scale}/claims{ending}.csv', numbers)
     say(f'{short}\nout/results/{scale}/claims: .md, .csv; claims_validation by validation')
@@ -401,15 +381,14 @@ def main(argv: list[str]) -> None:
     everything = 'all' in names or not names
     figures = {name: cells for name, cells in figures.items() if everything or name in names}
 
-    # Which of them are missing: neither here nor in runs.csv, which has no logs and weights
+    # Which of them are missing: neither in runs.csv nor here
     planned = dict.fromkeys([*own, *swept])
-    here = {run: result for run in planned if (result := read_result(run))}
-    published = {} if cfg.anew else read_runs(f'results/{cfg.scale}/runs.csv', cfg.scale)
-    found = {**here, **published}
-    missing = {}
-    for name, cells in figures.items():
-        finished = here if FIGURES[name].reads_runs else found
-        missing[name] = [run for runs in cells.values() for run in runs if run not in finished]
+    found = {} if cfg.anew else read_runs(f'results/{cfg.scale}/runs.csv', cfg.scale)
+    for run in planned:
+        if run not in found and (result := read_result(run)):
+            found[run] = result
+    missing = {name: [run for runs in cells.values() for run in runs if run not in found]
+               for name, cells in figures.items()}
     if everything:
         missing['claims'] = [run for run in planned if run not in found]
     new = list(dict.fromkeys(run for runs in missing.values() for run in runs))
@@ -432,18 +411,17 @@ def main(argv: list[str]) -> None:
             words = [sys.executable, 'prepare_slimpajama.py', '--input=corpus']
             if subprocess.run(words, check=False).returncode:
                 fail('data/corpus is not made; the same command goes on')
-        here |= train_all(new, cfg.jobs)
-        found = {**here, **published}  # what is published holds
+        found |= train_all(new, cfg.jobs)
         for name, cells in figures.items():
-            draw(name, cells, here if FIGURES[name].reads_runs else found, cfg.scale)
+            draw(name, cells, found, cfg.scale)
         if everything or 'claims' in names:
             both = ({run: found[run] for run in runs if run in found} for runs in (own, swept))
-            write_claims(cfg.scale, *both, counted=not cfg.anew)
+            write_claims(cfg.scale, *both)
     except KeyboardInterrupt:
         fail('stopped; the same command goes on')
     except OSError as error:
         fail(f'{error.filename}: {error.strerror}; the same command goes on')
-    if failed := [run for run in new if run not in here]:
+    if failed := [run for run in new if run not in found]:
         fail(f'{len(failed)} runs failed; they are named above, the same command tries them again')
 
 

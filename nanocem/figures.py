@@ -16,6 +16,11 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation, 0 of one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
 class Cell(NamedTuple):
     """One bar, marker or line: a model at a size, with the results of its finished seeds."""
     size: str
@@ -34,7 +39,7 @@ class Cell(NamedTuple):
 
     @property
     def std(self) -> float:
-        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+        return deviation(self.values)
 
 
 class Figure(NamedTuple):
@@ -149,28 +154,6 @@ def draw_sweep(cells: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_ladder(cells: list[Cell]) -> plt.Figure:
-    """Test loss against parameters and against training FLOPs: a row a kind of layer (the cell's
-    group), a line a number of steps, Llama's in each."""
-    groups = grouped([cell for cell in cells if cell.label != 'Llama'], 'group')
-    llama = [cell for cell in cells if cell.label == 'Llama']
-    rows = max(1, len(groups))
-    figure, grid = plt.subplots(rows, 2, figsize=(9, 3.2 * rows), squeeze=False)
-    for row, (group, same) in zip(grid, groups.items(), strict=False):
-        for label, line in grouped(llama + same, 'label').items():
-            loss = [statistics.fmean(math.log(v) for v in cell.values) for cell in line]
-            first = [cell.results[0] for cell in line]
-            parameters = [r['parameters'] for r in first]
-            flops = [r['tokens'] * r['flops_per_token'] for r in first]
-            for axes, x in zip(row, (parameters, flops), strict=True):
-                axes.plot(x, loss, color=COLOURS[label], marker='o', ms=4, label=label)
-        for axes, name in zip(row, ('parameters', 'training FLOPs'), strict=True):
-            axes.set(xscale='log', xlabel=name, ylabel='test loss, nats a byte', title=group)
-            axes.grid(alpha=0.3)
-            legend(axes)
-    return figure
-
-
 def draw_gap(cells: list[Cell]) -> plt.Figure:
     """Perplexity over Llama's, same seeds, against Llama's parameters, a panel a text; the bars
     are standard deviations over the pairs."""
@@ -181,7 +164,14 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
         for n, (group, same) in enumerate(grouped(others, 'group').items()):
             for label, line in grouped(same, 'label').items():
                 name, colour = (f'{group}, {label}', f'C{n}') if group else (label, COLOURS[label])
-                points = gap_points(line, llama, f'{split}_perplexity')
+                points = []
+                for cell in line:
+                    base = {r['seed']: r[f'{split}_perplexity'] for r in llama[cell.size]}
+                    gaps = [100 * (r[f'{split}_perplexity'] / base[r['seed']] - 1)
+                            for r in cell.results if r['seed'] in base]
+                    if gaps:
+                        N = llama[cell.size][0]['parameters']
+                        points.append((N, statistics.fmean(gaps), deviation(gaps)))
                 if points:
                     axes.errorbar(*zip(*points, strict=True), color=colour, label=name, marker='o',
                                   ms=4, capsize=2, ls='--' if label == 'T = 1' else '-')
@@ -191,19 +181,6 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
     both[0].set(ylabel='perplexity over Llama, %')
     legend(both[1], loc='upper left', bbox_to_anchor=(1.02, 1), handlelength=4)
     return figure
-
-
-def gap_points(line: list[Cell], llama: dict[str, Sequence[dict[str, Any]]], key: str,
-               ) -> list[tuple[float, float, float]]:
-    """Of a line's cells: Llama's parameters, mean and standard deviation of the gaps in %."""
-    points = []
-    for cell in line:
-        base = {r['seed']: r[key] for r in llama[cell.size]}
-        gaps = [100 * (r[key] / base[r['seed']] - 1) for r in cell.results if r['seed'] in base]
-        if gaps:
-            spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
-            points.append((llama[cell.size][0]['parameters'], statistics.fmean(gaps), spread))
-    return points
 
 
 P_NAMES = {'-none': 'no preconditioner', '-diag': 'diagonal', '': 'diagonal + low rank'}
@@ -218,8 +195,6 @@ def by_P(kind: str) -> dict[str, dict[str, str]]:
 
 
 FIGURES: dict[str, Figure] = {
-    'fig_ladder': Figure('What a second step costs and buys', draw_ladder, {
-        '': {'Llama': 'llama'}, **STEPS}),
     'fig_gap': Figure('The gap to Llama against size', draw_gap, {
         '': {'Llama': 'llama', 'Llama, ALiBi': 'llama-alibi'}, **STEPS}),
     'fig_attn': Figure('CEM attention, no P, against Llama, T = 1', draw_scatter, {
