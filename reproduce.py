@@ -65,7 +65,6 @@ for T in (1, 2):
         f'attn-{T}-diag': layers('cem', 'llama', T, 1, 'diag'),
         f'attn-{T}-nodiag': f'{attn} --kq_diag=none',
         f'attn-{T}-rope': f'{attn} {ROPE} --score_scale=head',
-        f'attn-{T}-exact': f'{attn} --exact_update',
         f'mlp-{T}-none': layers('llama', 'cem', 1, T, 'none'),
         f'mlp-{T}-diag': layers('llama', 'cem', 1, T, 'diag'),
         f'mlp-{T}-params': f'{mlp} --mlp_match=params'}
@@ -330,17 +329,16 @@ def draw(name: str, cells: Cells, found: Results, scale: str) -> None:
 
 
 def write_claims(scale: str, own: Results, swept: Results) -> None:
-    """claims.md and claims.csv, by test and by validation; a short table on the screen, by test."""
+    """claims.md, by test and by validation; a short table on the screen, by test."""
     weights = {}  # of Llama's blocks, the N of every trend
     for size in dict.fromkeys(run.size for run in own_runs(scale)):
         with torch.device('meta'):
             llama = Transformer(configs(f'{SIZES[scale][size]} {LLAMA}')[1])
         weights[size] = sum(p.numel() for p in llama.blocks.parameters())
     for split, ending in (('val', '_validation'), ('test', '')):
-        page, numbers, short = claims.pages(weights, own, swept, split)
+        page, short = claims.pages(weights, own, swept, split)
         save(f'out/results/{scale}/claims{ending}.md', page)
-        save(f'out/results/{scale}/claims{ending}.csv', numbers)
-    say(f'{short}\nout/results/{scale}/claims: .md, .csv; claims_validation by validation')
+    say(f'{short}\nout/results/{scale}/claims.md, claims_validation.md')
 
 
 @dataclass

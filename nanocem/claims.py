@@ -7,7 +7,6 @@ difference is one number, the log of A's perplexity over B's. At one size: its m
 What is said of a claim follows from that line alone, by `verdict` and `direction`.
 """
 import csv
-import io
 import math
 import os
 import statistics
@@ -257,8 +256,8 @@ def recursion_on_gp(sizes: Iterable[str], path: str = 'results/gp/blind/table.cs
 
 
 def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str,
-          ) -> tuple[str, str, str]:
-    """claims.md, claims.csv and a short table, by a split, as far as runs are finished: `own` at
+          ) -> tuple[str, str]:
+    """claims.md and a short table, by a split, as far as runs are finished: `own` at
     their models' rates, `swept` over rates. `sizes`: name -> weights of Llama's blocks."""
     rows = []
     for key, (_, tests) in CLAIMS.items():
@@ -277,17 +276,14 @@ def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str,
         'last lies far outside what was run and promises nothing. Claim i takes the best rate that '
         'was run; rates lie a factor of two apart. Holm: the p of what is said, adjusted for '
         f'{len(tested)} comparisons.')
-    lines, numbers, short = [], [], []
-    for n, (key, text, cells, *rest, p) in enumerate(rows):
-        new = n == 0 or key != rows[n - 1].key
-        first = [key, CLAIMS[key][0]] if new else ['', '']
-        lines.append([*first, text, *cells, *rest, f'{adjusted[n]:.3f}' if n in adjusted else ''])
-        numbers.append([key, text, *cells, *rest, '' if p is None else f'{p:.4g}'])
-        short.append([key, text, rest[0], rest[-1]])
+    lines = []
+    for n, row in enumerate(rows):
+        new = n == 0 or row.key != rows[n - 1].key
+        claim = [row.key, CLAIMS[row.key][0]] if new else ['', '']
+        firm = f'{adjusted[n]:.3f}' if n in adjusted else ''
+        lines.append([*claim, row.text, *row.cells, row.line, row.slope, row.large, row.said, firm])
     words = ['', 'claim', 'A against B', *sizes, 'at the largest size', 'a tenfold N adds',
              f'the line at {large}', '', 'Holm']
-    names = ['claim', 'comparison', *sizes, 'at_largest', 'per_tenfold', 'line_at_86m', 'said', 'p']
-    text = io.StringIO()
-    csv.writer(text, lineterminator='\n').writerows([names, *numbers])
-    return (f'{introduction}\n\n{table(words, lines)}\n', text.getvalue(),
-            table(['', 'A against B', 'at the largest size', ''], short))
+    short = table(['', 'A against B', 'at the largest size', ''],
+                  [[row.key, row.text, row.line, row.said] for row in rows])
+    return f'{introduction}\n\n{table(words, lines)}\n', short

@@ -1,13 +1,11 @@
 """What reproduce.py draws of its runs: each figure is a table of models and a way to draw them."""
 import io
-import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
-import numpy as np
 
 from nanocem.claims import SPLITS
 from nanocem.files import table
@@ -55,8 +53,6 @@ COLOURS = {
     'CEM MLP, parameter-matched': 'tab:orange', 'no preconditioner': 'tab:gray',
     'diagonal': 'tab:cyan', 'diagonal + low rank': 'tab:blue'}
 MARKERS = {'Llama': 'D', 'Llama, ALiBi': 'D', 'CEM MLP, parameter-matched': '^'}
-AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue',
-         'parameter-matched': 'mistyrose'}
 
 
 def grouped(cells: Iterable[Cell], by: Literal['size', 'group', 'label']) -> dict[str, list[Cell]]:
@@ -105,9 +101,7 @@ def draw_bars(cells: list[Cell]) -> plt.Figure:
         labels = list(dict.fromkeys(cell.label for cell in bars))
         groups = grouped(bars, 'group')
         width = 0.8 / max(map(len, groups.values()), default=1)
-        for g, (group, block) in enumerate(groups.items()):
-            if group in AREAS:
-                axes.axvspan(g - 0.48, g + 0.48, color=AREAS[group], alpha=0.5, zorder=0)
+        for g, block in enumerate(groups.values()):
             for n, cell in enumerate(block):
                 colour = COLOURS.get(cell.label, f'C{labels.index(cell.label)}')
                 x = g + (n - (len(block) - 1) / 2) * width
@@ -217,14 +211,6 @@ FIGURES: dict[str, Figure] = {
     'fig_reuse_attn': Figure('Attention: recursion within a layer against plain reuse', draw_bars, {
         'plain reuse': {'T = 1': 'llama', 'T = 2': 'llama-attn-twice'},
         'dimension-matched': {'T = 1': 'attn-1', 'T = 2': 'attn-2'}}),
-    'fig_rope': Figure('CEM attention: exact RoPE against ALiBi and a diagonal', draw_bars, {
-        '': {'Llama': 'llama'},
-        **{f'T = {T}': {'ALiBi, shared diagonal': f'attn-{T}', 'exact RoPE': f'attn-{T}-rope'}
-           for T in (1, 2)}}),
-    'fig_exact': Figure('The whole gradient against Algorithm 1, CEM attention', draw_bars, {
-        '': {'Llama': 'llama'},
-        **{f'T = {T}': {'Algorithm 1': f'attn-{T}', 'exact update': f'attn-{T}-exact'}
-           for T in (1, 2)}}),
 }
 
 
