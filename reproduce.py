@@ -1,7 +1,7 @@
 """
-The paper's figures and claims, and a few of our own: the runs each takes, done where missing.
+The paper's figures and claims, and one of our own: the runs each takes, done where missing.
 
-    python reproduce.py --list               the figures, and what their missing runs take
+    python reproduce.py                      the figures, and what their missing runs take
     python reproduce.py fig_attn             one figure
     python reproduce.py claims               the paper's claims, with paired 95% intervals
     python reproduce.py all                  all of it
@@ -309,36 +309,36 @@ def train_all(runs: Sequence[Run], jobs: int) -> Results:
 
 # What comes out.
 
-def save(path: str, data: bytes | str) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    write_whole(path, data.encode() if isinstance(data, str) else data)
+def save(scale: str, name: str, content: bytes) -> None:
+    os.makedirs(f'out/results/{scale}', exist_ok=True)
+    write_whole(f'out/results/{scale}/{name}', content)
+    say(f'out/results/{scale}/{name}')
 
 
 def draw(name: str, cells: Cells, found: Results, scale: str) -> None:
     """A figure's picture and table, of the cells that have finished runs."""
     drawn = []
     for key, runs in cells.items():
-        results = [{**found[run], 'seed': run.seed} for run in runs if run in found]
-        if results:
+        if results := [{**found[run], 'seed': run.seed} for run in runs if run in found]:
             drawn.append(Cell(*key, results))
-    if not drawn:
-        return say(f'{name}: none of its runs is finished')
-    for ending, data in figure_files(FIGURES[name], drawn).items():
-        save(f'out/results/{scale}/{name}.{ending}', data)
-    say(f'out/results/{scale}/{name}: .md, .png; {len(drawn)} of {len(cells)} cells')
+    say(f'{name}: {len(drawn)} of {len(cells)} cells have finished runs')
+    if drawn:
+        picture, page = figure_files(FIGURES[name], drawn)
+        save(scale, f'{name}.png', picture)
+        save(scale, f'{name}.md', page.encode())
 
 
 def write_claims(scale: str, own: Results, swept: Results) -> None:
-    """claims.md, by test and by validation; a short table on the screen, by test."""
+    """A page by validation and one by test, of which a short table goes on the screen."""
     weights = {}  # of Llama's blocks, the N of every trend
     for size in dict.fromkeys(run.size for run in own_runs(scale)):
         with torch.device('meta'):
             llama = Transformer(configs(f'{SIZES[scale][size]} {LLAMA}')[1])
         weights[size] = sum(p.numel() for p in llama.blocks.parameters())
-    for split, ending in (('val', '_validation'), ('test', '')):
+    for split, name in (('val', 'claims_validation.md'), ('test', 'claims.md')):
         page, short = claims.pages(weights, own, swept, split)
-        save(f'out/results/{scale}/claims{ending}.md', page)
-    say(f'{short}\nout/results/{scale}/claims.md, claims_validation.md')
+        save(scale, name, page.encode())
+    say(short)
 
 
 @dataclass
@@ -350,7 +350,6 @@ class ReproduceConfig:
     jobs: int | None = None  # runs side by side; default: one a core at the ladder, else one
     anew: bool = False  # leave results/ladder/runs.csv out: all is trained here
     run: bool = False  # scale=paper: execute what is printed; scale=gpu: even without a GPU
-    list: bool = False  # print the figures and what their missing runs take, and do nothing
 
     def __post_init__(self) -> None:
         if self.jobs is None:
@@ -393,8 +392,8 @@ def main(argv: list[str]) -> None:
 
     # What is only printed: what there is to do, and at the paper's scale its commands
     on_paper = new and cfg.scale == 'paper' and not cfg.run
-    if cfg.list or not names or on_paper:
-        if on_paper and names and not cfg.list:
+    if not names or on_paper:
+        if names:
             say('\n'.join(' '.join(command(run)) for run in new))
         return show(missing | {'together': new}, cfg.scale)
     if new and cfg.scale == 'gpu' and not (cfg.run or torch.cuda.is_available()):

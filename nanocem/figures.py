@@ -214,8 +214,8 @@ FIGURES: dict[str, Figure] = {
 }
 
 
-def figure_files(figure: Figure, cells: list[Cell]) -> dict[str, bytes]:
-    """A figure's png, and its md: a line a cell."""
+def figure_files(figure: Figure, cells: list[Cell]) -> tuple[bytes, str]:
+    """A figure as a PNG, and as a page with a line a cell."""
     rows = []
     for cell in cells:
         same = [c for c in cells if (c.size, c.model) == (cell.size, 'llama')]
@@ -236,4 +236,4 @@ def figure_files(figure: Figure, cells: list[Cell]) -> dict[str, bytes]:
     image = io.BytesIO()
     picture.savefig(image, format='png', dpi=100)
     plt.close(picture)
-    return {'png': image.getvalue(), 'md': text.encode()}
+    return image.getvalue(), text
