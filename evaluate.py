@@ -273,7 +273,8 @@ class History(NamedTuple):
     cells: list[str]  # its row in the table
 
 
-HEADER = ['run', 'weights', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity']
+HEADER = ['run', 'weights', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity',
+          'data', 'vocabulary']
 
 
 def number(value: Any) -> float:
@@ -307,24 +308,13 @@ def read_history(folder: str) -> History:
     data = str(config['train'].get('data')), model.cfg.vocab_size
     return History(data, losses, spent, val_loss, [
         folder, f'{model.num_params():,}', f'{tokens[-1]:,.0f}', f'{spent["FLOPs"][-1]:.2e}',
-        f'{hours[-1]:.3f}', f'{val_loss:.4f}', f'{test_loss:.4f}', f'{perplexity(test_loss):.3f}'])
-
-
-def results(runs: list[History]) -> str:
-    """A row a run, best first; a table for each data folder and vocabulary."""
-    groups: dict[tuple[str, int], list[list[str]]] = {}
-    for n in np.argsort([run.val_loss for run in runs]):  # NaN comes last
-        groups.setdefault(runs[n].data, []).append(runs[n].cells)
-    if len(groups) == 1:
-        return table(HEADER, *groups.values())
-    parts = ['Of different data: losses a token do not compare from table to table.']
-    for (data, vocab_size), rows in groups.items():
-        parts += [f'{data}, vocabulary {vocab_size:,}:', table(HEADER, rows)]
-    return '\n\n'.join(parts)
+        f'{hours[-1]:.3f}', f'{val_loss:.4f}', f'{test_loss:.4f}', f'{perplexity(test_loss):.3f}',
+        data[0], f'{data[1]:,}'])
 
 
 def compare(folders: tuple[str, ...]) -> Report:
-    """Training loss of runs against tokens, FLOPs and time; and their results."""
+    """Training loss of runs against tokens, FLOPs and time; and their results, the best of each
+    data folder and vocabulary first."""
     runs = []
     for folder in folders:
         try:
@@ -334,6 +324,7 @@ def compare(folders: tuple[str, ...]) -> Report:
             say(f'{folder}: {reason}; passed over')
     if not runs:
         fail('compare: no runs; expected their folders, as in --compare out/a out/b')
+    runs.sort(key=lambda run: (run.data, math.isnan(run.val_loss), run.val_loss))
     figure = Figure((13, 4), layout='constrained')
     panels = figure.subplots(1, 3, sharey=True)
     for axes, unit in zip(panels, ('tokens', 'FLOPs', 'hours'), strict=True):
@@ -345,7 +336,10 @@ def compare(folders: tuple[str, ...]) -> Report:
     panels[0].set_ylabel(f'training {LOSSES[0]}')
     names = [os.path.basename(run.cells[0].rstrip('/')) for run in runs]
     panels[0].legend(panels[0].lines, names, fontsize=7)
-    return results(runs), figure
+    text = table(HEADER, [run.cells for run in runs])
+    if len({run.data for run in runs}) > 1:
+        text += '\n\nOf different data or vocabulary: losses a token do not compare between them.'
+    return text, figure
 
 
 # Tables, pictures, the command line
