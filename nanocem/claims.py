@@ -93,33 +93,28 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
 
 # Differences, and the line through them.
 
-def losses(runs: Results, size: str, model: str, split: str) -> dict[int, dict[float, float]]:
-    """seed -> learning rate -> the log of a split's perplexity, of a model's runs at a size."""
-    found: dict[int, dict[float, float]] = {}
-    for run, result in runs.items():
-        if (run.size, run.model) == (size, model):
-            found.setdefault(run.seed, {})[run.rate] = math.log(result[f'{split}_perplexity'])
-    return found
-
-
 def differences(test: Comparison, size: str, own: Results, swept: Results, split: str,
-                ) -> dict[int, float]:
-    """seed -> the log ratio of A over B at a size, for the seeds that both have. A sweep counts
-    from three rates on."""
+                ) -> list[float]:
+    """The log ratios of A over B at a size, of the seeds that both have. A sweep counts from three
+    rates on."""
     runs, fewest = (own, 1) if test.of == 'own' else (swept, 3)
-    of_A, of_B = (losses(runs, size, model, split) for model in (test.A, test.B))
-    found = {}
-    for seed, a in of_A.items():
-        b = of_B.get(seed, {})
-        if min(len(a), len(b)) < fewest:
+    losses: dict[tuple[str, int], dict[float, float]] = {}  # model, seed -> rate -> loss
+    for run, result in runs.items():
+        if run.size == size:
+            by_rate = losses.setdefault((run.model, run.seed), {})
+            by_rate[run.rate] = math.log(result[f'{split}_perplexity'])
+    found = []
+    for (model, seed), a in losses.items():
+        b = losses.get((test.B, seed), {})
+        if model != test.A or min(len(a), len(b)) < fewest:
             continue
         best_a, best_b = min(a, key=a.get), min(b, key=b.get)
         if test.of == 'rate':
-            found[seed] = math.log(best_a / best_b)
+            found.append(math.log(best_a / best_b))
+        elif test.of == 'fixed' and best_b in a:
+            found.append(a[best_b] - b[best_b])
         elif test.of != 'fixed':
-            found[seed] = a[best_a] - b[best_b]
-        elif best_b in a:
-            found[seed] = a[best_b] - b[best_b]
+            found.append(a[best_a] - b[best_b])
     return found
 
 
@@ -181,13 +176,13 @@ def direction(kind: str, said: str, line: Estimate, slope: Estimate) -> str:
         return said
     good_sign = {'better': -1, 'close': -1, 'alike': -math.copysign(1, line.value)}.get(kind, 1)
     toward = slope.value * good_sign > 0
-    if said == 'holds':
-        return 'holds and grows' if toward else 'holds, and shrinks with size'
     if said == 'within noise':
         return f'within noise, {"nearer" if toward else "farther"} with size'
-    if toward:
-        return f'does not hold, and shrinks to {str(line).split()[0]} at the largest size'
-    return 'does not hold, and grows with size'
+    if said == 'holds':
+        return 'holds and grows' if toward else 'holds, and shrinks with size'
+    here = str(line).split()[0]
+    trend = f'shrinks to {here} at the largest size' if toward else 'grows with size'
+    return f'does not hold, and {trend}'
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -218,7 +213,7 @@ def answer(key: str, test: Comparison, sizes: Mapping[str, float], own: Results,
     """A comparison at every size, and what its line says."""
     cells, N, d = [], [], []
     for size, weights in sizes.items():
-        values = list(differences(test, size, own, swept, split).values())
+        values = differences(test, size, own, swept, split)
         here = [weights] * len(values)
         cells.append(str(line_through(here, values, weights)[0]) if values else '')
         N += here

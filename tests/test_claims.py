@@ -145,8 +145,8 @@ def test_sweeps_answer_by_the_best_rate_that_was_run() -> None:
     for of, right in (('rate', math.log(2)), ('best', -0.03),
                       ('fixed', -0.03 + 0.05 * math.log(2) ** 2)):
         test = Comparison('A', 'close', 'a', 'b', of)
-        assert claims.differences(test, 'small', {}, swept, 'test') == {1: pytest.approx(right)}
-        assert claims.differences(test, 'small', {}, few, 'test') == {}
+        assert claims.differences(test, 'small', {}, swept, 'test') == [pytest.approx(right)]
+        assert claims.differences(test, 'small', {}, few, 'test') == []
 
 
 @pytest.mark.parametrize(('curves', 'line', 'right'), [
