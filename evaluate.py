@@ -17,7 +17,6 @@ import math
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
@@ -27,7 +26,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, check_values, fail, read_options
+from configurator import build, check_values, fail, in_range, read_options
 from model import MLP, Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
 from nanocem.files import read_json, read_json_lines, say, table, write_whole
@@ -60,8 +59,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if self.text is not None and self.data is not None:
             raise ValueError(f'text={self.text} and data={self.data}: give one')
-        if self.tokens < 1:
-            raise ValueError(f'tokens={self.tokens}: expected at least 1')
+        in_range(self, 1, 10**12, 'tokens')
         if any(not 1 <= T <= 1000 for T in self.steps):
             raise ValueError(f'steps={",".join(map(str, self.steps))}: expected 1 to 1,000 each')
 
@@ -171,18 +169,15 @@ def energies_along(sublayer: Attention | MLP, x: Tensor, *rest: Any, steps: int)
 def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]:
     """The energy of every CEM sublayer at its steps 0 to `steps`, mean over the tokens x (B, J);
     what comes to a sublayer is that of the model as it stands."""
-    along = {}
-
-    def record(name: str, layer: Any, args: tuple[Any, ...]) -> None:
-        along[name] = energies_along(layer, *args, steps=steps).mean(dim=(1, 2)).cpu().numpy()
     layers = {f'{kind} {n}': getattr(block, kind) for kind in ('attn', 'mlp')
               for n, block in enumerate(model.blocks, 1) if getattr(block, kind).cem}
-    hooks = [layer.register_forward_pre_hook(partial(record, name))
-             for name, layer in layers.items()]
+    inputs: dict[Any, tuple[Any, ...]] = {}
+    hooks = [layer.register_forward_pre_hook(inputs.__setitem__) for layer in layers.values()]
     model.hidden(x)
     for hook in hooks:
         hook.remove()
-    return {name: along[name] for name in layers}
+    return {name: energies_along(layer, *inputs[layer], steps=steps).mean(dim=(1, 2)).cpu().numpy()
+            for name, layer in layers.items()}
 
 
 def report_energies(model: Transformer, sequences: Tensor, steps: int) -> Report:
@@ -383,9 +378,9 @@ def main(argv: list[str]) -> None:
         say(f'{cfg.export}: nanocem.hf.HubTransformer.from_pretrained loads it')
 
     # of what the reports are, and where they go: out_dir may be a checkpoint's file
-    is_file = os.path.isfile(out_dir)
-    folder = os.path.dirname(out_dir) or '.' if is_file else out_dir
-    weights = out_dir if is_file else f'{cfg.checkpoint} checkpoint of {out_dir}'
+    folder, weights = out_dir, f'{cfg.checkpoint} checkpoint of {out_dir}'
+    if os.path.isfile(out_dir):
+        folder, weights = os.path.dirname(out_dir) or '.', out_dir
     text = cfg.text or f'{cfg.split} split of {cfg.data or state["data_dir"]}'
     subject = f'{weights}, step {state["step"]}; {text}'
     if losses or cfg.energies or cfg.attention:

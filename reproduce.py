@@ -204,21 +204,14 @@ def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
 
 
 @cache
-def size_and_cost(options: str) -> tuple[int, float]:
-    """A model's parameters, and its training FLOPs a token."""
-    with torch.device('meta'):
-        model = Transformer(configs(options)[1])
-    return model.num_params(), flops_per_token(model)
-
-
 def hours(run: Run) -> float:
     """About how long a run takes: of a core at the ladder, of an A100 at the other scales."""
     train, cfg = configs(run.options)
-    size = SIZES[run.scale][run.size]
-    llama, _ = size_and_cost(f'{size} {LLAMA}')
-    _, flops = size_and_cost(f'{size} {MODELS[run.model]}')
+    with torch.device('meta'):
+        model, llama = Transformer(cfg), Transformer(cfg.llama())
+    flops = train.tokens_per_param * llama.num_params() * flops_per_token(model)
     speed = CORE_FLOPS_A_LAYER * cfg.n_layer if run.scale == 'ladder' else MFU * A100_FLOPS
-    return train.tokens_per_param * llama * flops / speed / 3600
+    return flops / speed / 3600
 
 
 def read_result(run: Run) -> dict[str, Any] | None:
@@ -359,18 +352,17 @@ class ReproduceConfig:
         if unknown := set(self.sizes or ()) - set(SIZES[self.scale]):
             raise ValueError(f'sizes={",".join(unknown)}: scale={self.scale} has '
                              f'{", ".join(SIZES[self.scale])}')
-        if self.seeds and len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f'seeds={self.seeds}: each counts only once')
 
 
 def main(argv: list[str]) -> None:
     names = [word for word in argv if not word.startswith('-')]
     options = read_options([word for word in argv if word.startswith('-')], ReproduceConfig)
     cfg = build(ReproduceConfig, options)
+    seeds = cfg.seeds and tuple(dict.fromkeys(cfg.seeds))  # each counts only once
 
     # The figures, and their runs at the given sizes and seeds
     own, swept = ([run for run in runs if run.size in (cfg.sizes or SIZES[cfg.scale])]
-                  for runs in (own_runs(cfg.scale, cfg.seeds), swept_runs(cfg.scale, cfg.seeds)))
+                  for runs in (own_runs(cfg.scale, seeds), swept_runs(cfg.scale, seeds)))
     figures = {name: cells for name, figure in FIGURES.items()
                if (cells := cells_of(name, own, swept))}
     if unknown := [name for name in names if name not in (*figures, 'claims', 'all')]:

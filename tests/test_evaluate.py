@@ -305,7 +305,7 @@ BAD = [
     (['--text=text.txt', '--data=data'], 'give one'),
     (['--data=gpt2'], 'its tokenizer is gpt2, that of the run byte'),
     (['--split=train'], 'train split'),
-    (['--tokens=0'], 'tokens=0: expected at least 1'),
+    (['--tokens=0'], 'tokens=0: expected 1 to'),
     (['--steps=1,0'], 'steps=1,0: expected 1 to 1,000'),
     (['--attention=' + 'long ' * 9], 'has 45 tokens; expected 1 to 15'),
     (['--out_dir=out/llama', '--energies'], 'out/llama is all Llama'),
