@@ -9,9 +9,9 @@ The paper's figures and claims, and one of our own: the runs each takes, done wh
     python reproduce.py all --scale=gpu      the claims at 3 and 10 M weights, on a GPU
     python reproduce.py all --scale=paper    commands at the paper's sizes, A100-hours; --run: do it
 
-The runs in results/ladder/runs.csv are finished: what is drawn of them alone is drawn at once. All
-others are train.py's, in out/reproduce/, where finished ones are not done again and cut-off ones go
-on. Pictures and tables go to out/results/.
+The runs in results/ladder/runs.csv are finished, and drawn at once. All others are train.py's, in
+out/reproduce/, where finished ones are not done again and cut-off ones go on. Pictures and tables
+go to out/results/.
 """
 import csv
 import json
