@@ -17,7 +17,6 @@ import math
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
@@ -27,10 +26,9 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, check_values, fail, read_options
-from model import Attention, ModelConfig, Transformer
+from configurator import build, check_values, fail, in_range, read_options
+from model import MLP, Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
-from nanocem.figures import energies_along
 from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from nanocem.hf import export
 from nanocem.runs import load_run, newest_run, perplexity, read_config
@@ -38,7 +36,7 @@ from nanocem.shards import Sequences, evenly_spaced
 from nanocem.sources import read_text
 from nanocem.tokenizers import load_tokenizer
 
-Report = tuple[str, Figure]  # a table and a picture
+Report = tuple[str, Figure | None]  # a table and a picture
 LOSSES = ['loss, nats a token', 'perplexity', 'bits a byte']
 
 
@@ -61,32 +59,25 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if self.text is not None and self.data is not None:
             raise ValueError(f'text={self.text} and data={self.data}: give one')
-        if self.tokens < 1:
-            raise ValueError(f'tokens={self.tokens}: expected at least 1')
+        in_range(self, 1, 10**12, 'tokens')
         if any(not 1 <= T <= 1000 for T in self.steps):
             raise ValueError(f'steps={",".join(map(str, self.steps))}: expected 1 to 1,000 each')
 
 
 # What is read
 
-def text_of(path: str) -> str:
-    """SystemExit where it is no text file in UTF-8."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
-        fail(f'text={path} is no file; expected a text file')
-    try:
-        return read_text(path)
-    except OSError as error:
-        fail(f'text={path}: {error.strerror}; expected a text file')
-    except ValueError as error:
-        fail(f'text={path}: {error}')
-
-
 def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
                    length: int) -> Tensor:
     """(n, length + 1), evenly spaced in the text or the split, cfg.tokens tokens of them at most;
     NO_TARGET behind the end of a text, all of whose tokens but BOS are targets once."""
     if cfg.text is not None:
-        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text))])
+        if not os.path.isfile(cfg.text):  # a pipe would be waited for, for ever
+            fail(f'text={cfg.text}: no such file; expected a text file')
+        try:
+            text = read_text(cfg.text)
+        except (OSError, ValueError) as error:
+            fail(f'text={cfg.text}: {error}')
+        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text)])
         length = min(length, len(ids) - 1) or fail(f'text={cfg.text} is empty')
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)
@@ -101,56 +92,29 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
     return torch.cat([x, y[:, -1:]], dim=1)
 
 
-def bytes_of_tokens(tokenizer: Any) -> Tensor:
-    """How many bytes of text each token spells, (vocabulary,): BOS and its like none."""
-    if tokenizer.name == 'byte':
-        return torch.tensor([1] * 256 + [0])
-    if tokenizer.name == 'gpt2':
-        decode = tokenizer.bpe.decode_single_token_bytes
-        return torch.tensor([len(decode(i)) for i in range(tokenizer.bos)] + [0])
-    spelled = []
-    model = tokenizer.model
-    for i in range(tokenizer.vocab_size):
-        if model.is_byte(i):
-            spelled.append(1)
-        elif model.is_control(i) or model.is_unknown(i):
-            spelled.append(0)
-        else:  # SentencePiece's sign for a space is three bytes long
-            spelled.append(len(model.id_to_piece(i).replace('\u2581', ' ').encode()))
-    return torch.tensor(spelled)
-
-
 # Loss, with the steps of training or others
 
-class Measured(NamedTuple):
-    """Losses in nats."""
-    tokens: int
-    loss: float  # a token
-    bits_per_byte: float  # of the tokens that spell text: comparable across tokenizers
-    by_position: np.ndarray  # loss at positions 1 to J of the context
-
-
 @torch.no_grad()
-def measure(model: Transformer, sequences: Tensor, spelled: Tensor) -> Measured:
-    """The loss of every target in sequences (n, J + 1), what stands before it in its own sequence
-    being its context; `spelled`: the bytes of each token."""
+def measure(model: Transformer, sequences: Tensor, spelled: Tensor) -> tuple[int, float, float]:
+    """Targets in sequences (n, J + 1), each with all before it in its sequence as its context;
+    their mean loss; and the bits a byte of those that spell text, comparable across tokenizers.
+    `spelled`: the bytes of each token."""
     device = model.embedding.device
-    J = sequences.shape[1] - 1
-    nats = torch.zeros(J, dtype=torch.float64)
-    count = torch.zeros(J, dtype=torch.int64)
-    text_nats, text_bytes = 0.0, 0
-    for block in sequences.split(max(1, min(32, LOGITS_AT_ONCE // (J * model.cfg.vocab_size)))):
-        x, y = block[:, :-1].clamp(min=0), block[:, 1:]  # (B, J)
+    at_once = LOGITS_AT_ONCE // ((sequences.shape[1] - 1) * model.cfg.vocab_size)
+    tokens, nats = 0, 0.0
+    text_bytes, text_nats = 0, 0.0
+    for block in sequences.split(max(1, min(32, at_once))):
+        x, y = block[:, :-1].clamp(min=0), block[:, 1:].flatten()
         logits = model(x.to(device))[0].float().flatten(0, 1)
-        losses = F.cross_entropy(logits, y.to(device).flatten(), reduction='none',
-                                 ignore_index=NO_TARGET).view(y.shape).cpu().double()
-        nats += losses.sum(dim=0)
-        count += (y != NO_TARGET).sum(dim=0)
+        losses = F.cross_entropy(logits, y.to(device), reduction='none', ignore_index=NO_TARGET)
+        losses = losses.cpu().double()
+        tokens += int((y != NO_TARGET).sum())
+        nats += float(losses.sum())
         bytes_of_y = spelled[y.clamp(min=0)] * (y != NO_TARGET)
-        text_nats += float(losses[bytes_of_y > 0].sum())
         text_bytes += int(bytes_of_y.sum())
+        text_nats += float(losses[bytes_of_y > 0].sum())
     bits = text_nats / math.log(2) / text_bytes if text_bytes else math.nan
-    return Measured(int(count.sum()), float(nats.sum() / count.sum()), bits, (nats / count).numpy())
+    return tokens, nats / tokens, bits
 
 
 def set_steps(model: Transformer, T: int | None) -> None:
@@ -161,55 +125,59 @@ def set_steps(model: Transformer, T: int | None) -> None:
 
 def report_loss(model: Transformer, sequences: Tensor, spelled: Tensor,
                 steps: tuple[int, ...] = ()) -> Report:
-    """As trained, or for each T of `steps`; the model goes on with the last of them. The picture:
-    loss by position in the context, in about twenty bins that widen with it, and against T."""
+    """As trained, or for each T of `steps`, the picture being loss against T; the model goes on
+    with the last of them."""
     cfg = model.cfg
     trained = {T for kind, T in ((cfg.attn, cfg.attn_steps), (cfg.mlp, cfg.mlp_steps))
                if kind == 'cem'}
-    figure = Figure((9 if steps else 5, 3.5), layout='constrained')
-    by_position, *by_steps = figure.subplots(1, 2 if steps else 1, squeeze=False)[0]
-    by_position.set(xscale='log', xlabel='position in the context', ylabel=LOSSES[0])
     rows, losses = [], []
     for T in steps or (None,):
         set_steps(model, T)
-        measured = measure(model, sequences, spelled)
-        losses.append(measured.loss)
-        name = str(T or 'as trained')
-        if trained == {T}:
-            name += ', as trained'
-        rows.append([name, f'{measured.tokens:,}', f'{measured.loss:.4f}',
-                     f'{perplexity(measured.loss):.3f}', f'{measured.bits_per_byte:.4f}'])
-        edges = np.unique(np.geomspace(1, len(measured.by_position) + 1, 21).astype(int))[:-1]
-        widths = np.diff(edges, append=len(measured.by_position) + 1)
-        mean = np.add.reduceat(measured.by_position, edges - 1) / widths
-        by_position.plot(edges + (widths - 1) / 2, mean, marker='o', ms=3, label=f'T: {name}')
-    by_position.legend(fontsize=7)
-    for axes in by_steps:
-        axes.plot(steps, losses, marker='o')
-        axes.set(xlabel='T at test time (dashed: as trained)', ylabel=LOSSES[0])
-        for T in trained:
-            axes.axvline(T, color='gray', ls='--', lw=1)
-    return table(['T', 'tokens', *LOSSES], rows), figure
+        tokens, loss, bits = measure(model, sequences, spelled)
+        losses.append(loss)
+        name = f'{T}, as trained' if trained == {T} else str(T or 'as trained')
+        rows.append([name, f'{tokens:,}', f'{loss:.4f}', f'{perplexity(loss):.3f}', f'{bits:.4f}'])
+    text = table(['T', 'tokens', *LOSSES], rows)
+    if not steps:
+        return text, None
+    figure = Figure((5, 3.5), layout='constrained')
+    axes = figure.subplots()
+    axes.plot(steps, losses, marker='o')
+    axes.set(xlabel='T at test time (dashed: as trained)', ylabel=LOSSES[0])
+    for T in trained:
+        axes.axvline(T, color='gray', ls='--', lw=1)
+    return text, figure
 
 
 # Energies
 
 @torch.no_grad()
+def energies_along(sublayer: Attention | MLP, x: Tensor, *rest: Any, steps: int) -> Tensor:
+    """A CEM sublayer's energy at each u_t of its steps from x, u_0 to u_steps: (steps + 1, B, J).
+    `rest`: what forward takes after x."""
+    normed: list[Tensor] = []  # h, u_0, u_1, ...
+    hook = sublayer.norm.register_forward_hook(lambda norm, given, out: normed.append(out))
+    trained_steps = sublayer.steps
+    sublayer.steps = steps + 1
+    sublayer.forward(x, *rest)
+    sublayer.steps = trained_steps
+    hook.remove()
+    return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
+
+
+@torch.no_grad()
 def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]:
     """The energy of every CEM sublayer at its steps 0 to `steps`, mean over the tokens x (B, J);
     what comes to a sublayer is that of the model as it stands."""
-    along = {}
-
-    def record(name: str, layer: Any, args: tuple[Any, ...]) -> None:
-        along[name] = energies_along(layer, *args, steps=steps).mean(dim=(1, 2)).cpu().numpy()
     layers = {f'{kind} {n}': getattr(block, kind) for kind in ('attn', 'mlp')
               for n, block in enumerate(model.blocks, 1) if getattr(block, kind).cem}
-    hooks = [layer.register_forward_pre_hook(partial(record, name))
-             for name, layer in layers.items()]
+    inputs: dict[Any, tuple[Any, ...]] = {}
+    hooks = [layer.register_forward_pre_hook(inputs.__setitem__) for layer in layers.values()]
     model.hidden(x)
     for hook in hooks:
         hook.remove()
-    return {name: along[name] for name in layers}
+    return {name: energies_along(layer, *inputs[layer], steps=steps).mean(dim=(1, 2)).cpu().numpy()
+            for name, layer in layers.items()}
 
 
 def report_energies(model: Transformer, sequences: Tensor, steps: int) -> Report:
@@ -293,20 +261,20 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
 
 class History(NamedTuple):
     """A run from its files."""
-    data: str  # the folder that it was trained on
-    model: ModelConfig
+    data: tuple[str, int]  # the folder that it was trained on, and its vocabulary
     losses: np.ndarray  # training, nats a token, at the logged steps
     spent: dict[str, np.ndarray]  # until then: tokens, FLOPs, hours
     val_loss: float  # the last; NaN where there is none yet
     cells: list[str]  # its row in the table
 
 
-HEADER = ['run', 'weights', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity']
+HEADER = ['run', 'weights', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity',
+          'data', 'vocabulary']
 
 
 def number(value: Any) -> float:
-    """A number of a log; NaN for null, which is a log's NaN, and for whatever damage put there."""
-    return float(value) if type(value) in (int, float) and abs(value) < 1e300 else math.nan
+    """A number of a log; NaN for null, which is a log's NaN."""
+    return float(value) if type(value) in (int, float) else math.nan
 
 
 def read_history(folder: str) -> History:
@@ -330,52 +298,18 @@ def read_history(folder: str) -> History:
     val_loss = [math.nan, *(number(line['val_loss']) for line in lines if 'val_loss' in line)][-1]
     # a run that went on has logged more steps than its older result counts
     result = read_json(os.path.join(folder, 'result.json')) or {}
-    last_step = max((line['step'] for line in lines if type(line.get('step')) is int), default=0)
+    last_step = max(number(line.get('step', 0)) for line in lines)
     test_loss = number(result.get('test_loss')) if result.get('steps') == last_step else math.nan
-    return History(str(config['train'].get('data')), model.cfg, losses, spent, val_loss, [
+    data = str(config['train'].get('data')), model.cfg.vocab_size
+    return History(data, losses, spent, val_loss, [
         folder, f'{model.num_params():,}', f'{tokens[-1]:,.0f}', f'{spent["FLOPs"][-1]:.2e}',
-        f'{hours[-1]:.3f}', f'{val_loss:.4f}', f'{test_loss:.4f}', f'{perplexity(test_loss):.3f}'])
-
-
-def bytes_a_token(data: str, length: int) -> float:
-    """Of a data folder's validation split; NaN where the folder or its tokenizer is not here."""
-    try:
-        tokenizer = load_tokenizer(data)
-        split = Sequences(data, 'val', length, tokenizer.vocab_size)
-        _, y = split.batch(evenly_spaced(len(split), 2_000_000 // length))
-    except SystemExit:
-        return math.nan
-    return float(bytes_of_tokens(tokenizer)[y].double().mean()) or math.nan
-
-
-def results(runs: list[History]) -> str:
-    """A row a run. Losses a token compare within one data folder and vocabulary: runs of several
-    are ranked by bits a byte, or, where the bytes of one are not known, apart."""
-    groups: dict[Any, list[History]] = {}
-    for n in np.argsort([run.val_loss for run in runs]):  # NaN comes last
-        key = os.path.realpath(runs[n].data), runs[n].model.vocab_size
-        groups.setdefault(key, []).append(runs[n])
-    if len(groups) == 1:
-        return table(HEADER, [run.cells for group in groups.values() for run in group])
-    sizes = [bytes_a_token(group[0].data, group[0].model.context_length)
-             for group in groups.values()]
-    if any(map(math.isnan, sizes)):
-        parts = ['Of different data: losses a token do not compare from table to table.']
-        for group in groups.values():
-            parts.append(f'{group[0].data}, vocabulary {group[0].model.vocab_size:,}:')
-            parts.append(table(HEADER, [run.cells for run in group]))
-        return '\n\n'.join(parts)
-    bits, rows = [], []
-    for size, group in zip(sizes, groups.values(), strict=True):
-        for run in group:
-            bits.append(run.val_loss / math.log(2) / size)
-            rows.append([*run.cells, f'{bits[-1]:.4f}', run.data])
-    return ('Of different data: best first by bits a byte, of the validation text of each.\n\n'
-            + table([*HEADER, 'bits a byte', 'data'], [rows[n] for n in np.argsort(bits)]))
+        f'{hours[-1]:.3f}', f'{val_loss:.4f}', f'{test_loss:.4f}', f'{perplexity(test_loss):.3f}',
+        data[0], f'{data[1]:,}'])
 
 
 def compare(folders: tuple[str, ...]) -> Report:
-    """Training loss of runs against tokens, FLOPs and time; and their results."""
+    """Training loss of runs against tokens, FLOPs and time; and their results, the best of each
+    data folder and vocabulary first."""
     runs = []
     for folder in folders:
         try:
@@ -385,6 +319,7 @@ def compare(folders: tuple[str, ...]) -> Report:
             say(f'{folder}: {reason}; passed over')
     if not runs:
         fail('compare: no runs; expected their folders, as in --compare out/a out/b')
+    runs.sort(key=lambda run: (run.data, math.isnan(run.val_loss), run.val_loss))
     figure = Figure((13, 4), layout='constrained')
     panels = figure.subplots(1, 3, sharey=True)
     for axes, unit in zip(panels, ('tokens', 'FLOPs', 'hours'), strict=True):
@@ -394,32 +329,35 @@ def compare(folders: tuple[str, ...]) -> Report:
             axes.plot(run.spent[unit][window - 1:], smooth)
         axes.set(xlabel=unit)
     panels[0].set_ylabel(f'training {LOSSES[0]}')
-    # given with their lines, names may begin with _; not parsed, they may hold $
     names = [os.path.basename(run.cells[0].rstrip('/')) for run in runs]
-    for text in panels[0].legend(panels[0].lines, names, fontsize=7).get_texts():
-        text.set_parse_math(False)
-    return results(runs), figure
+    panels[0].legend(panels[0].lines, names, fontsize=7)
+    text = table(HEADER, [run.cells for run in runs])
+    if len({run.data for run in runs}) > 1:
+        text += '\n\nOf different data or vocabulary: losses a token do not compare between them.'
+    return text, figure
 
 
 # Tables, pictures, the command line
 
 def show(folder: str, name: str, report: Report, subject: str = '') -> None:
-    """Print what a report is of, and its table; then write both and the picture to name.md and
-    name.png. Where they cannot be written, a warning: the numbers were printed."""
+    """Print what a report is of, and its table; then write both to name.md, and the picture, if
+    there is one, to name.png. Where they cannot be written, a warning: the numbers were printed."""
     text, figure = report
     if subject:
         text = f'{subject}\n\n{text}'
     say(text)
-    path = os.path.join(folder, name)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=100)
+    files = {f'{name}.md': f'{text}\n'.encode('utf-8', 'replace')}
+    if figure is not None:
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=100)
+        files[f'{name}.png'] = picture.getvalue()
     try:
         os.makedirs(folder, exist_ok=True)
-        write_whole(f'{path}.md', f'{text}\n'.encode('utf-8', 'replace'))
-        write_whole(f'{path}.png', picture.getvalue())
-        say(f'{path}.md and .png')
+        for file, content in files.items():
+            write_whole(os.path.join(folder, file), content)
+        say(f'{folder}: {", ".join(files)}')
     except OSError as error:
-        say(f'WARNING: {path}.md and .png not written ({error.strerror}); the numbers are above')
+        say(f'WARNING: {folder}: {", ".join(files)} not written ({error.strerror})')
 
 
 def main(argv: list[str]) -> None:
@@ -440,9 +378,9 @@ def main(argv: list[str]) -> None:
         say(f'{cfg.export}: nanocem.hf.HubTransformer.from_pretrained loads it')
 
     # of what the reports are, and where they go: out_dir may be a checkpoint's file
-    is_file = os.path.isfile(out_dir)
-    folder = os.path.dirname(out_dir) or '.' if is_file else out_dir
-    weights = out_dir if is_file else f'{cfg.checkpoint} checkpoint of {out_dir}'
+    folder, weights = out_dir, f'{cfg.checkpoint} checkpoint of {out_dir}'
+    if os.path.isfile(out_dir):
+        folder, weights = os.path.dirname(out_dir) or '.', out_dir
     text = cfg.text or f'{cfg.split} split of {cfg.data or state["data_dir"]}'
     subject = f'{weights}, step {state["step"]}; {text}'
     if losses or cfg.energies or cfg.attention:
@@ -457,7 +395,7 @@ def main(argv: list[str]) -> None:
         report = report_attention(model, tokenizer, cfg.attention)
         show(folder, 'attention', report, f'{weights}; {cfg.attention!r:.80}')
     if losses:
-        report = report_loss(model, sequences, bytes_of_tokens(tokenizer), cfg.steps)
+        report = report_loss(model, sequences, tokenizer.token_bytes(), cfg.steps)
         show(folder, 'steps' if cfg.steps else 'loss', report, subject)
 
 

@@ -1,7 +1,7 @@
 """
-The paper's figures and claims, and a few of our own: the runs each takes, done where missing.
+The paper's figures and claims, and one of our own: the runs each takes, done where missing.
 
-    python reproduce.py --list               the figures, and what their missing runs take
+    python reproduce.py                      the figures, and what their missing runs take
     python reproduce.py fig_attn             one figure
     python reproduce.py claims               the paper's claims, with paired 95% intervals
     python reproduce.py all                  all of it
@@ -9,9 +9,9 @@ The paper's figures and claims, and a few of our own: the runs each takes, done 
     python reproduce.py all --scale=gpu      the claims at 3 and 10 M weights, on a GPU
     python reproduce.py all --scale=paper    commands at the paper's sizes, A100-hours; --run: do it
 
-The runs in results/ladder/runs.csv are finished: what is drawn of them alone is drawn at once. All
-others are train.py's, in out/reproduce/, where finished ones are not done again and cut-off ones go
-on. Pictures and tables go to out/results/.
+The runs in results/ladder/runs.csv are finished, and drawn at once. All others are train.py's, in
+out/reproduce/, where finished ones are not done again and cut-off ones go on. Pictures and tables
+go to out/results/.
 """
 import csv
 import json
@@ -32,7 +32,7 @@ from model import ModelConfig, Transformer
 from nanocem import claims
 from nanocem.fast import flops_per_token
 from nanocem.figures import FIGURES, Cell, figure_files
-from nanocem.files import read_json, read_json_lines, say, table, write_whole
+from nanocem.files import read_json, say, table, write_whole
 from train import TrainConfig
 
 
@@ -55,19 +55,16 @@ MODELS = {
     'llama-mlp-twice': layers('llama', 'llama', 1, 2),
 }
 for T in (1, 2, 3):
-    MODELS |= {
-        f'attn-{T}': layers('cem', 'llama', T, 1),
-        f'mlp-{T}': layers('llama', 'cem', 1, T),
-        f'cem-{T}': layers('cem', 'cem', T, T)}
+    MODELS |= {f'attn-{T}': layers('cem', 'llama', T, 1), f'mlp-{T}': layers('llama', 'cem', 1, T)}
 for T in (1, 2):
-    attn, mlp, cem = MODELS[f'attn-{T}'], MODELS[f'mlp-{T}'], MODELS[f'cem-{T}']
+    attn, mlp, cem = MODELS[f'attn-{T}'], MODELS[f'mlp-{T}'], layers('cem', 'cem', T, T)
     MODELS |= {
+        f'cem-{T}': cem,
         f'rope-{T}': f'{cem} {ROPE} --score_scale=head',
         f'attn-{T}-none': layers('cem', 'llama', T, 1, 'none'),
         f'attn-{T}-diag': layers('cem', 'llama', T, 1, 'diag'),
         f'attn-{T}-nodiag': f'{attn} --kq_diag=none',
         f'attn-{T}-rope': f'{attn} {ROPE} --score_scale=head',
-        f'attn-{T}-exact': f'{attn} --exact_update',
         f'mlp-{T}-none': layers('llama', 'cem', 1, T, 'none'),
         f'mlp-{T}-diag': layers('llama', 'cem', 1, T, 'diag'),
         f'mlp-{T}-params': f'{mlp} --mlp_match=params'}
@@ -75,11 +72,7 @@ MODELS |= {
     'attn-1-perhead': f'{MODELS["attn-1"]} --kq_diag=per_head',
     'attn-1-diag-nodiag': f'{MODELS["attn-1-diag"]} --kq_diag=none',
     'attn-1-diag-perhead': f'{MODELS["attn-1-diag"]} --kq_diag=per_head',
-    'mlp-1-none-params': f'{MODELS["mlp-1-none"]} --mlp_match=params',
-    'cem-2-tau': f'{MODELS["cem-2"]} --score_scale=head',
-    'rope-2-tau': f'{MODELS["cem-2"]} {ROPE} --score_scale=model'}
-MAIN = ['llama', 'attn-1', 'attn-2', 'mlp-1', 'mlp-2', 'cem-1', 'cem-2']
-MODELS |= {f'{name}-20': f'{MODELS[name]} --tokens_per_param=20' for name in MAIN}
+    'mlp-1-none-params': f'{MODELS["mlp-1-none"]} --mlp_match=params'}
 
 # The sizes. The ladder and two more for a GPU: n layers, n heads of 16, so d = 16 n: one number
 # grows, depth and width keep their ratio. In heads of 16 RoPE has more room than in 4 to 6, and
@@ -110,7 +103,6 @@ RATES = {
     'mlp-3': (0.011, 0.0073),
     'cem-1': (0.014, 0.0094, 0.0068, 0.0053, 0.0043),
     'cem-2': (0.013, 0.0086, 0.0063, 0.0049, 0.004),
-    'cem-3': (0.013, 0.0086),
     'rope-1': (0.016, 0.011, 0.008, 0.0063, 0.0051),
     'rope-2': (0.017, 0.011, 0.0082, 0.0064, 0.0052),
 }
@@ -149,7 +141,7 @@ Cells = dict[tuple[str, str, str, str], list[Run]]  # size, group, label, model 
 def own_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
     """Every model at its own rate, the small sizes first. Seeds: those given, or at the ladder
     three, at the other scales one."""
-    drawn = {model for figure in FIGURES.values() if figure.at_paper
+    drawn = {model for figure in FIGURES.values()
              for labels in figure.groups.values() for model in labels.values()}
     runs = []
     for place, size in enumerate(SIZES[scale]):
@@ -162,8 +154,8 @@ def own_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
             if not trained[scale]:
                 continue
             rate = ONE_RATE.get(scale) or rates[place]
-            # of twice the tokens, and of exact RoPE at the two largest sizes, the ladder has one
-            single = model.endswith('-20') or (model.startswith('rope') and place > 2)
+            # of exact RoPE at the two largest sizes the ladder has one
+            single = model.startswith('rope') and place > 2
             for seed in seeds or ((1,) if single or scale != 'ladder' else (1, 2, 3)):
                 runs.append(Run(scale, size, model, rate, seed))
     return runs
@@ -212,27 +204,19 @@ def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
 
 
 @cache
-def size_and_cost(options: str) -> tuple[int, float]:
-    """A model's parameters, and its training FLOPs a token."""
-    with torch.device('meta'):
-        model = Transformer(configs(options)[1])
-    return model.num_params(), flops_per_token(model)
-
-
 def hours(run: Run) -> float:
     """About how long a run takes: of a core at the ladder, of an A100 at the other scales."""
     train, cfg = configs(run.options)
-    size = SIZES[run.scale][run.size]
-    llama, _ = size_and_cost(f'{size} {LLAMA}')
-    _, flops = size_and_cost(f'{size} {MODELS[run.model]}')
+    with torch.device('meta'):
+        model, llama = Transformer(cfg), Transformer(cfg.llama())
+    flops = train.tokens_per_param * llama.num_params() * flops_per_token(model)
     speed = CORE_FLOPS_A_LAYER * cfg.n_layer if run.scale == 'ladder' else MFU * A100_FLOPS
-    return train.tokens_per_param * llama * flops / speed / 3600
+    return flops / speed / 3600
 
 
 def read_result(run: Run) -> dict[str, Any] | None:
-    """A finished run's result.json, with `events`, the steps whose loss spiked or that were skipped
-    (None: the log is lost). None where a number is missing: where steps were skipped it is null.
-    SystemExit if the folder's run has other settings: a config file or a default has changed."""
+    """A finished run's result.json. None where a number is missing: where steps were skipped it is
+    null. SystemExit if the folder's run has other settings: a config file or a default changed."""
     saved = read_json(f'{run.folder}/config.json')
     if saved is None:
         return None
@@ -245,32 +229,19 @@ def read_result(run: Run) -> dict[str, Any] | None:
                 fail(f'{run.folder} holds a run of another {key}: remove it to train it anew')
     result = read_json(f'{run.folder}/result.json') or {}
     values = [result.get(name) for name in NUMBERS]
-    if not all(type(value) in (int, float) and value > 0 for value in values):
-        return None
-    result['events'] = None
-    if os.path.exists(f'{run.folder}/log.jsonl'):
-        result['events'] = {line.get('step') for line in read_json_lines(f'{run.folder}/log.jsonl')
-                            if line.get('event') in ('spike', 'skipped')}
-    return result
+    finished = all(type(value) in (int, float) and value > 0 for value in values)
+    return result if finished else None
 
 
 def read_runs(path: str, scale: str) -> Results:
-    """The runs in a runs.csv, {} where there is none: as `read_result` has them, but nan for what
-    is lost."""
+    """The runs in a runs.csv, {} where there is none."""
     found: Results = {}
-    try:
+    if os.path.exists(path):
         with open(path, encoding='utf-8', newline='') as file:
             for row in csv.DictReader(file):
                 run = Run(scale, row['size'], row['model'], float(row['learning_rate']),
                           int(row['seed']))
-                result = {name: json.loads(row[name]) for name in NUMBERS[:-1]}
-                result['val_perplexity'] = float(row['val_perplexity'] or 'nan')
-                steps = [int(word) for word in row['events'].split() if word != 'none']
-                found[run] = {**result, 'events': set(steps) if row['events'] else None}
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, KeyError, ValueError, TypeError, AttributeError):
-        fail(f'{path} is damaged: git checkout {path}')
+                found[run] = {name: json.loads(row[name] or 'NaN') for name in NUMBERS}
     return found
 
 
@@ -331,43 +302,36 @@ def train_all(runs: Sequence[Run], jobs: int) -> Results:
 
 # What comes out.
 
-def save(path: str, data: bytes | str) -> None:
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    write_whole(path, data.encode() if isinstance(data, str) else data)
+def save(scale: str, name: str, content: bytes) -> None:
+    os.makedirs(f'out/results/{scale}', exist_ok=True)
+    write_whole(f'out/results/{scale}/{name}', content)
+    say(f'out/results/{scale}/{name}')
 
 
 def draw(name: str, cells: Cells, found: Results, scale: str) -> None:
     """A figure's picture and table, of the cells that have finished runs."""
     drawn = []
     for key, runs in cells.items():
-        results = [{**found[run], 'seed': run.seed, 'out_dir': run.folder}
-                   for run in runs if run in found]
-        if results:
+        if results := [{**found[run], 'seed': run.seed} for run in runs if run in found]:
             drawn.append(Cell(*key, results))
-    if not drawn:
-        return say(f'{name}: none of its runs is finished')
-    for ending, data in figure_files(FIGURES[name], drawn).items():
-        save(f'out/results/{scale}/{name}.{ending}', data)
-    say(f'out/results/{scale}/{name}: .md, .png; {len(drawn)} of {len(cells)} cells')
+    say(f'{name}: {len(drawn)} of {len(cells)} cells have finished runs')
+    if drawn:
+        picture, page = figure_files(FIGURES[name], drawn)
+        save(scale, f'{name}.png', picture)
+        save(scale, f'{name}.md', page.encode())
 
 
-def write_claims(scale: str, own: Results, swept: Results, counted: bool) -> None:
-    """claims.md and claims.csv, by test and by validation; a short table on the screen, by test.
-    `counted`: with claim h's events in those runs of runs.csv whose logs are lost."""
+def write_claims(scale: str, own: Results, swept: Results) -> None:
+    """A page by validation and one by test, of which a short table goes on the screen."""
     weights = {}  # of Llama's blocks, the N of every trend
     for size in dict.fromkeys(run.size for run in own_runs(scale)):
         with torch.device('meta'):
             llama = Transformer(configs(f'{SIZES[scale][size]} {LLAMA}')[1])
         weights[size] = sum(p.numel() for p in llama.blocks.parameters())
-    events = {}
-    if counted and os.path.exists(path := f'results/{scale}/spikes.csv'):
-        with open(path, encoding='utf-8') as file:
-            events = {size: [*map(int, counts)] for size, *counts in [*csv.reader(file)][1:]}
-    for split, ending in (('val', '_validation'), ('test', '')):
-        page, numbers, short = claims.pages(weights, own, swept, split, events)
-        save(f'out/results/{scale}/claims{ending}.md', page)
-        save(f'out/results/{scale}/claims{ending}.csv', numbers)
-    say(f'{short}\nout/results/{scale}/claims: .md, .csv; claims_validation by validation')
+    for split, name in (('val', 'claims_validation.md'), ('test', 'claims.md')):
+        page, short = claims.pages(weights, own, swept, split)
+        save(scale, name, page.encode())
+    say(short)
 
 
 @dataclass
@@ -379,7 +343,6 @@ class ReproduceConfig:
     jobs: int | None = None  # runs side by side; default: one a core at the ladder, else one
     anew: bool = False  # leave results/ladder/runs.csv out: all is trained here
     run: bool = False  # scale=paper: execute what is printed; scale=gpu: even without a GPU
-    list: bool = False  # print the figures and what their missing runs take, and do nothing
 
     def __post_init__(self) -> None:
         if self.jobs is None:
@@ -389,43 +352,40 @@ class ReproduceConfig:
         if unknown := set(self.sizes or ()) - set(SIZES[self.scale]):
             raise ValueError(f'sizes={",".join(unknown)}: scale={self.scale} has '
                              f'{", ".join(SIZES[self.scale])}')
-        if self.seeds and len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f'seeds={self.seeds}: each counts only once')
 
 
 def main(argv: list[str]) -> None:
     names = [word for word in argv if not word.startswith('-')]
     options = read_options([word for word in argv if word.startswith('-')], ReproduceConfig)
     cfg = build(ReproduceConfig, options)
+    seeds = cfg.seeds and tuple(dict.fromkeys(cfg.seeds))  # each counts only once
 
     # The figures, and their runs at the given sizes and seeds
     own, swept = ([run for run in runs if run.size in (cfg.sizes or SIZES[cfg.scale])]
-                  for runs in (own_runs(cfg.scale, cfg.seeds), swept_runs(cfg.scale, cfg.seeds)))
+                  for runs in (own_runs(cfg.scale, seeds), swept_runs(cfg.scale, seeds)))
     figures = {name: cells for name, figure in FIGURES.items()
-               if (figure.at_paper or cfg.scale != 'paper')
-               and (cells := cells_of(name, own, swept))}
+               if (cells := cells_of(name, own, swept))}
     if unknown := [name for name in names if name not in (*figures, 'claims', 'all')]:
         fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(figures)}, claims, all')
     everything = 'all' in names or not names
     figures = {name: cells for name, cells in figures.items() if everything or name in names}
 
-    # Which of them are missing: neither here nor in runs.csv, which has no logs and weights
+    # Which of them are missing: neither in runs.csv nor here
     planned = dict.fromkeys([*own, *swept])
-    here = {run: result for run in planned if (result := read_result(run))}
-    published = {} if cfg.anew else read_runs(f'results/{cfg.scale}/runs.csv', cfg.scale)
-    found = {**here, **published}
-    missing = {}
-    for name, cells in figures.items():
-        finished = here if FIGURES[name].reads_runs else found
-        missing[name] = [run for runs in cells.values() for run in runs if run not in finished]
+    found = {} if cfg.anew else read_runs(f'results/{cfg.scale}/runs.csv', cfg.scale)
+    for run in planned:
+        if run not in found and (result := read_result(run)):
+            found[run] = result
+    missing = {name: [run for runs in cells.values() for run in runs if run not in found]
+               for name, cells in figures.items()}
     if everything:
         missing['claims'] = [run for run in planned if run not in found]
     new = list(dict.fromkeys(run for runs in missing.values() for run in runs))
 
     # What is only printed: what there is to do, and at the paper's scale its commands
     on_paper = new and cfg.scale == 'paper' and not cfg.run
-    if cfg.list or not names or on_paper:
-        if on_paper and names and not cfg.list:
+    if not names or on_paper:
+        if names:
             say('\n'.join(' '.join(command(run)) for run in new))
         return show(missing | {'together': new}, cfg.scale)
     if new and cfg.scale == 'gpu' and not (cfg.run or torch.cuda.is_available()):
@@ -440,18 +400,17 @@ def main(argv: list[str]) -> None:
             words = [sys.executable, 'prepare_slimpajama.py', '--input=corpus']
             if subprocess.run(words, check=False).returncode:
                 fail('data/corpus is not made; the same command goes on')
-        here |= train_all(new, cfg.jobs)
-        found = {**here, **published}  # what is published holds
+        found |= train_all(new, cfg.jobs)
         for name, cells in figures.items():
-            draw(name, cells, here if FIGURES[name].reads_runs else found, cfg.scale)
+            draw(name, cells, found, cfg.scale)
         if everything or 'claims' in names:
             both = ({run: found[run] for run in runs if run in found} for runs in (own, swept))
-            write_claims(cfg.scale, *both, counted=not cfg.anew)
+            write_claims(cfg.scale, *both)
     except KeyboardInterrupt:
         fail('stopped; the same command goes on')
     except OSError as error:
         fail(f'{error.filename}: {error.strerror}; the same command goes on')
-    if failed := [run for run in new if run not in here]:
+    if failed := [run for run in new if run not in found]:
         fail(f'{len(failed)} runs failed; they are named above, the same command tries them again')
 
 

@@ -7,8 +7,8 @@ difference is one number, the log of A's perplexity over B's. At one size: its m
 What is said of a claim follows from that line alone, by `verdict` and `direction`.
 """
 import csv
-import io
 import math
+import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -24,17 +24,15 @@ LARGE = 43.4e6  # weights of the paper's smallest Llama, 86m, without its embedd
 LITTLE, CLOSE = 0.01, 0.02
 
 Results = Mapping[Any, dict[str, Any]]  # a run (its size, model, rate and seed) -> its numbers
-Counts = Mapping[str, Sequence[int]]  # size -> steps, A's own events, shared ones
 
 
 class Comparison(NamedTuple):
     """`kind` is what is claimed of A's perplexity against B's: better, worse; no better: by less
-    than 1%; close: at most 2% worse; alike: within 2% either way; higher: of A's best rate; none:
-    of A's loss spikes and skipped steps, where B has none at that step. `of`: the runs at each
-    model's own rate, or those of the sweeps, by the best rate that was run: these rates, the
-    perplexities there, or both at B's."""
+    than 1%; close: at most 2% worse; alike: within 2% either way; higher: of A's best rate. `of`:
+    the runs at each model's own rate, or those of the sweeps, by the best rate that was run: these
+    rates, the perplexities there, or both at B's."""
     text: str
-    kind: Literal['better', 'worse', 'no better', 'close', 'alike', 'higher', 'none']
+    kind: Literal['better', 'worse', 'no better', 'close', 'alike', 'higher']
     A: str
     B: str
     of: Literal['own', 'rate', 'best', 'fixed'] = 'own'
@@ -79,9 +77,7 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
     'h': ('all-CEM, T = 2, trains stably and comes near Llama with fewer weights', [
         Comparison('all-CEM, T = 2, against Llama', 'close', 'cem-2', 'llama'),
         Comparison('all-CEM, T = 2, against Llama with ALiBi, ours', 'close', 'cem-2',
-                   'llama-alibi'),
-        Comparison('loss spikes and skipped steps where Llama has none', 'none', 'cem-2',
-                   'llama')]),
+                   'llama-alibi')]),
     'i': ('CEM prefers a higher learning rate', [
         Comparison('best rate, all-CEM T = 2 over Llama', 'higher', 'cem-2', 'llama', 'rate'),
         Comparison('all-CEM T = 2 against Llama, each at its best rate', 'close', 'cem-2', 'llama',
@@ -97,34 +93,28 @@ CLAIMS: dict[str, tuple[str, list[Comparison]]] = {
 
 # Differences, and the line through them.
 
-def losses(runs: Results, size: str, model: str, split: str) -> dict[int, dict[float, float]]:
-    """seed -> learning rate -> the log of a split's perplexity, of a model's runs at a size."""
-    found: dict[int, dict[float, float]] = {}
-    for run, result in runs.items():
-        value = result[f'{split}_perplexity']
-        if (run.size, run.model) == (size, model) and math.isfinite(value):
-            found.setdefault(run.seed, {})[run.rate] = math.log(value)
-    return found
-
-
 def differences(test: Comparison, size: str, own: Results, swept: Results, split: str,
-                ) -> dict[int, float]:
-    """seed -> the log ratio of A over B at a size, for the seeds that both have. A sweep counts
-    from three rates on."""
+                ) -> list[float]:
+    """The log ratios of A over B at a size, of the seeds that both have. A sweep counts from three
+    rates on."""
     runs, fewest = (own, 1) if test.of == 'own' else (swept, 3)
-    of_A, of_B = (losses(runs, size, model, split) for model in (test.A, test.B))
-    found = {}
-    for seed, a in of_A.items():
-        b = of_B.get(seed, {})
-        if min(len(a), len(b)) < fewest:
+    losses: dict[tuple[str, int], dict[float, float]] = {}  # model, seed -> rate -> loss
+    for run, result in runs.items():
+        if run.size == size:
+            by_rate = losses.setdefault((run.model, run.seed), {})
+            by_rate[run.rate] = math.log(result[f'{split}_perplexity'])
+    found = []
+    for (model, seed), a in losses.items():
+        b = losses.get((test.B, seed), {})
+        if model != test.A or min(len(a), len(b)) < fewest:
             continue
         best_a, best_b = min(a, key=a.get), min(b, key=b.get)
         if test.of == 'rate':
-            found[seed] = math.log(best_a / best_b)
+            found.append(math.log(best_a / best_b))
+        elif test.of == 'fixed' and best_b in a:
+            found.append(a[best_b] - b[best_b])
         elif test.of != 'fixed':
-            found[seed] = a[best_a] - b[best_b]
-        elif best_b in a:
-            found[seed] = a[best_b] - b[best_b]
+            found.append(a[best_a] - b[best_b])
     return found
 
 
@@ -186,13 +176,13 @@ def direction(kind: str, said: str, line: Estimate, slope: Estimate) -> str:
         return said
     good_sign = {'better': -1, 'close': -1, 'alike': -math.copysign(1, line.value)}.get(kind, 1)
     toward = slope.value * good_sign > 0
-    if said == 'holds':
-        return 'holds and grows' if toward else 'holds, and shrinks with size'
     if said == 'within noise':
         return f'within noise, {"nearer" if toward else "farther"} with size'
-    if toward:
-        return f'does not hold, and shrinks to {str(line).split()[0]} at the largest size'
-    return 'does not hold, and grows with size'
+    if said == 'holds':
+        return 'holds and grows' if toward else 'holds, and shrinks with size'
+    here = str(line).split()[0]
+    trend = f'shrinks to {here} at the largest size' if toward else 'grows with size'
+    return f'does not hold, and {trend}'
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -223,7 +213,7 @@ def answer(key: str, test: Comparison, sizes: Mapping[str, float], own: Results,
     """A comparison at every size, and what its line says."""
     cells, N, d = [], [], []
     for size, weights in sizes.items():
-        values = list(differences(test, size, own, swept, split).values())
+        values = differences(test, size, own, swept, split)
         here = [weights] * len(values)
         cells.append(str(line_through(here, values, weights)[0]) if values else '')
         N += here
@@ -239,62 +229,34 @@ def answer(key: str, test: Comparison, sizes: Mapping[str, float], own: Results,
     return row._replace(slope=str(slope), large=str(line_through(N, d, LARGE)[0]))
 
 
-def count_events(key: str, test: Comparison, sizes: Iterable[str], own: Results, counted: Counts,
-                 ) -> Row:
-    """A's loss spikes and skipped steps. Where B has one at the same step of the same seed, it is
-    the batch that is hard: such are counted apart. `counted`: those of runs whose logs are lost."""
-    cells, totals = [], []
-    for size in sizes:
-        of_A, of_B = ({run.seed: result for run, result in own.items()
-                       if (run.size, run.model) == (size, model) and result['events'] is not None}
-                      for model in (test.A, test.B))
-        steps, alone, shared = counted.get(size, (0, 0, 0))
-        for seed in of_A.keys() & of_B.keys():
-            a, b = of_A[seed]['events'], of_B[seed]['events']
-            steps += of_A[seed]['steps']
-            alone += len(a - b)
-            shared += len(a & b)
-        text = f'{alone} in {steps:,} steps' if steps else ''
-        cells.append(f'{text}; {shared} shared' if shared else text)
-        totals += [alone] if steps else []
-    said = 'not run' if not totals else 'does not hold' if any(totals) else 'holds'
-    return Row(key, f'{test.text} ({test.kind})', cells, said=said)
-
-
 def recursion_on_gp(sizes: Iterable[str], path: str = 'results/gp/blind/table.csv') -> Row:
     """Claim j, from synthetic_gp.py's table under the protocol that has not seen the CEM rows."""
     row = Row('j', 'train RMSE of the Gaussian-process table, blind protocol', ['' for _ in sizes],
               said='not run: python synthetic_gp.py --protocol=blind')
-    try:
-        with open(path, encoding='utf-8') as file:
-            train = {(r['kernel'], r['model']): float(r['train_rmse'])
-                     for r in csv.DictReader(file)}
-    except (OSError, KeyError, ValueError):  # no table, or a damaged one
+    if not os.path.exists(path):
         return row
+    with open(path, encoding='utf-8') as file:
+        train = {(r['kernel'], r['model']): float(r['train_rmse']) for r in csv.DictReader(file)}
+    kernels = dict.fromkeys(kernel for kernel, _ in train)
     curves = [[train.get((kernel, f'CEM-T{T}'), math.nan) for T in (1, 2, 4, 8)]
-              for kernel in dict.fromkeys(kernel for kernel, _ in train)]
-    falls = [np.diff(curve) < 0 for curve in curves if np.all(np.isfinite(curve))]
-    if not falls:
-        return row
-    two, four, eight = np.sum(falls, axis=0)
+              for kernel in kernels]
+    two, four, eight = np.sum(np.diff(curves) < 0, axis=0)  # kernels where T is below T / 2
     said = 'holds in part'
     if not two:
         said = 'does not hold'
-    elif two == len(falls) and not np.all(falls):
+    elif two == len(kernels) and min(four, eight) < len(kernels):
         said = 'holds'
     return row._replace(said=said, line=f'T = 2 below 1, 4 below 2, 8 below 4 on {two}, {four}, '
-                                        f'{eight} of {len(falls)} kernels')
+                                        f'{eight} of {len(kernels)} kernels')
 
 
-def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str, counted: Counts,
-          ) -> tuple[str, str, str]:
-    """claims.md, claims.csv and a short table, by a split, as far as runs are finished: `own` at
+def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str,
+          ) -> tuple[str, str]:
+    """claims.md and a short table, by a split, as far as runs are finished: `own` at
     their models' rates, `swept` over rates. `sizes`: name -> weights of Llama's blocks."""
     rows = []
     for key, (_, tests) in CLAIMS.items():
-        for test in tests:
-            rows.append(count_events(key, test, sizes, own, counted) if test.kind == 'none' else
-                        answer(key, test, sizes, own, swept, split))
+        rows += [answer(key, test, sizes, own, swept, split) for test in tests]
         if key == 'j':
             rows.append(recursion_on_gp(sizes))
 
@@ -309,17 +271,14 @@ def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str, 
         'last lies far outside what was run and promises nothing. Claim i takes the best rate that '
         'was run; rates lie a factor of two apart. Holm: the p of what is said, adjusted for '
         f'{len(tested)} comparisons.')
-    lines, numbers, short = [], [], []
-    for n, (key, text, cells, *rest, p) in enumerate(rows):
-        new = n == 0 or key != rows[n - 1].key
-        first = [key, CLAIMS[key][0]] if new else ['', '']
-        lines.append([*first, text, *cells, *rest, f'{adjusted[n]:.3f}' if n in adjusted else ''])
-        numbers.append([key, text, *cells, *rest, '' if p is None else f'{p:.4g}'])
-        short.append([key, text, rest[0], rest[-1]])
+    lines = []
+    for n, row in enumerate(rows):
+        new = n == 0 or row.key != rows[n - 1].key
+        claim = [row.key, CLAIMS[row.key][0]] if new else ['', '']
+        firm = f'{adjusted[n]:.3f}' if n in adjusted else ''
+        lines.append([*claim, row.text, *row.cells, row.line, row.slope, row.large, row.said, firm])
     words = ['', 'claim', 'A against B', *sizes, 'at the largest size', 'a tenfold N adds',
              f'the line at {large}', '', 'Holm']
-    names = ['claim', 'comparison', *sizes, 'at_largest', 'per_tenfold', 'line_at_86m', 'said', 'p']
-    text = io.StringIO()
-    csv.writer(text, lineterminator='\n').writerows([names, *numbers])
-    return (f'{introduction}\n\n{table(words, lines)}\n', text.getvalue(),
-            table(['', 'A against B', 'at the largest size', ''], short))
+    short = table(['', 'A against B', 'at the largest size', ''],
+                  [[row.key, row.text, row.line, row.said] for row in rows])
+    return f'{introduction}\n\n{table(words, lines)}\n', short

@@ -1,24 +1,22 @@
 """What reproduce.py draws of its runs: each figure is a table of models and a way to draw them."""
 import io
-import math
-import os
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
-import numpy as np
-import torch
 
-from model import MLP, Attention
 from nanocem.claims import SPLITS
-from nanocem.files import read_json_lines, table
-from nanocem.runs import load_run
-from nanocem.shards import Sequences, evenly_spaced
+from nanocem.files import table
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
+
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation, 0 of one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 class Cell(NamedTuple):
@@ -39,17 +37,14 @@ class Cell(NamedTuple):
 
     @property
     def std(self) -> float:
-        return statistics.stdev(self.values) if len(self.values) > 1 else 0.0
+        return deviation(self.values)
 
 
 class Figure(NamedTuple):
-    """group -> label -> model, by the names of reproduce.py's table; whether it is drawn at the
-    paper's scale, and whether it reads the runs' logs or weights, and not only their results."""
+    """group -> label -> model, by the names of reproduce.py's table."""
     title: str
     draw: Callable[[list[Cell]], plt.Figure]
     groups: dict[str, dict[str, str]]
-    at_paper: bool = True
-    reads_runs: bool = False
 
 
 COLOURS = {
@@ -58,8 +53,6 @@ COLOURS = {
     'CEM MLP, parameter-matched': 'tab:orange', 'no preconditioner': 'tab:gray',
     'diagonal': 'tab:cyan', 'diagonal + low rank': 'tab:blue'}
 MARKERS = {'Llama': 'D', 'Llama, ALiBi': 'D', 'CEM MLP, parameter-matched': '^'}
-AREAS = {'plain reuse': 'moccasin', 'dimension-matched': 'lightblue',
-         'parameter-matched': 'mistyrose'}
 
 
 def grouped(cells: Iterable[Cell], by: Literal['size', 'group', 'label']) -> dict[str, list[Cell]]:
@@ -108,9 +101,7 @@ def draw_bars(cells: list[Cell]) -> plt.Figure:
         labels = list(dict.fromkeys(cell.label for cell in bars))
         groups = grouped(bars, 'group')
         width = 0.8 / max(map(len, groups.values()), default=1)
-        for g, (group, block) in enumerate(groups.items()):
-            if group in AREAS:
-                axes.axvspan(g - 0.48, g + 0.48, color=AREAS[group], alpha=0.5, zorder=0)
+        for g, block in enumerate(groups.values()):
             for n, cell in enumerate(block):
                 colour = COLOURS.get(cell.label, f'C{labels.index(cell.label)}')
                 x = g + (n - (len(block) - 1) / 2) * width
@@ -157,28 +148,6 @@ def draw_sweep(cells: list[Cell]) -> plt.Figure:
     return figure
 
 
-def draw_ladder(cells: list[Cell]) -> plt.Figure:
-    """Test loss against parameters and against training FLOPs: a row a kind of layer (the cell's
-    group), a line a number of steps, Llama's in each."""
-    groups = grouped([cell for cell in cells if cell.label != 'Llama'], 'group')
-    llama = [cell for cell in cells if cell.label == 'Llama']
-    rows = max(1, len(groups))
-    figure, grid = plt.subplots(rows, 2, figsize=(9, 3.2 * rows), squeeze=False)
-    for row, (group, same) in zip(grid, groups.items(), strict=False):
-        for label, line in grouped(llama + same, 'label').items():
-            loss = [statistics.fmean(math.log(v) for v in cell.values) for cell in line]
-            first = [cell.results[0] for cell in line]
-            parameters = [r['parameters'] for r in first]
-            flops = [r['tokens'] * r['flops_per_token'] for r in first]
-            for axes, x in zip(row, (parameters, flops), strict=True):
-                axes.plot(x, loss, color=COLOURS[label], marker='o', ms=4, label=label)
-        for axes, name in zip(row, ('parameters', 'training FLOPs'), strict=True):
-            axes.set(xscale='log', xlabel=name, ylabel='test loss, nats a byte', title=group)
-            axes.grid(alpha=0.3)
-            legend(axes)
-    return figure
-
-
 def draw_gap(cells: list[Cell]) -> plt.Figure:
     """Perplexity over Llama's, same seeds, against Llama's parameters, a panel a text; the bars
     are standard deviations over the pairs."""
@@ -189,7 +158,14 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
         for n, (group, same) in enumerate(grouped(others, 'group').items()):
             for label, line in grouped(same, 'label').items():
                 name, colour = (f'{group}, {label}', f'C{n}') if group else (label, COLOURS[label])
-                points = gap_points(line, llama, f'{split}_perplexity')
+                points = []
+                for cell in line:
+                    base = {r['seed']: r[f'{split}_perplexity'] for r in llama[cell.size]}
+                    gaps = [100 * (r[f'{split}_perplexity'] / base[r['seed']] - 1)
+                            for r in cell.results if r['seed'] in base]
+                    if gaps:
+                        N = llama[cell.size][0]['parameters']
+                        points.append((N, statistics.fmean(gaps), deviation(gaps)))
                 if points:
                     axes.errorbar(*zip(*points, strict=True), color=colour, label=name, marker='o',
                                   ms=4, capsize=2, ls='--' if label == 'T = 1' else '-')
@@ -198,129 +174,6 @@ def draw_gap(cells: list[Cell]) -> plt.Figure:
         axes.grid(alpha=0.3)
     both[0].set(ylabel='perplexity over Llama, %')
     legend(both[1], loc='upper left', bbox_to_anchor=(1.02, 1), handlelength=4)
-    return figure
-
-
-def gap_points(line: list[Cell], llama: dict[str, Sequence[dict[str, Any]]], key: str,
-               ) -> list[tuple[float, float, float]]:
-    """Of a line's cells: Llama's parameters, mean and standard deviation of the gaps in %."""
-    points = []
-    for cell in line:
-        base = {r['seed']: r[key] for r in llama[cell.size]}
-        gaps = [100 * (r[key] / base[r['seed']] - 1) for r in cell.results if r['seed'] in base]
-        if gaps:
-            spread = statistics.stdev(gaps) if len(gaps) > 1 else 0.0
-            points.append((llama[cell.size][0]['parameters'], statistics.fmean(gaps), spread))
-    return points
-
-
-@torch.no_grad()
-def energies_along(sublayer: Attention | MLP, x: torch.Tensor, *rest: Any, steps: int,
-                   ) -> torch.Tensor:
-    """A CEM sublayer's energy at each u_t of its steps from x, u_0 to u_steps: (steps + 1, B, J).
-    `rest`: what forward takes after x."""
-    normed: list[torch.Tensor] = []  # h, u_0, u_1, ...
-    hook = sublayer.norm.register_forward_hook(lambda norm, given, out: normed.append(out))
-    trained_steps = sublayer.steps
-    sublayer.steps = steps + 1
-    try:
-        sublayer.forward(x, *rest)
-    finally:
-        hook.remove()
-        sublayer.steps = trained_steps
-    return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
-
-
-def draw_steps(cells: list[Cell]) -> plt.Figure:
-    """Test perplexity and mean energy against the number of steps at test time; a ring at the
-    number trained with."""
-    sizes = grouped(cells, 'size')
-    figure, grid = plt.subplots(len(sizes), 2, figsize=(9, 3.4 * len(sizes)), squeeze=False)
-    for row, (size, same) in zip(grid, sizes.items(), strict=True):
-        for n, cell in enumerate(same):
-            runs = [energies_of(r['out_dir']) for r in cell.results]
-            trained = runs[0]['trained_steps']
-            for axes, key in zip(row, ('perplexity', 'energy'), strict=True):
-                values = np.array([run[key] for run in runs])
-                mean = values.mean(axis=0)
-                std = values.std(axis=0, ddof=1) if len(values) > 1 else None
-                axes.errorbar(np.arange(1, len(mean) + 1), mean, std, color=f'C{n}', marker='o',
-                              ms=4, capsize=2, label=f'trained with {cell.label}')
-                axes.plot(trained, mean[trained - 1], 'o', ms=12, mfc='none', mec=f'C{n}')
-                axes.set(xlabel='T at test time', title=size)
-        row[0].set(ylabel='test perplexity', yscale='log')
-        row[1].set(ylabel='energy, summed over sublayers')
-        legend(row[0])
-    return figure
-
-
-def draw_energy(cells: list[Cell]) -> plt.Figure:
-    """The energy of every sublayer along its steps, less its value at the start; the trained T is
-    the dashed line."""
-    figure, grid = plt.subplots(len(cells), 2, figsize=(9, 3.4 * len(cells)), squeeze=False)
-    for row, cell in zip(grid, cells, strict=True):
-        runs = [energies_of(r['out_dir']) for r in cell.results]
-        for axes, kind in zip(row, ('attn', 'mlp'), strict=True):
-            energies = np.mean([run[kind] for run in runs], axis=0)  # (layers, steps + 1)
-            for layer, energy in enumerate(energies):
-                axes.plot(energy - energy[0], marker='o', ms=4, label=f'layer {layer + 1}')
-            axes.axvline(runs[0]['trained_steps'], color='gray', ls='--', lw=1)
-            axes.set(xlabel='step t', ylabel='energy at step t less at 0',
-                     title=f'{cell.size}, {kind}')
-            legend(axes)
-    return figure
-
-
-@torch.no_grad()
-def energies_of(out_dir: str, max_steps: int = 8, tokens: int = 4096) -> dict[str, Any]:
-    """A trained all-CEM model at test time, on some test tokens: perplexity and energy (mean over
-    tokens, summed over sublayers) after T = 1, ..., max_steps steps in every sublayer, and each
-    sublayer's energy before every step, all others doing the steps they were trained with: attn
-    and mlp, (layers, max_steps + 1)."""
-    model, state = load_run(out_dir, 'last')
-    cfg = model.cfg
-    data = Sequences(state['data_dir'], 'test', cfg.context_length)
-    x, y = data.batch(evenly_spaced(len(data), tokens // cfg.context_length))
-    inputs: dict[Attention | MLP, tuple[Any, ...]] = {}  # what a sublayer was given last
-    for block in model.blocks:
-        for layer in (block.attn, block.mlp):
-            layer.register_forward_hook(lambda layer, given, _: inputs.update({layer: given}))
-
-    def energies(layer: Attention | MLP, steps: int) -> list[float]:
-        return energies_along(layer, *inputs[layer], steps=steps).mean(dim=(1, 2)).tolist()
-
-    found = {'trained_steps': cfg.attn_steps, 'perplexity': [], 'energy': [], 'attn': [], 'mlp': []}
-    for T in range(1, max_steps + 1):
-        model.set_steps(T, T)
-        found['perplexity'].append(math.exp(float(model(x, y)[1])))
-        found['energy'].append(sum(energies(layer, T)[-1] for layer in inputs))
-    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    model(x)
-    for layer in inputs:
-        kind = 'attn' if isinstance(layer, Attention) else 'mlp'
-        found[kind].append(energies(layer, max_steps))
-    return found
-
-
-def draw_curves(cells: list[Cell]) -> plt.Figure:
-    """Training loss against tokens, mean over seeds, smoothed."""
-    sizes = grouped(cells, 'size')
-    figure, grid = plt.subplots(1, len(sizes), figsize=(4.6 * len(sizes), 4), squeeze=False)
-    for axes, (size, same) in zip(grid[0], sizes.items(), strict=True):
-        for cell in same:
-            logs = [read_json_lines(os.path.join(r['out_dir'], 'log.jsonl')) for r in cell.results]
-            # a skipped step's loss is None: nan, a gap in the line
-            steps = [[(line['tokens'], line['loss']) for line in log if 'lr' in line]
-                     for log in logs]
-            shortest = min(map(len, steps))
-            lines = np.array([of[:shortest] for of in steps], dtype=float)
-            tokens, loss = lines.mean(axis=0).T
-            window = max(1, len(loss) // 10)
-            smooth = np.convolve(loss, np.ones(window) / window, 'valid')
-            axes.plot(tokens[window - 1:] / 1e6, smooth, label=cell.label)
-        axes.set(xlabel='million tokens', ylabel='training loss, nats a token', title=size)
-        axes.grid(alpha=0.3)
-        legend(axes)
     return figure
 
 
@@ -336,8 +189,6 @@ def by_P(kind: str) -> dict[str, dict[str, str]]:
 
 
 FIGURES: dict[str, Figure] = {
-    'fig_ladder': Figure('What a second step costs and buys', draw_ladder, {
-        '': {'Llama': 'llama'}, **STEPS}),
     'fig_gap': Figure('The gap to Llama against size', draw_gap, {
         '': {'Llama': 'llama', 'Llama, ALiBi': 'llama-alibi'}, **STEPS}),
     'fig_attn': Figure('CEM attention, no P, against Llama, T = 1', draw_scatter, {
@@ -360,36 +211,11 @@ FIGURES: dict[str, Figure] = {
     'fig_reuse_attn': Figure('Attention: recursion within a layer against plain reuse', draw_bars, {
         'plain reuse': {'T = 1': 'llama', 'T = 2': 'llama-attn-twice'},
         'dimension-matched': {'T = 1': 'attn-1', 'T = 2': 'attn-2'}}),
-    'fig_test_T': Figure('All-CEM models with more or fewer steps at test time', draw_steps, {
-        '': {f'T = {T}': f'cem-{T}' for T in (1, 2, 3)}}, reads_runs=True),
-    'fig_energy': Figure('Energy along the steps of each layer, all-CEM, T = 2', draw_energy, {
-        '': {'CEM': 'cem-2'}}, reads_runs=True),
-    'fig_rope': Figure('CEM attention: exact RoPE against ALiBi and a diagonal', draw_bars, {
-        '': {'Llama': 'llama'},
-        **{f'T = {T}': {'ALiBi, shared diagonal': f'attn-{T}', 'exact RoPE': f'attn-{T}-rope'}
-           for T in (1, 2)}}),
-    'fig_exact': Figure('The whole gradient against Algorithm 1, CEM attention', draw_bars, {
-        '': {'Llama': 'llama'},
-        **{f'T = {T}': {'Algorithm 1': f'attn-{T}', 'exact update': f'attn-{T}-exact'}
-           for T in (1, 2)}}),
-    'fig_tau': Figure('The temperature of scores, all-CEM, T = 2', draw_bars, {
-        '': {'Llama': 'llama'},
-        'ALiBi, shared diagonal': {'tau = sqrt(D_h)': 'cem-2', 'tau = sqrt(D_r)': 'cem-2-tau'},
-        'exact RoPE': {'tau = sqrt(D_h)': 'rope-2-tau', 'tau = sqrt(D_r)': 'rope-2'}},
-        at_paper=False),
-    'fig_tokens': Figure('Twice the tokens', draw_bars, {
-        f'{n} a parameter': {'plain Llama': f'llama{end}', **{
-            f'{kind}, T = {T}': f'{kind}-{T}{end}' for kind in ('attn', 'mlp', 'cem')
-            for T in (1, 2)}}
-        for n, end in ((10, ''), (20, '-20'))}, at_paper=False),
-    'fig_curves': Figure('Training: Llama, and all-CEM with T steps', draw_curves, {
-        '': {'Llama': 'llama', **{f'CEM, T = {T}': f'cem-{T}' for T in (1, 2, 3)}}},
-        reads_runs=True),
 }
 
 
-def figure_files(figure: Figure, cells: list[Cell]) -> dict[str, bytes]:
-    """A figure's png, and its md: a line a cell."""
+def figure_files(figure: Figure, cells: list[Cell]) -> tuple[bytes, str]:
+    """A figure as a PNG, and as a page with a line a cell."""
     rows = []
     for cell in cells:
         same = [c for c in cells if (c.size, c.model) == (cell.size, 'llama')]
@@ -410,4 +236,4 @@ def figure_files(figure: Figure, cells: list[Cell]) -> dict[str, bytes]:
     image = io.BytesIO()
     picture.savefig(image, format='png', dpi=100)
     plt.close(picture)
-    return {'png': image.getvalue(), 'md': text.encode()}
+    return image.getvalue(), text

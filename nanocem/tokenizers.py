@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import numpy as np
+import torch
 
 from configurator import fail
 from nanocem.shards import read_meta
@@ -29,6 +30,10 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode('utf-8', 'replace')
+
+    def token_bytes(self) -> torch.Tensor:
+        """How many bytes of text each token spells, (vocabulary,): BOS and its like none."""
+        return torch.tensor([1] * 256 + [0])
 
 
 class Gpt2Tokenizer:
@@ -57,6 +62,11 @@ class Gpt2Tokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.bpe.decode([i for i in ids if i < self.bos])
+
+    def token_bytes(self) -> torch.Tensor:
+        """How many bytes of text each token spells, (vocabulary,): BOS and its like none."""
+        spelled = [len(self.bpe.decode_single_token_bytes(i)) for i in range(self.bos)]
+        return torch.tensor([*spelled, 0])
 
 
 class LlamaTokenizer:
@@ -89,6 +99,16 @@ class LlamaTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode(ids)
+
+    def token_bytes(self) -> torch.Tensor:
+        """How many bytes of text each token spells, (vocabulary,): BOS and its like none."""
+        spelled = []
+        for i in range(self.vocab_size):
+            # SentencePiece's sign for a space is three bytes long
+            piece = self.model.id_to_piece(i).replace('\u2581', ' ')
+            nothing = self.model.is_control(i) or self.model.is_unknown(i)
+            spelled.append(0 if nothing else 1 if self.model.is_byte(i) else len(piece.encode()))
+        return torch.tensor(spelled)
 
 
 def make_tokenizer(name: str, model: str) -> Any:

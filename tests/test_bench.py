@@ -1,6 +1,4 @@
 """bench.py runs whole on a CPU, and counts what it says it counts."""
-import json
-
 import pytest
 import torch
 
@@ -66,17 +64,6 @@ def test_gpt_peer_has_llamas_flops() -> None:
         assert sum(p.numel() for p in layers.parameters() if p.ndim == 2) == weights
 
 
-def test_a_line_to_paste_into_an_issue(monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setitem(bench.TABLES, 'train', lambda cfg: [TRAINED])
-    bench.main(['--what=train', '--json', '--size=nano', '--device=cpu'])
-    *_, line = capsys.readouterr().out.splitlines()
-    content = json.loads(line)
-    assert content['tokens/s'] == {'Llama': 1234} and content['MFU'] == {'Llama': 0.4123}
-    assert content['torch'] == torch.__version__ and 'CPU' in content['device']
-    assert (content['size'], content['batch_size'], content['context_length']) == ('nano', 32, 128)
-
-
 def test_a_gpus_day_is_the_tables_in_turn(monkeypatch: pytest.MonkeyPatch,
                                           capsys: pytest.CaptureFixture) -> None:
     """A table that the memory does not suffice for costs no other one, and is named."""
@@ -102,8 +89,8 @@ def test_a_gpus_day_is_the_tables_in_turn(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_bad_options() -> None:
-    for bad in ('--repeats=0', '--size=9m', '--what=speed', '--batch_size=x', '--threads=100000',
-                '--what=gpu,train', '--what=gpu --size=nano', '--what=decode --json'):
+    for bad in ('--repeats=0', '--size=9m', '--what=speed', '--batch_size=x',
+                '--what=gpu,train', '--what=gpu --size=nano'):
         refused(*bad.split())
     if not torch.cuda.is_available():
         assert 'no GPU' in refused('--device=cuda')

@@ -3,7 +3,6 @@ import json
 import math
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 import evaluate
 from model import ModelConfig, Transformer, position_tables
 from nanocem.fast import flops_per_token
-from nanocem.tokenizers import make_tokenizer
+from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer
 
 LENGTH = 16
 TEXT = 'The energy of a word falls, step by step: d\u00e9j\u00e0 vu.\n' * 8
@@ -91,48 +90,43 @@ def cells(path: Path | str) -> list[list[str]]:
 def test_measured_loss_is_the_models() -> None:
     model = model_of()
     ids = torch.randint(257, (5, LENGTH + 1))
-    measured = evaluate.measure(model, ids, BYTES)
-    _, loss = model(ids[:, :-1], ids[:, 1:])
-    assert measured.loss == pytest.approx(float(loss), rel=1e-6)
-    assert measured.tokens == 5 * LENGTH
-    first = F.cross_entropy(model(ids[:, :1])[0][:, 0], ids[:, 1])
-    assert measured.by_position[0] == pytest.approx(float(first), rel=1e-6)
-    assert measured.by_position.mean() == pytest.approx(measured.loss)
+    tokens, loss, _ = evaluate.measure(model, ids, BYTES)
+    assert tokens == 5 * LENGTH
+    assert loss == pytest.approx(float(model(ids[:, :-1], ids[:, 1:])[1]), rel=1e-6)
     short = F.pad(ids[-1:, :4], (0, LENGTH - 3), value=-100)
-    padded = evaluate.measure(model, torch.cat([ids[:4], short]), BYTES)
-    total = sum(evaluate.measure(model, part, BYTES).loss * n
+    tokens, loss, _ = evaluate.measure(model, torch.cat([ids[:4], short]), BYTES)
+    total = sum(evaluate.measure(model, part, BYTES)[1] * n
                 for part, n in ((ids[:4], 4 * LENGTH), (ids[-1:, :4], 3)))
-    assert padded.tokens == 4 * LENGTH + 3
-    assert padded.loss == pytest.approx(total / padded.tokens, rel=1e-6)
+    assert tokens == 4 * LENGTH + 3
+    assert loss == pytest.approx(total / tokens, rel=1e-6)
     # a model that knows nothing: bits of the tokens that spell text, over their bytes
     torch.nn.init.zeros_(model.head)
     ids = torch.tensor([[256, *b'two texts', 256, *b'of twelve']])
     for size in 1, 2:
-        bits = evaluate.measure(model, ids, size * BYTES).bits_per_byte
-        assert bits == pytest.approx(math.log2(257) / size)
+        assert evaluate.measure(model, ids, size * BYTES)[2] == pytest.approx(math.log2(257) / size)
 
 
 def test_tokens_spell_the_bytes_of_their_text(tmp_path: Path) -> None:
     import sentencepiece
     import tiktoken
-    byte = make_tokenizer('byte', '')
+    byte, gpt2, llama = ByteTokenizer(), *map(object.__new__, (Gpt2Tokenizer, LlamaTokenizer))
     (tmp_path / 'corpus').write_text('plain words and lines of spaces\n' * 50)
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / 'corpus'), model_prefix=str(tmp_path / 'm'), vocab_size=300,
         byte_fallback=True, hard_vocab_limit=False, normalization_rule_name='identity',
         remove_extra_whitespaces=False, minloglevel=2)
-    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / 'm.model'))
-    llama = SimpleNamespace(name='llama', model=model, vocab_size=model.vocab_size())
+    llama.model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / 'm.model'))
+    llama.vocab_size = llama.model.vocab_size()
     ranks = {bytes([b]): b for b in range(256)} | {b'wo': 256, b'wor': 257}
-    bpe = tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks, special_tokens={})
-    gpt2 = SimpleNamespace(name='gpt2', bpe=bpe, bos=258)
-    spelled = [evaluate.bytes_of_tokens(tokenizer) for tokenizer in (byte, gpt2, llama)]
+    gpt2.bpe = tiktoken.Encoding('tiny', pat_str=r'\S+|\s+', mergeable_ranks=ranks,
+                                 special_tokens={})
+    gpt2.bos = 258
     for text in 'plain words', '  spaces \n\nlines\t', 'd\u00e9j\u00e0 \u4e16 \U0001f30d', 'x':
-        ids = [byte.encode(text), bpe.encode(text), model.encode(text)]
-        sizes = [int(of[i].sum()) for of, i in zip(spelled, ids, strict=True)]
+        sizes = [int(tokenizer.token_bytes()[tokenizer.encode(text)].sum())
+                 for tokenizer in (byte, gpt2, llama)]
         size = len(text.encode())
         assert sizes == [size, size, size + 1]  # SentencePiece puts a space in front
-    assert spelled[0][byte.bos] == spelled[2][model.bos_id()] == 0
+    assert byte.token_bytes()[byte.bos] == llama.token_bytes()[llama.bos] == 0
 
 
 def test_energies_are_those_of_the_sublayers() -> None:
@@ -189,7 +183,6 @@ def test_the_newest_run_on_its_test_split(place: Path, capsys: pytest.CaptureFix
     page = Path('out/run/loss.md').read_text()
     assert page in capsys.readouterr().out
     assert page.startswith('best checkpoint of out/run, step 2; test split of data\n\n')
-    assert Path('out/run/loss.png').read_bytes()[:4] == b'\x89PNG'
 
 
 def test_a_text_is_read_whole(place: Path) -> None:
@@ -265,38 +258,21 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     evaluate.main(['--compare', 'out/run', 'out/went_on', 'out/better'])
     rows = cells(CURVES)
     assert [row[0] for row in rows] == ['out/better', 'out/run', 'out/went_on']
-    assert rows[0][5:] == ['3.5000', '3.2500', f'{math.exp(3.25):.3f}']
-    assert rows[1][5:] == ['4.2500', 'nan', 'nan']
-    assert rows[2][5:] == ['nan', 'nan', 'nan']  # its result is that of fewer steps
+    assert rows[0][5:8] == ['3.5000', '3.2500', f'{math.exp(3.25):.3f}']
+    assert rows[1][5:8] == ['4.2500', 'nan', 'nan']
+    assert rows[2][5:8] == ['nan', 'nan', 'nan']  # its result is that of fewer steps
     flops = 4000 * flops_per_token(model_of())
     assert rows[1][1:4] == [f'{model_of().num_params():,}', '4,000', f'{flops:.2e}']
     assert rows[1][4] == f'{(1000 / 100 + 3000 / 200) / 3600:.3f}'
     assert Path(CURVES).with_suffix('.png').read_bytes()[:4] == b'\x89PNG'
-    assert 'bits' not in Path(CURVES).read_text()
 
 
 def test_runs_of_different_data_are_not_ranked_by_losses_a_token(place: Path) -> None:
-    write_data(place / 'other', [97, 256] * 150)  # a byte every other token
     write_run(place / 'out/other', Path('other'), model_of(), val_loss=3.0)
-    write_run(place / 'out/gone', Path('gone'), model_of(), val_loss=2.0)
     evaluate.main(['--compare', 'out/run', 'out/other'])
-    rows = cells(CURVES)
-    assert [row[0] for row in rows] == ['out/run', 'out/other']
-    right = [4.25 / math.log(2), 2 * 3.0 / math.log(2)]
-    assert [float(row[-2]) for row in rows] == pytest.approx(right, rel=0.01)
-    evaluate.main(['--compare', 'out/run', 'out/other', 'out/gone'])
     page = Path(CURVES).read_text()
-    assert 'losses a token do not compare' in page
-    for data in 'other', 'gone', 'data':
-        assert f'\n{data}, vocabulary 257:\n' in page
-
-
-def test_names_that_matplotlib_would_read_otherwise(place: Path) -> None:
-    names = ['_x', '$', r'a $\frac$ b', 'c$_d$']
-    folders = [str(write_run(place / f'out/{name}', Path('data'), model_of())) for name in names]
-    _, figure = evaluate.compare(tuple(folders))
-    figure.savefig('all.png')
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == names
+    assert 'losses a token do not compare' in page  # nor are they ranked by them
+    assert [row[-2:] for row in cells(CURVES)] == [['data', '257'], ['other', '257']]
 
 
 DAMAGE = [
@@ -305,7 +281,6 @@ DAMAGE = [
     ('config.json', b'{"train": {}, "model": {"z": 1}}'), ('log.jsonl', b'\x00\xff\n5\n{}'),
     ('log.jsonl', b'{"tokens": "3", "tokens_per_s": {}, "loss": []}'),
     ('log.jsonl', b'{"tokens": 1, "tokens_per_s": 0, "loss": 2}'),
-    ('log.jsonl', b'{"tokens": 1%b, "tokens_per_s": 1, "loss": 2}' % (b'0' * 400)),
 ]
 
 
@@ -323,14 +298,14 @@ def test_damaged_runs_are_passed_over(place: Path, capsys: pytest.CaptureFixture
 
 
 BAD = [
-    (['--text=nowhere.txt'], 'text=nowhere.txt: No such file'),
-    (['--text=pipe'], 'text=pipe is no file'),
+    (['--text=nowhere.txt'], 'text=nowhere.txt: no such file'),
+    (['--text=pipe'], 'text=pipe: no such file'),
     (['--text=empty.txt'], 'empty.txt is empty'),
     (['--text=latin1.txt'], 'byte 1 is not UTF-8'),
     (['--text=text.txt', '--data=data'], 'give one'),
     (['--data=gpt2'], 'its tokenizer is gpt2, that of the run byte'),
     (['--split=train'], 'train split'),
-    (['--tokens=0'], 'tokens=0: expected at least 1'),
+    (['--tokens=0'], 'tokens=0: expected 1 to'),
     (['--steps=1,0'], 'steps=1,0: expected 1 to 1,000'),
     (['--attention=' + 'long ' * 9], 'has 45 tokens; expected 1 to 15'),
     (['--out_dir=out/llama', '--energies'], 'out/llama is all Llama'),
