@@ -2,7 +2,7 @@
 Speed, memory and FLOPs, beside peers, each ratio measured in one run.
 
     python bench.py                       training, attention, decoding: 134m on a GPU, else mini
-    python bench.py --what=train          the training table alone
+    python bench.py --what=train --json   the training table, and a line to paste into an issue
     python bench.py --what=cost           a step's cost against T, J and size beside the formula
     python bench.py --what=gpu            every table, at the sizes that a GPU's day wants
 
@@ -10,7 +10,9 @@ All variants of a table take turns, `repeats` rounds after a warm-up, and median
 else the machine does hits all alike. Peers run where transformers is installed: its Llama, and its
 GPT-2, nanoGPT's shape, as wide as gives Llama's FLOPs.
 """
+import contextlib
 import gc
+import json
 import platform
 import statistics
 import sys
@@ -22,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configurator import build, fail, in_range, read_options
 from model import SIZES, ModelConfig, Transformer, position_tables
@@ -58,6 +61,7 @@ class BenchConfig:
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: bfloat16 on a GPU
     compile: bool | None = None  # torch.compile, ours as train.py does; default: on a GPU
+    json: bool = False  # after the training table, its numbers in one line to paste
 
     def __post_init__(self) -> None:
         in_range(self, 1, 1_000_000, 'vocab_size context_length batch_size decode_context '
@@ -200,18 +204,29 @@ def train_table(cfg: BenchConfig) -> list[Row]:
     return rows
 
 
+def json_line(cfg: BenchConfig, rows: list[Row]) -> str:
+    """What an issue needs to know of the training table."""
+    names = ('size', 'batch_size', 'context_length', 'vocab_size', 'dtype', 'compile')
+    return json.dumps({
+        'device': cfg.machine(), 'torch': torch.__version__,
+        **{name: getattr(cfg, name) for name in names},
+        'tokens/s': {row['model']: round(row['tokens/s']) for row in rows},
+        'MFU': {row['model']: round(row['MFU'], 4) for row in rows}})
+
+
 def attention_table(cfg: BenchConfig) -> list[Row]:
     """One step of an attention sublayer, forward and backward: Llama's, exact RoPE, and CEM's with
     ALiBi and the diagonal by each attn_impl."""
     variants = {
         'Llama': LLAMA,
+        'Llama, cuDNN': LLAMA,  # which has no gradient for a bias
         'CEM, exact RoPE': ROPE,
         'CEM, readable': dict(attn_impl='readable'),
         'CEM, sdpa': dict(attn_impl='sdpa'),
         'CEM, triton': dict(attn_impl='triton'),
     }
     if cfg.device == 'cpu':
-        del variants['CEM, triton']
+        del variants['Llama, cuDNN'], variants['CEM, triton']
 
     def both_ways(forward: Any, pos: Any, inputs: list[Tensor], grad: Tensor) -> None:
         with cfg.autocast():
@@ -224,7 +239,13 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
         x, grad = torch.randn(2, cfg.batch_size, cfg.context_length, model.cfg.d_model,
                               device=cfg.device)
         pos = position_tables(model.cfg, x)
-        forward = torch.compile(attn, dynamic=False) if cfg.compile else attn
+
+        # the backend is chosen within what is compiled: a graph made outside would serve all
+        def forward(x: Tensor, pos: Any, attn: Any = attn, cudnn: bool = 'cuDNN' in name) -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else contextlib.nullcontext():
+                return attn(x, pos)
+        if cfg.compile:
+            forward = torch.compile(forward, dynamic=False)
         inputs = [x.requires_grad_(), *attn.parameters()]
         runs[name] = partial(both_ways, forward, pos, inputs, grad)
         path = fast.attention_path(model, torch.device(cfg.device), cfg.torch_dtype, cfg.compile)
@@ -337,6 +358,8 @@ def main(argv: list[str]) -> None:
         else:
             note = ' (not compiled)' if name == 'decode' and cfg.compile else ''
             say(f'\n{name}{note}: {cfg.setting()}\n\n{markdown(rows)}')
+            if name == 'train' and cfg.json:
+                say(f'\n{json_line(cfg, rows)}')
         gc.collect()
         torch._dynamo.reset()
     if failed:

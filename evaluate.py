@@ -330,7 +330,9 @@ def compare(folders: tuple[str, ...]) -> Report:
         axes.set(xlabel=unit)
     panels[0].set_ylabel(f'training {LOSSES[0]}')
     names = [os.path.basename(run.cells[0].rstrip('/')) for run in runs]
-    panels[0].legend(panels[0].lines, names, fontsize=7)
+    # given with their lines, names may begin with _; not parsed, they may hold $
+    for text in panels[0].legend(panels[0].lines, names, fontsize=7).get_texts():
+        text.set_parse_math(False)
     text = table(HEADER, [run.cells for run in runs])
     if len({run.data for run in runs}) > 1:
         text += '\n\nOf different data or vocabulary: losses a token do not compare between them.'

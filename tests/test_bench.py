@@ -1,4 +1,6 @@
 """bench.py runs whole on a CPU, and counts what it says it counts."""
+import json
+
 import pytest
 import torch
 
@@ -62,6 +64,17 @@ def test_gpt_peer_has_llamas_flops() -> None:
     weights = s['n_layer'] * (4 * s['d_model'] ** 2 + 3 * s['d_model'] * s['d_mlp'])
     for layers in llama.model.layers, gpt.transformer.h:
         assert sum(p.numel() for p in layers.parameters() if p.ndim == 2) == weights
+
+
+def test_a_line_to_paste_into_an_issue(monkeypatch: pytest.MonkeyPatch,
+                                       capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setitem(bench.TABLES, 'train', lambda cfg: [TRAINED])
+    bench.main(['--what=train', '--json', '--size=nano', '--device=cpu'])
+    *_, line = capsys.readouterr().out.splitlines()
+    content = json.loads(line)
+    assert content['tokens/s'] == {'Llama': 1234} and content['MFU'] == {'Llama': 0.4123}
+    assert content['torch'] == torch.__version__ and 'CPU' in content['device']
+    assert (content['size'], content['batch_size'], content['context_length']) == ('nano', 32, 128)
 
 
 def test_a_gpus_day_is_the_tables_in_turn(monkeypatch: pytest.MonkeyPatch,
