@@ -1,0 +1,220 @@
+"""
+Muon beside AdamW: the runs of this folder's page.
+
+    python results/muon/measure.py          train what runs.csv lacks, then print the tables
+    python results/muon/measure.py --draw   only print and draw what there is
+
+From the project's root. Each model under each optimizer is trained at RATES with the first seed, at
+one further rate where the best is at an edge, and at its best rate, by validation, with the other
+seeds. Two runs at a time, one thread each; what is finished in out/muon is not done again.
+"""
+import csv
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import matplotlib
+from scipy.stats import ttest_rel
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+
+HERE = os.path.dirname(os.path.relpath(__file__))
+MODELS = {
+    'llama': '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1',
+    'llama-alibi': '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1 --positions=alibi',
+    'cem-1': '--attn_steps=1 --mlp_steps=1',
+    'cem-2': '--attn_steps=2 --mlp_steps=2',
+}
+NAMES = {'llama': 'Llama', 'llama-alibi': 'Llama, ALiBi', 'cem-1': 'all-CEM, T = 1',
+         'cem-2': 'all-CEM, T = 2'}
+COMMON = ('--size=mini --n_layer=12 --context_length=64 --data=data/builtin --tokens=1.5M '
+          '--batch_size=32 --micro_batch_size=32 --eval_interval=1000000 --eval_tokens=300000 '
+          '--test_tokens=300000 --checkpoint_interval=100 --keep_checkpoints=1 --dtype=float32 '
+          '--compile=False --tensorboard=False --sample_tokens=0')
+OPTIMIZERS = ('adamw', 'muon')
+RATES = (4e-3, 8e-3, 16e-3)
+SEEDS = (1, 2, 3)
+
+
+class Run(NamedTuple):
+    model: str
+    optimizer: str
+    rate: float
+    seed: int
+
+    @property
+    def folder(self) -> str:
+        return f'out/muon/{self.model}-{self.optimizer}-{self.rate:g}-{self.seed}'
+
+
+Found = dict[Run, tuple[float, float]]  # validation loss, test perplexity
+
+
+def train(run: Run) -> None:
+    """One run of train.py, or what is left of it. One that fails says why in the folder's .txt."""
+    command = (f'{sys.executable} train.py {MODELS[run.model]} {COMMON} --seed={run.seed} '
+               f'--optimizer={run.optimizer} --learning_rate={run.rate:g} --out_dir={run.folder}')
+    if os.path.exists(f'{run.folder}/config.json'):
+        command += ' --init_from=resume'
+    os.makedirs('out/muon', exist_ok=True)
+    with open(f'{run.folder}.txt', 'w', encoding='utf-8') as file:
+        subprocess.run(command.split(), env={**os.environ, 'OMP_NUM_THREADS': '1'}, stdout=file,
+                       stderr=file, check=False)
+
+
+def collect(runs: Iterable[Run]) -> Found:
+    """The runs of runs.csv, and those in out/muon, which are added to it with their curves."""
+    found: Found = {}
+    curves: dict[Run, list[tuple[int, float]]] = {}
+    for name, rows in (('runs', found), ('curves', curves)):
+        if os.path.exists(f'{HERE}/{name}.csv'):
+            with open(f'{HERE}/{name}.csv', encoding='utf-8') as file:
+                for model, optimizer, rate, seed, a, b in list(csv.reader(file))[1:]:
+                    run = Run(model, optimizer, float(rate), int(seed))
+                    if rows is found:
+                        found[run] = float(a), float(b)
+                    else:
+                        curves.setdefault(run, []).append((int(a), float(b)))
+    for run in runs:
+        if run not in found and os.path.exists(f'{run.folder}/result.json'):
+            with open(f'{run.folder}/result.json', encoding='utf-8') as file:
+                result = json.load(file)
+            found[run] = result['val_loss'], result['test_perplexity']
+            with open(f'{run.folder}/log.jsonl', encoding='utf-8') as file:
+                lines = [line for line in map(json.loads, file) if 'lr' in line]
+            curves[run] = [(line['tokens'], line['loss']) for line in lines]
+    write('runs', 'validation_loss,test_perplexity',
+          [(*run, f'{a:.6f}', f'{b:.5f}') for run, (a, b) in sorted(found.items())])
+    write('curves', 'tokens,training_loss',
+          [(*run, *point) for run, points in sorted(curves.items()) for point in points])
+    return found
+
+
+def write(name: str, columns: str, rows: list[tuple[Any, ...]]) -> None:
+    with open(f'{HERE}/{name}.csv.tmp', 'w', encoding='utf-8', newline='') as file:
+        file.write(f'model,optimizer,learning_rate,seed,{columns}\n')
+        csv.writer(file, lineterminator='\n').writerows(rows)
+    os.replace(f'{HERE}/{name}.csv.tmp', f'{HERE}/{name}.csv')
+
+
+def best_rate(found: Found, model: str, optimizer: str) -> float | None:
+    swept = {run.rate: loss for run, (loss, _) in found.items()
+             if run[:2] == (model, optimizer) and run.seed == SEEDS[0]}
+    return min(swept, key=swept.get) if swept else None
+
+
+def next_runs(found: Found) -> list[Run]:
+    """What is to be run now: the sweep, then its edges, then the further seeds."""
+    pairs = [(model, optimizer) for optimizer in OPTIMIZERS for model in MODELS]
+    sweep = [Run(*pair, rate, SEEDS[0]) for rate in (RATES[1], RATES[2], RATES[0])
+             for pair in pairs]
+    if missing := [run for run in sweep if run not in found]:
+        return missing
+    edges = {RATES[0]: RATES[0] / 2, RATES[-1]: RATES[-1] * 2}
+    beyond = [Run(*pair, edges[best], SEEDS[0]) for pair in pairs
+              if (best := best_rate(found, *pair)) in edges]
+    further = [Run(*pair, best_rate(found, *pair), seed) for seed in SEEDS[1:] for pair in pairs]
+    return ([run for run in beyond if run not in found]
+            or [run for run in further if run not in found])
+
+
+def at_best(found: Found, model: str, optimizer: str) -> dict[int, tuple[float, float]]:
+    rate = best_rate(found, model, optimizer)
+    return {run.seed: values for run, values in found.items()
+            if run[:3] == (model, optimizer, rate)}
+
+
+def paired(found: Found, a: tuple[str, str], b: tuple[str, str]) -> str:
+    """Test perplexity of a over b's, less one, paired by seed, with its 95% interval."""
+    one, other = at_best(found, *a), at_best(found, *b)
+    logs = [math.log(one[seed][1] / other[seed][1]) for seed in one if seed in other]
+    if not logs:
+        return ''
+    text = f'{100 * math.expm1(statistics.fmean(logs)):+.1f}%'
+    if len(logs) > 1:
+        low, high = ttest_rel(logs, [0.0] * len(logs)).confidence_interval()
+        text += f' ({100 * math.expm1(low):+.1f} to {100 * math.expm1(high):+.1f})'
+    return text
+
+
+def smooth(points: list[tuple[int, float]], window: int = 5) -> list[tuple[int, float]]:
+    """Means over five logged losses, at the last one's tokens."""
+    return [(points[n][0], statistics.fmean(loss for _, loss in points[n - window + 1:n + 1]))
+            for n in range(window - 1, len(points))]
+
+
+def read_curves(found: Found) -> dict[tuple[str, str], list[tuple[int, float]]]:
+    """Training loss at each model's best rate, mean over seeds, smoothed."""
+    losses: dict[tuple[str, str], dict[int, list[float]]] = {}
+    with open(f'{HERE}/curves.csv', encoding='utf-8') as file:
+        for model, optimizer, rate, _, tokens, loss in list(csv.reader(file))[1:]:
+            if float(rate) == best_rate(found, model, optimizer):
+                losses.setdefault((model, optimizer), {}).setdefault(int(tokens), []).append(
+                    float(loss))
+    return {key: smooth([(tokens, statistics.fmean(of)) for tokens, of in sorted(points.items())])
+            for key, points in losses.items()}
+
+
+def report(found: Found) -> None:
+    """Tables on the screen and in table.md; curves.png."""
+    curves = read_curves(found)
+    lines = ['| model | optimizer | best rate | test perplexity, by seed | Muon over AdamW | over '
+             'Llama with ALiBi | tokens to AdamW\'s final loss |', '|' + '---|' * 7]
+    for model in MODELS:
+        for optimizer in OPTIMIZERS:
+            of = at_best(found, model, optimizer)
+            if not of:
+                continue
+            gain = paired(found, (model, 'muon'), (model, 'adamw')) if optimizer == 'muon' else ''
+            gap = paired(found, (model, optimizer), ('llama-alibi', optimizer))
+            share = ''
+            if optimizer == 'muon':
+                *_, (total, goal) = curves[model, 'adamw']
+                reached = [tokens for tokens, loss in curves[model, 'muon'] if loss <= goal]
+                share = f'{reached[0] / total:.2f}' if reached else 'not reached'
+            values = ', '.join(f'{of[seed][1]:.3f}' for seed in sorted(of))
+            lines.append(f'| {NAMES[model]} | {optimizer} | {best_rate(found, model, optimizer):g} '
+                         f'| {values} | {gain} | {gap} | {share} |')
+    lines += ['', '| T = 2 over T = 1, all-CEM | |', '|---|---|']
+    lines += [f'| {optimizer} | {paired(found, ("cem-2", optimizer), ("cem-1", optimizer))} |'
+              for optimizer in OPTIMIZERS]
+    print('\n'.join(lines))
+    with open(f'{HERE}/table.md', 'w', encoding='utf-8') as file:
+        file.write('\n'.join([*lines, '']))
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for n, model in enumerate(MODELS):
+        for optimizer, style in (('adamw', '--'), ('muon', '-')):
+            if (model, optimizer) in curves:
+                tokens, loss = zip(*curves[model, optimizer], strict=True)
+                axes.plot([t / 1e6 for t in tokens], loss, style, color=f'C{n}',
+                          label=f'{NAMES[model]}, {optimizer}')
+    axes.set(xlabel='million bytes', ylabel='training loss, nats a byte', ylim=(1.3, 2.2))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(f'{HERE}/curves.png', dpi=100)
+
+
+def main(argv: list[str]) -> None:
+    pairs = [(model, optimizer) for optimizer in OPTIMIZERS for model in MODELS]
+    every = [Run(*pair, rate, seed) for pair in pairs for seed in SEEDS
+             for rate in (RATES[0] / 2, *RATES, RATES[-1] * 2)]
+    found = collect(every)
+    while '--draw' not in argv and (runs := next_runs(found)):
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(train, runs))
+        before, found = found, collect(every)
+        if len(found) == len(before):
+            raise SystemExit(f'no run finished; see {runs[0].folder}.txt')
+    report(found)
+
+
+if __name__ == '__main__':
+    main(sys.argv[1:])
