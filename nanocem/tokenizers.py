@@ -18,7 +18,7 @@ CUT = re.compile('[^\\s\u2581](?=[ \\n])')
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, and BOS, 256."""
-    name, vocab_size, bos, eos, sha256 = 'byte', 257, 256, None, None
+    name, vocab_size, bos, sha256 = 'byte', 257, 256, None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode('utf-8', 'replace'))
@@ -32,17 +32,15 @@ class ByteTokenizer:
 
 
 class Gpt2Tokenizer:
-    """tiktoken's gpt2; BOS is <|endoftext|>. tiktoken fetches the vocabulary on first use and
-    keeps it in TIKTOKEN_CACHE_DIR."""
-    name, vocab_size, bos, eos = 'gpt2', 50257, 50256, None
+    """tiktoken's gpt2, fetched on first use; BOS is <|endoftext|>."""
+    name, vocab_size, bos = 'gpt2', 50257, 50256
 
     def __init__(self) -> None:
         import tiktoken
         try:
             self.bpe = tiktoken.get_encoding('gpt2')
         except Exception as error:  # whatever the HTTP library of the day raises
-            fail('tokenizer gpt2: tiktoken cannot fetch its vocabulary '
-                 f'({type(error).__name__}); is there a network?')
+            fail(f'tokenizer gpt2: no vocabulary ({type(error).__name__}); is there a network?')
         vocabulary = (self.bpe.decode_single_token_bytes(i) for i in range(self.bos))
         self.sha256 = hashlib.sha256(b'\n'.join(vocabulary)).hexdigest()
 
@@ -63,7 +61,7 @@ class LlamaTokenizer:
     """SentencePiece with Llama's model file: the ids of the LlamaTokenizerFast of 2023. One
     difference, on purpose: "<s>", "</s>" and "<unk>" in a text are text (as with
     split_special_tokens=True), or struck-out HTML would begin a document."""
-    name, bos, eos = 'llama', 1, 2
+    name, bos = 'llama', 1
 
     def __init__(self, path: str):
         from sentencepiece import SentencePieceProcessor
@@ -104,15 +102,10 @@ def load_tokenizer(data_dir: str) -> Any:
     meta = read_meta(data_dir)
     try:
         tokenizer = make_tokenizer(meta['tokenizer'], os.path.join(data_dir, 'tokenizer.model'))
-    except OSError as error:
-        fail(f'{error.filename} is missing, or no file to read; prepare the data again')
-    except KeyError:
-        fail(f'{data_dir}/meta.json names no tokenizer of ours: {meta["tokenizer"]!r:.40}; '
-             'prepare the data again')
-    right = meta['vocab_size'], meta.get('tokenizer_sha256')
-    another = tokenizer.sha256 and right != (tokenizer.vocab_size, tokenizer.sha256)
-    if another or meta['vocab_size'] > tokenizer.vocab_size:
+    except (OSError, KeyError) as error:
+        fail(f'{data_dir}: no tokenizer {meta["tokenizer"]:.40} ({error}); prepare the data again')
+    same = meta.get('tokenizer_sha256') == tokenizer.sha256
+    if meta['vocab_size'] > tokenizer.vocab_size or not same:
         fail(f'{data_dir}/meta.json names another {tokenizer.name} tokenizer: vocabulary '
-             f'{right[0]}, SHA-256 {right[1]}, not {tokenizer.vocab_size}, {tokenizer.sha256}; '
-             'prepare the data again')
+             f'{meta["vocab_size"]}, SHA-256 {meta.get("tokenizer_sha256")}; prepare the data again')
     return tokenizer

@@ -157,10 +157,10 @@ def test_workers_shards_and_long_documents_do_not_show(tmp_path: Path) -> None:
 def test_a_llama_folder_is_whole(tmp_path: Path) -> None:
     llama, out = LlamaTokenizer(LLAMA), tmp_path / 'out'
     made = prepare(write(tmp_path / 'a.jsonl', ['Hello <s> world', ' x']), out,
-                   f'--tokenizer={LLAMA}', '--eos', '--held_out=0')
-    right = [1, *llama.encode('Hello <s> world'), 2, 1, *llama.encode(' x'), 2]
+                   f'--tokenizer={LLAMA}', '--held_out=0')
+    right = [1, *llama.encode('Hello <s> world'), 1, *llama.encode(' x')]
     assert np.frombuffer(made['train_00000.bin'], '<u2').tolist() == right
-    assert load_tokenizer(str(out)).decode(right[: right.index(2)]) == 'Hello <s> world'
+    assert load_tokenizer(str(out)).decode(right) == 'Hello <s> world x'
     meta = json.loads((out / 'meta.json').read_text())
     (out / 'meta.json').write_text(json.dumps({**meta, 'tokenizer_sha256': 'f' * 64}))
     with pytest.raises(SystemExit, match=r'another llama tokenizer: .*fff'):
@@ -169,7 +169,7 @@ def test_a_llama_folder_is_whole(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not Llama's"):
         load_tokenizer(str(out))
     (out / 'tokenizer.model').unlink()
-    with pytest.raises(SystemExit, match=r'tokenizer\.model is missing'):
+    with pytest.raises(SystemExit, match=r'No such file .*tokenizer\.model'):
         load_tokenizer(str(out))
 
 
@@ -281,9 +281,6 @@ def test_a_folder_is_kept_to_its_options_and_its_input(tmp_path: Path) -> None:
     (out / 'x.bin').unlink()
     assert 'held_out=0.005, not 0.2; seed=0, not 3' in run(
         where, out, '--held_out=0.2', '--seed=3').err
-    meta = json.loads((out / 'meta.json').read_text())
-    del meta['config']['encoding']  # older than that option
-    (out / 'meta.json').write_text(json.dumps(meta))
     assert 'is prepared already' in run(where, out).out
     write(where / 'b.jsonl', ['one more'])
     assert 'has changed since' in run(where, out).err
@@ -329,7 +326,6 @@ def test_few_documents_are_split_by_position(tmp_path: Path, options: tuple[str,
     (tmp_path / 'book.txt').write_bytes(text)
     ended = run(tmp_path / 'book.txt', out, *options)
     assert ended.code == 0 and 'has few documents' in ended.out, ended.err
-    assert '3.3' not in ended.err  # the bar: a number of tokens that the text does not have
     texts = texts_of(out)
     if '--tokens=20K' in options:
         assert [len(part) for part in texts] == [19_999, 999, 999]
@@ -362,8 +358,8 @@ def test_too_little_text_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'a.txt').write_text('w')
     says = refused('a.txt', tmp_path / 'out')
-    assert 'too little text for val and test: give more, or --held_out=0' in says
-    with pytest.raises(SystemExit, match=r'too little text for val and test: give more of it$'):
+    assert 'too little text for val and test' in says
+    with pytest.raises(SystemExit, match='too little text for val and test'):
         prep.find_data('data/slimpajama', 'a.txt')
     assert sorted(os.listdir()) == ['a.txt', 'data'] and not os.listdir('data')
     assert prepare('a.txt', tmp_path / 'out', '--held_out=0')['train_00000.bin'] == train_of(['w'])
@@ -424,10 +420,9 @@ def test_larger_tokens_for_a_larger_text(tmp_path: Path, monkeypatch: pytest.Mon
 
 DAMAGES = {
     'b.parquet': {'cut': '', 'column': 'no "text" column, only words', 'numbers': 'no string but'},
-    'b.jsonl.zst': {'cut': 'Truncated', 'empty': 'empty'},
-    'b.jsonl': {'line': 'line 400 is not JSON', 'field': 'line 400 has no "text" field'},
-    'b.txt': {'latin': 'byte 6 is not UTF-8: no text, or perhaps latin-1',
-              'utf16': 'byte 0 is not UTF-8: no text, or perhaps utf-16'},
+    'b.jsonl.zst': {'cut': 'Truncated'},
+    'b.jsonl': {'line': 'line 400 is no JSON', 'field': 'line 400 is no JSON with a "text" field'},
+    'b.txt': {'latin': 'byte 6 is not UTF-8', 'utf16': 'byte 0 is not UTF-8'},
 }
 
 
@@ -447,7 +442,7 @@ def test_a_damaged_file_is_named_and_left_out_only_on_demand(
         pq.write_table(pa.table({'words': ['a']} if kind == 'column' else {'text': [1]}), path)
     else:
         path.write_bytes({
-            'cut': data[:len(data) // 2], 'empty': b'', 'latin': b'un caf\xe9 noir ' * 9,
+            'cut': data[:len(data) // 2], 'latin': b'un caf\xe9 noir ' * 9,
             'line': b'\n'.join([*lines, b'{"text": "\xff"}']),
             'field': b'\n'.join([*lines, b'{"txt": "a"}']),
             'utf16': 'un café noir '.encode('utf-16') * 9}[kind])
@@ -480,13 +475,12 @@ def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
     for where, option, says in (
         (tmp_path / 'nothing', '--seed=0', 'no such file or folder'),
         (tmp_path / 'empty', '--seed=0', 'holds no .parquet, .jsonl'),
-        (tmp_path / 'empty.jsonl', '--seed=0', 'holds no text'),
+        (tmp_path / 'empty.jsonl', '--seed=0', 'too little text for train and val and test'),
         (some, '--tokens=0', 'expected 1 to'),
         (some, '--tokenizer=bert', 'none of llama, gpt2, byte'),
         (some, f'--tokenizer={some}', f'expected {LLAMA_SHA256}'),
         (some, '--encoding=rot13', 'none that Python knows'),
-        (some, '--held_out=0.7', 'below 0.5'),
-        (some, '--eos', 'no EOS'),
+        (some, '--held_out=0.7', 'expected 0 to 0.49'),
     ):
         assert says in refused(where, tmp_path / 'out', option)
         assert not (tmp_path / 'out').exists()
@@ -504,15 +498,6 @@ def test_verify_finds_damage(tmp_path: Path) -> None:
         os.mkfifo(path) if data is None else path.write_bytes(data)
         ended = run(where, out, '--verify')
         assert ended.code == 1 and ended.err.startswith(f'prepare_slimpajama.py: {path}: ')
-
-
-def test_peek(tmp_path: Path) -> None:
-    texts = [f'document {i}: ' + 'naïve ' * i for i in range(9)]
-    prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0')
-    ended = run('builtin', tmp_path / 'out', '--peek')
-    assert ended.code == 0
-    assert [line for line in ended.out.splitlines() if not line.startswith('---')] == texts[:5]
-    assert 'the val split' in run('builtin', tmp_path / 'out', '--peek=val').err
 
 
 def test_memory_is_flat(tmp_path: Path) -> None:

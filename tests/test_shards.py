@@ -58,8 +58,8 @@ def piped(folder: Path) -> None:
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    'missing shard': (lambda f: (f / 'train_00001.bin').unlink(), r'train_00001\.bin is missing'),
-    'a pipe, which would be waited for': (piped, r'val\.bin is missing'),
+    'missing shard': (lambda f: (f / 'train_00001.bin').unlink(), r'train_00001\.bin has 0 bytes'),
+    'a pipe, which would be waited for': (piped, r'val\.bin has 0 bytes'),
     'truncated shard': (lambda f: os.truncate(f / 'test.bin', 4000), '4000 bytes.* 4000 tokens'),
     'odd length': (lambda f: (f / 'val.bin').open('ab').write(b'x'), r'val\.bin has 8001 bytes'),
     'large token': (large_token, r'train_00000\.bin holds token 40000.* vocabulary of 30'),
@@ -68,7 +68,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
     'no meta.json': (lambda f: (f / 'meta.json').unlink(), 'is missing: .*prepare_slimpajama.py'),
     'cut meta.json': (lambda f: os.truncate(f / 'meta.json', 50), 'damaged'),
     'no object': (lambda f: (f / 'meta.json').write_text('[1]'), 'damaged'),
-    'another format': (lambda f: edit_meta(f, format=99), 'format 99'),
+    'another format': (lambda f: edit_meta(f, format=99), 'of another version'),
     'no folder': (shutil.rmtree, r'meta\.json is missing'),
     'a file elsewhere': (lambda f: edit_shard(f, file='/etc/passwd'), 'damaged'),
     'a file above': (lambda f: edit_shard(f, file='../../README.md'), 'damaged'),

@@ -3,7 +3,6 @@ downloaded: how files come and are kept is huggingface_hub's."""
 import gzip
 import json
 import os
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,15 +77,7 @@ def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
              sources.find_source('corpus').files]
     assert files == ['b.py', 'c.md', 'z/e.py', 'site-packages/p/a.py']
     assert asked[:2] == ['torch', 'numpy']
-    # a folder that an earlier version made of it stays as it is
-    lines = [json.dumps({'text': text}) for text in documents(600, seed=1)]
-    (tmp_path / 'data').mkdir()
-    (tmp_path / 'data/corpus.jsonl').write_text('\n'.join(lines))
-    prepare('data/corpus.jsonl', Path('data/corpus'), '--held_out=0.01')
-    os.remove('data/corpus.jsonl')
-    assert 'is prepared already' in run('corpus', Path('data/corpus')).out
-    shutil.rmtree('data/corpus')
-    (tmp_path / 'lib/long.py').write_text('\n'.join(lines))
+    (tmp_path / 'lib/long.py').write_text('\n'.join(documents(600, seed=1)))
     assert prep.find_data('data/corpus') == 'data/corpus' and os.path.exists('data/corpus/val.bin')
 
     def missing(name: str) -> None:
