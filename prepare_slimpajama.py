@@ -28,7 +28,7 @@ from tqdm import tqdm
 from configurator import build, fail, in_range, read_options, require
 from nanocem.files import lock, read_json, say, write_whole
 from nanocem.shards import FORMAT, OUR_SHARD, SPLITS, Writer, read_meta, summary
-from nanocem.sources import HUB, SUFFIXES, Bad, Source, encode, find_source, hub, read_parts
+from nanocem.sources import HUB, Bad, Source, encode, find_source, hub, read_parts
 from nanocem.tokenizers import LlamaTokenizer, load_tokenizer, make_tokenizer
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
@@ -125,9 +125,7 @@ def prepare(o: PrepareConfig) -> None:
 
     # What is there already
     if meta := read_json(path('meta.json'), REMEDY):
-        # a commit of the Hub never changes, and the corpus stays what it was
-        there = o.input == 'builtin' or os.path.exists(o.input)
-        check_same(o, meta, find_source(o.input, o.seed) if there else None)
+        check_same(o, meta, find_source(o.input, o.seed) if os.path.exists(o.input) else None)
         say(f'{o.out_dir} is prepared already')
         return
     before = read_json(path('progress.json'), REMEDY)
@@ -135,19 +133,17 @@ def prepare(o: PrepareConfig) -> None:
         fail(f'{path("progress.json")} is damaged, or of another version: {REMEDY}')
     shards = list(filter(OUR_SHARD.fullmatch, os.listdir(o.out_dir)))
     if shards and not before:
-        fail(f'{o.out_dir} holds {shards[0]} but no meta.json: choose another --out_dir, or delete '
-             'it')
+        fail(f'{o.out_dir} holds {shards[0]} but no meta.json: choose another --out_dir')
 
     # The files and the tokenizer
     source = find_source(before['source'] if before else o.input, o.seed)
     if source.left_out:
-        names = ', '.join(source.left_out[:5]) + ', ...' * (len(source.left_out) > 5)
-        say(f'left out: {len(source.left_out):,} files that are not '
-            f'{", ".join(SUFFIXES)}: {names}')
+        names = ', '.join(source.left_out[:5])
+        say(f'left out: {len(source.left_out):,} files of other kinds, as {names}')
     if before:
         check_same(o, before, source)
-    progress = Progress(**(before or {
-        'config': o.identity(), 'source': source.name, 'listing': source.listing()}))
+    progress = Progress(**before) if before else Progress(
+        o.identity(), source.name, source.listing())
     if o.tokenizer == 'llama' and not os.path.exists(path('tokenizer.model')):
         if not o.model:
             with hub() as hf:
@@ -202,8 +198,7 @@ def check_same(o: PrepareConfig, found: dict[str, Any], source: Source | None) -
     if source and source.listing() != found.get('listing'):
         different.append(f'{o.input} has changed since')
     if different:
-        fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another --out_dir, '
-             'or delete it')
+        fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another --out_dir')
 
 
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,

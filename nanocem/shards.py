@@ -92,9 +92,9 @@ class Sequences:
     def check(self, tokens: np.memmap) -> None:
         highest = int(tokens.max())
         if highest >= self.vocab_size:
-            fail(f'{tokens.filename} holds token {highest}, outside the vocabulary of {self.vocab_size}: the '
-                 "data is another tokenizer's or damaged (prepare_slimpajama.py --verify checks "
-                 'it)', everywhere=True)
+            fail(f'{tokens.filename} holds token {highest}, outside the vocabulary of '
+                 f"{self.vocab_size}: the data is another tokenizer's or damaged "
+                 '(prepare_slimpajama.py --verify checks it)', everywhere=True)
 
     def batch(self, numbers: np.ndarray) -> 'tuple[Tensor, Tensor]':
         """Inputs and targets (B, length) of these sequences."""

@@ -22,11 +22,10 @@ SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 CORPUS_SUFFIXES = ('.py', '.md', '.rst', '.txt')
 LIBRARY = sysconfig.get_paths()['stdlib']
 NO_LIBRARY = {'site-packages', 'dist-packages', '__pycache__'}
-SPLIT_NAMES = {'train': 'train', 'valid': 'val', 'val': 'val', 'validation': 'val', 'test': 'test'}
 ANYWHERE = re.compile('.', re.DOTALL)  # in the place of CUT: between any two characters
 PART = 1 << 16  # characters a thread gets at a time; longer documents are cut
 BATCH = 1 << 21  # characters all threads get at a time
-SPLIT_IN_PATH = re.compile(rf'(?:^|/)({"|".join(SPLIT_NAMES)})(?=[/._-])')
+SPLIT_IN_PATH = re.compile(r'(?:^|/)(train|val|test)(?:(?<=val)id(?:ation)?)?(?=[/._-])')
 
 
 # Files
@@ -86,19 +85,15 @@ def find_source(where: str, seed: int = 0) -> Source:
             left_out.append(file.name)
     if not files:
         fail(f'input={where} holds no {", ".join(SUFFIXES)} file')
-    split = [file._replace(split=split_in_path(file.name)) for file in files]
+    found = [SPLIT_IN_PATH.search(file.name) for file in files]
     # or else it is a folder that happens to be called test
-    if any(file.split == 'train' for file in split):
-        files = split
+    if any(match and match[1] == 'train' for match in found):
+        files = [file._replace(split=match and match[1])
+                 for file, match in zip(files, found, strict=True)]
     if seed:
         files.sort(key=lambda file: hashlib.sha256(os.fsencode(f'{seed}:{file.name}')).digest())
     files.sort(key=lambda file: file.split not in ('val', 'test'))
     return Source(name, folder, files, left_out)
-
-
-def split_in_path(name: str) -> str | None:
-    match = SPLIT_IN_PATH.search(name)
-    return SPLIT_NAMES[match[1]] if match else None
 
 
 def describe(path: str, name: str) -> File:
@@ -248,7 +243,7 @@ def read_jsonl(file: BinaryIO, column: str, kind: str) -> Iterator[Any]:
         try:
             text = json.loads(line)[column]
         except (ValueError, RecursionError, LookupError, TypeError):
-            raise Bad(f'line {number} is no JSON with a "{column}" field (--column chooses)') from None
+            raise Bad(f'line {number} is no JSON with "{column}" (--column chooses)') from None
         yield text
 
 
@@ -263,8 +258,7 @@ class Part(NamedTuple):
 
 def survey(chunks: Iterable[str]) -> tuple[float, int]:
     """A document's hash as a number in [0, 1), from its text alone, and its length."""
-    digest = hashlib.sha256()
-    length = 0
+    digest, length = hashlib.sha256(), 0
     for chunk in chunks:
         digest.update(chunk.encode())
         length += len(chunk)
@@ -293,11 +287,6 @@ def cut(chunks: Iterable[str], size: int, after: re.Pattern = CUT) -> Iterator[t
         yield position, rest
 
 
-def longest_word(chunks: Iterable[str]) -> int:
-    """Characters between two places where the tokens of a document can be cut."""
-    return max((len(word) for chunk in chunks for word in CUT.split(chunk)), default=0)
-
-
 def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, become: dict[str, str],
                by_position: bool, anywhere: bool) -> Iterator[Part]:
     """The documents of a file in parts. A document is of the split that its hash says, or, where
@@ -308,7 +297,8 @@ def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, beco
         size, after = PART, CUT
         if by_position:
             share = held_out * length
-            rare = anywhere and longest_word(chunks()) > share
+            words = (word for chunk in chunks() for word in CUT.split(chunk))
+            rare = anywhere and max(map(len, words), default=0) > share
             after = ANYWHERE if rare else CUT
             size = min(PART, max(1, round(share / (50 if rare else 2))))
         before = None

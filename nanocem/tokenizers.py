@@ -10,9 +10,8 @@ from configurator import fail
 from nanocem.shards import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
-# The character before a space or line end: no token of any of our tokenizers crosses from one to
-# the other (BPE words of gpt2 begin there, no Llama piece holds a space after a letter, nor a line
-# end), so that both sides can be tokenized apart.
+# The character before a space or line end: no token of ours crosses from one to the other, so that
+# both sides can be tokenized apart.
 CUT = re.compile('[^\\s\u2581](?=[ \\n])')
 
 
@@ -48,7 +47,6 @@ class Gpt2Tokenizer:
         return self.bpe.encode_ordinary(text)
 
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        """The tokens of each part's text; one that begins no document goes on from another."""
         texts = [part.text for part in parts]
         ids = self.bpe.encode_ordinary_batch(texts, num_threads=threads)
         return [np.array(i, np.uint32) for i in ids]
@@ -58,9 +56,8 @@ class Gpt2Tokenizer:
 
 
 class LlamaTokenizer:
-    """SentencePiece with Llama's model file: the ids of the LlamaTokenizerFast of 2023. One
-    difference, on purpose: "<s>", "</s>" and "<unk>" in a text are text (as with
-    split_special_tokens=True), or struck-out HTML would begin a document."""
+    """SentencePiece with Llama's model file: the ids of the LlamaTokenizerFast of 2023, but "<s>",
+    "</s>" and "<unk>" in a text are text, or struck-out HTML would begin a document."""
     name, bos = 'llama', 1
 
     def __init__(self, path: str):
@@ -69,8 +66,7 @@ class LlamaTokenizer:
             model = file.read()
         self.sha256 = hashlib.sha256(model).hexdigest()
         if self.sha256 != LLAMA_SHA256:
-            fail(f"{path} is not Llama's tokenizer.model: its SHA-256 is {self.sha256}, "
-                 f'expected {LLAMA_SHA256}')
+            fail(f"{path} is not Llama's tokenizer.model, whose SHA-256 is {LLAMA_SHA256}")
         self.model = SentencePieceProcessor(model_proto=model)
         self.vocab_size = self.model.vocab_size()
 
@@ -78,7 +74,6 @@ class LlamaTokenizer:
         return self.model.encode(text)
 
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        """The tokens of each part's text; one that begins no document goes on from another."""
         # SentencePiece puts a space before every text. Before a later part of a document goes a
         # line end, and both leave again.
         texts = [part.text if part.begins else '\n' + part.text for part in parts]
@@ -97,15 +92,14 @@ def make_tokenizer(name: str, model: str) -> Any:
 
 
 def load_tokenizer(data_dir: str) -> Any:
-    """The tokenizer that made `data_dir`: encode, decode, bos, vocab_size. SystemExit if it is
-    missing or another one."""
+    """The tokenizer that made `data_dir`. SystemExit if it is missing or another one."""
     meta = read_meta(data_dir)
     try:
         tokenizer = make_tokenizer(meta['tokenizer'], os.path.join(data_dir, 'tokenizer.model'))
     except (OSError, KeyError) as error:
         fail(f'{data_dir}: no tokenizer {meta["tokenizer"]:.40} ({error}); prepare the data again')
-    same = meta.get('tokenizer_sha256') == tokenizer.sha256
-    if meta['vocab_size'] > tokenizer.vocab_size or not same:
+    vocab_size, sha256 = meta['vocab_size'], meta.get('tokenizer_sha256')
+    if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
         fail(f'{data_dir}/meta.json names another {tokenizer.name} tokenizer: vocabulary '
-             f'{meta["vocab_size"]}, SHA-256 {meta.get("tokenizer_sha256")}; prepare the data again')
+             f'{vocab_size}, SHA-256 {sha256}; prepare the data again')
     return tokenizer

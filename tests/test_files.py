@@ -56,7 +56,7 @@ def test_json_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     assert read_json(str(path)) is None
     path.write_bytes(to_json({'a': math.nan, 'b': math.inf, 'c': 1.5}))
     assert read_json(str(path)) == {'a': None, 'b': None, 'c': 1.5} == json.loads(path.read_text())
-    for content in (b'', b'[1]', b'{"a": ', b'\xff', b'[' * 100_000):
+    for content in (b'[1]', b'{"a": ', b'\xff', b'[' * 100_000):
         path.write_bytes(content)
         with pytest.raises(SystemExit, match=r'a.json is damaged: make it again$'):
             read_json(str(path), 'make it again')

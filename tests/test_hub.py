@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from test_evaluate import model_of, write_data, write_run
 
 import evaluate
@@ -13,8 +12,7 @@ from model import ModelConfig, Transformer
 from nanocem.hf import HubTransformer, export, to_hub
 
 DATA = {'tokenizer': 'byte', 'vocab_size': 257}
-MODELS = [{}, dict(attn='llama', mlp='llama'), dict(positions='rope', kq_diag='none'),
-          dict(mlp='llama', preconditioner='diag'), dict(extra_layers=1, residual='normed')]
+MODELS = [{}, dict(attn='llama', mlp='llama'), dict(extra_layers=1, residual='normed')]
 
 
 @pytest.mark.parametrize('options', MODELS, ids=str)
@@ -51,17 +49,6 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SystemExit, match='out/run is not empty; expected a new folder'):
         evaluate.main(['--export=out/run', '--device=cpu'])
     assert {path: path.read_bytes() for path in run.iterdir()} == before
-    with pytest.raises(SystemExit, match=r'export=data/meta\.json'):
-        evaluate.main(['--export=data/meta.json', '--device=cpu'])
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    export(model_of(), str(tmp_path / 'hub'), DATA)
-    weights = load_file(tmp_path / 'hub/model.safetensors')
-    del weights['blocks.1.mlp.V']
-    save_file(weights, tmp_path / 'hub/model.safetensors')
-    with pytest.raises(RuntimeError, match=r'blocks\.1\.mlp\.V'):
-        HubTransformer.from_pretrained(tmp_path / 'hub')
 
 
 def test_push_sends_what_export_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_a_llama_folder_is_whole(tmp_path: Path) -> None:
                    f'--tokenizer={LLAMA}', '--held_out=0')
     right = [1, *llama.encode('Hello <s> world'), 1, *llama.encode(' x')]
     assert np.frombuffer(made['train_00000.bin'], '<u2').tolist() == right
-    assert load_tokenizer(str(out)).decode(right) == 'Hello <s> world x'
+    assert load_tokenizer(str(out)).decode(right) == 'Hello <s> world  x'
     meta = json.loads((out / 'meta.json').read_text())
     (out / 'meta.json').write_text(json.dumps({**meta, 'tokenizer_sha256': 'f' * 64}))
     with pytest.raises(SystemExit, match=r'another llama tokenizer: .*fff'):
@@ -191,16 +191,6 @@ def test_splits_of_the_inputs_own(tmp_path: Path) -> None:
     made = prepare(tmp_path / 'few', tmp_path / 'out few', '--held_out=0.1', '--tokens=1M')
     assert made['train_00000.bin'] + made['test.bin'][2:] == train_of([book(5000, seed=5)])
     assert made['val.bin'] == train_of([book(5000, seed=10)])
-
-
-def test_a_seed_shuffles_the_files(tmp_path: Path) -> None:
-    for i in range(5):
-        write(tmp_path / 'in' / f'{i}.jsonl', [f'file {i} ' * 20])
-    names = []
-    for n, seed in enumerate((0, 1, 1)):
-        prepare(tmp_path / 'in', tmp_path / f'{n}', f'--seed={seed}', '--held_out=0')
-        names.append(json.loads((tmp_path / f'{n}/meta.json').read_text())['files'])
-    assert names[1] == names[2] != names[0] == sorted(names[1])
 
 
 def test_builtin_is_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +310,7 @@ def book(words: int, seed: int = 0) -> str:
     return ''.join(rng.choice(choice) for _ in range(words))
 
 
-@pytest.mark.parametrize('options', [(), ('--held_out=0.1',), ('--column=text', '--tokens=20K')])
+@pytest.mark.parametrize('options', [('--held_out=0.1',), ('--tokens=20K',)])
 def test_few_documents_are_split_by_position(tmp_path: Path, options: tuple[str, ...]) -> None:
     text, out = book(20_000).encode(), tmp_path / 'out'
     (tmp_path / 'book.txt').write_bytes(text)
@@ -332,8 +322,7 @@ def test_few_documents_are_split_by_position(tmp_path: Path, options: tuple[str,
         assert text.startswith(texts[0]) and texts[1] in text
         return
     assert b''.join(texts) == text
-    share = 0.1 if options else 0.05
-    assert all(share / 2 < len(part) / len(text) < share * 1.5 for part in texts[1:])
+    assert all(0.05 < len(part) / len(text) < 0.15 for part in texts[1:])
 
 
 def texts_of(out: Path) -> list[bytes]:
@@ -343,8 +332,8 @@ def texts_of(out: Path) -> list[bytes]:
     return [bytes(part[1:].tolist()) for part in ids]
 
 
-@pytest.mark.parametrize('text', ['a' * 40_000, '你好世界' * 10_000])
-def test_a_text_without_spaces_is_split_too(tmp_path: Path, text: str) -> None:
+def test_a_text_without_spaces_is_split_too(tmp_path: Path) -> None:
+    text = 'A title and a name\n' + '你好世界' * 10_000
     (tmp_path / 'a.txt').write_text(text)
     prepare(tmp_path / 'a.txt', tmp_path / 'out')
     texts = [part.decode() for part in texts_of(tmp_path / 'out')]
@@ -419,9 +408,9 @@ def test_larger_tokens_for_a_larger_text(tmp_path: Path, monkeypatch: pytest.Mon
 # Damage
 
 DAMAGES = {
-    'b.parquet': {'cut': '', 'column': 'no "text" column, only words', 'numbers': 'no string but'},
+    'b.parquet': {'cut': '', 'numbers': 'no string but'},
     'b.jsonl.zst': {'cut': 'Truncated'},
-    'b.jsonl': {'line': 'line 400 is no JSON', 'field': 'line 400 is no JSON with a "text" field'},
+    'b.jsonl': {'line': 'line 400 is no JSON with "text"'},
     'b.txt': {'latin': 'byte 6 is not UTF-8', 'utf16': 'byte 0 is not UTF-8'},
 }
 
@@ -438,13 +427,12 @@ def test_a_damaged_file_is_named_and_left_out_only_on_demand(
     write(folder / 'c.jsonl', texts[600:])
     data = b'' if name == 'b.txt' else write(path, texts[100:600]).read_bytes()
     lines = data.splitlines()[:399]
-    if kind in ('column', 'numbers'):
-        pq.write_table(pa.table({'words': ['a']} if kind == 'column' else {'text': [1]}), path)
+    if kind == 'numbers':
+        pq.write_table(pa.table({'text': [1]}), path)
     else:
         path.write_bytes({
             'cut': data[:len(data) // 2], 'latin': b'un caf\xe9 noir ' * 9,
             'line': b'\n'.join([*lines, b'{"text": "\xff"}']),
-            'field': b'\n'.join([*lines, b'{"txt": "a"}']),
             'utf16': 'un café noir '.encode('utf-16') * 9}[kind])
     options = ('--held_out=0.1', '--workers=1', '--shard_tokens=200K')
     says = refused(folder, out, *options)
@@ -478,7 +466,7 @@ def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
         (tmp_path / 'empty.jsonl', '--seed=0', 'too little text for train and val and test'),
         (some, '--tokens=0', 'expected 1 to'),
         (some, '--tokenizer=bert', 'none of llama, gpt2, byte'),
-        (some, f'--tokenizer={some}', f'expected {LLAMA_SHA256}'),
+        (some, f'--tokenizer={some}', f'whose SHA-256 is {LLAMA_SHA256}'),
         (some, '--encoding=rot13', 'none that Python knows'),
         (some, '--held_out=0.7', 'expected 0 to 0.49'),
     ):
