@@ -217,7 +217,8 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
     limit['train'] = o.tokens
 
     with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False) as bar:
-        for number, file in list(enumerate(source.files))[progress.file:]:
+        for file in source.files[progress.file:]:
+            progress.file += 1
             drawn = file.split or 'train'
             if writer.tokens[drawn] >= limit[drawn]:
                 continue
@@ -242,7 +243,6 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
                          'out')
                 progress.skipped[progress.files.pop()] = str(error)
                 writer.rewind(before)
-            progress.file = number + 1
             if sum(writer.tokens.values()) - sum(progress.tokens.values()) >= SAVE_TOKENS:
                 writer.flush()
                 progress.tokens = dict(writer.tokens)

