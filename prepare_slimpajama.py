@@ -140,10 +140,10 @@ def prepare(o: PrepareConfig) -> None:
     if source.left_out:
         names = ', '.join(source.left_out[:5])
         say(f'left out: {len(source.left_out):,} files of other kinds, as {names}')
+    progress = Progress(o.identity(), source.name, source.listing())
     if before:
         check_same(o, before, source)
-    progress = Progress(**before) if before else Progress(
-        o.identity(), source.name, source.listing())
+        progress = Progress(**before)
     if o.tokenizer == 'llama' and not os.path.exists(path('tokenizer.model')):
         if not o.model:
             with hub() as hf:
@@ -239,8 +239,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
                             return
             except Bad as error:
                 if not o.skip_bad:
-                    fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves damaged files '
-                         'out')
+                    fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves it out')
                 progress.skipped[progress.files.pop()] = str(error)
                 writer.rewind(before)
             if sum(writer.tokens.values()) - sum(progress.tokens.values()) >= SAVE_TOKENS:
@@ -257,10 +256,9 @@ def in_one_line(folder: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fail(f'{error.filename or folder}: {error.strerror or error}; the same command goes on '
-             'from here')
+        fail(f'{error.filename or folder}: {error.strerror or error}; the same command goes on')
     except KeyboardInterrupt:
-        fail('stopped; the same command goes on from here')
+        fail('stopped; the same command goes on')
 
 
 def run(o: PrepareConfig) -> None:

@@ -155,8 +155,7 @@ def hub() -> Iterator[Any]:
     try:
         yield huggingface_hub
     except Exception as error:  # the HTTP library's own too, too many to name
-        fail(f'the Hugging Face Hub: {error} (is there a network? the same command goes on from '
-             'here)')
+        fail(f'the Hugging Face Hub: {error} (is there a network? the same command goes on)')
 
 
 def list_hub(where: str) -> tuple[str, list[File]]:
@@ -308,13 +307,13 @@ def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, beco
             before = split
 
 
-def batches(items: Iterable[Part], least: int) -> Iterator[list[Part]]:
-    """Parts together, at least so many characters at a time."""
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Parts together, as much as all threads get at a time."""
     batch, size = [], 0
-    for part in items:
+    for part in parts:
         batch.append(part)
         size += len(part.text)
-        if size >= least:
+        if size >= BATCH:
             yield batch
             batch, size = [], 0
     yield batch
@@ -323,7 +322,7 @@ def batches(items: Iterable[Part], least: int) -> Iterator[list[Part]]:
 def encode(parts: Iterable[Part], tokenizer: Any, threads: int) -> Iterator[tuple[str, np.ndarray]]:
     """The tokens of parts and of which split they are, with BOS."""
     bos = np.array([tokenizer.bos])
-    for batch in batches(parts, BATCH):
+    for batch in batches(parts):
         encoded = tokenizer.encode_parts(batch, threads)
         for part, ids in zip(batch, encoded, strict=True):
             yield part.split, np.concatenate([bos[:part.begins], ids])

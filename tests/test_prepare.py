@@ -244,7 +244,7 @@ def test_a_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, *command(where, tmp_path / 'out')], capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert re.match(r'prepare_slimpajama.py: .*File too large.* goes on from here',
+    assert re.match(r'prepare_slimpajama.py: .*File too large.* goes on',
                     done.stderr.splitlines()[-1])
     assert prepare(where, tmp_path / 'out') == straight
 
