@@ -485,4 +485,4 @@ def test_memory_is_flat(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, '-c', script, *options], capture_output=True,
                               text=True, cwd=ROOT)
         peaks = [int(n) // 1024 for n in re.findall(r'peak (\d+)', done.stdout)]
-        assert peaks[1] < peaks[0] + 40, (name, peaks)  # MB
+        assert peaks[1] < peaks[0] + 50, (name, peaks)  # MB
