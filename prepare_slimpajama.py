@@ -7,7 +7,6 @@ SlimPajama, or any text, to token shards that train.py reads.
     python prepare_slimpajama.py --input=hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT
     python prepare_slimpajama.py --input=corpus       what results/ladder was trained on
     python prepare_slimpajama.py --verify --out_dir=data/slimpajama      check every shard fully
-    python prepare_slimpajama.py --peek=val --out_dir=data/slimpajama    read a split's beginning
 
 Documents are tokenized in their order, BOS before each, and laid end to end: train_00000.bin, ...,
 val.bin, test.bin (little-endian unsigned integers) and meta.json. A stopped run goes on, file by
@@ -18,20 +17,18 @@ import json
 import os
 import shutil
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import numpy as np
 from tqdm import tqdm
 
-from configurator import build, fail, read_options
+from configurator import build, fail, in_range, read_options, require
 from nanocem.files import lock, read_json, say, write_whole
-from nanocem.shards import FORMAT, OUR_SHARD, SPLITS, Sequences, Writer, read_meta, summary
-from nanocem.sources import HUB, SUFFIXES, Bad, Source, ask_hub, encode, find_source, read_parts
+from nanocem.shards import FORMAT, OUR_SHARD, SPLITS, Writer, read_meta, summary
+from nanocem.sources import HUB, Bad, Source, encode, find_source, hub, read_parts
 from nanocem.tokenizers import LlamaTokenizer, load_tokenizer, make_tokenizer
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
@@ -41,7 +38,6 @@ SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2
 OWN_TEXTS = {'builtin': ('byte', 0.05), 'corpus': ('byte', 0.01)}  # tokenizer, held_out
 SAVE_TOKENS = 1 << 20  # between two notes of how far the run has come
 SMALL_TEXT = 20_000_000  # bytes; below it prepare_text's tokens are bytes
-BAR = '{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{desc}'
 REMEDY = 'delete the folder and prepare the data again'
 # macOS does not tell which cores a process may use
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
@@ -55,7 +51,6 @@ class PrepareConfig:
     tokens: int | None = None  # training tokens, or as many as there are; default 3.3B
     size: Literal['86m', '108m', '134m', '162m', '256m'] | None = None  # tokens for such a model
     tokenizer: str | None = None  # llama, gpt2, byte, or Llama's model file; default llama
-    eos: bool = False  # put EOS after each document
     held_out: float | None = None  # share of val, and of test; default 0.005, builtin 0.05
     seed: int = 0  # shuffle the order of the files; 0: by name
     column: str = 'text'  # the column of .parquet files, the field of .jsonl lines
@@ -64,37 +59,29 @@ class PrepareConfig:
     workers: int = CORES  # threads; default: one a core
     skip_bad: bool = False  # leave damaged files out, and name them
     verify: bool = False  # check out_dir fully
-    peek: Literal['train', 'val', 'test'] | None = None  # print a split's first documents
 
     def __post_init__(self) -> None:
         tokenizer, held_out = OWN_TEXTS.get(self.input, ('llama', 0.005))
         self.model: str | None = None  # path of Llama's tokenizer.model, where it was given
         self.tokenizer = self.tokenizer or tokenizer
         if self.tokenizer not in ('llama', 'gpt2', 'byte'):
-            if not os.path.isfile(self.tokenizer):
-                raise ValueError(f'tokenizer={self.tokenizer}: no such file, and none of llama, '
-                                 'gpt2, byte')
+            require(os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file, '
+                    'and none of llama, gpt2, byte')
             self.model, self.tokenizer = self.tokenizer, 'llama'
-        if self.eos and self.tokenizer != 'llama':
-            raise ValueError(f'eos: the {self.tokenizer} tokenizer has no EOS beside its BOS')
         try:
             ' '.encode(self.encoding)
         except (LookupError, ValueError):
             raise ValueError(f'encoding={self.encoding}: none that Python knows') from None
-        if self.tokens and self.size:
-            raise ValueError('tokens and size: give one')
+        require(not (self.tokens and self.size), 'tokens and size: give one')
         if self.tokens is None:
             self.tokens = round(SIZES[self.size or '162m'])
-        for name, most in (('tokens', 10**15), ('shard_tokens', 10**15), ('workers', 1024)):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f'{name}={getattr(self, name)}: expected 1 to {most:,}')
+        in_range(self, 1, 10**15, 'tokens shard_tokens')
+        in_range(self, 1, 1024, 'workers')
+        in_range(self, 0, 0.49, 'held_out')
         # where val or test gets fewer tokens than `least`, a share of each document is held out
         self.least = 1
-        self.advice = 'give more, or --held_out=0'  # where there is too little text
         self.held_out_by_position = 0.05 if self.held_out is None else self.held_out
         self.held_out = held_out if self.held_out is None else self.held_out
-        if not 0 <= self.held_out < 0.5:
-            raise ValueError(f'held_out={self.held_out}: expected at least 0 and below 0.5')
         if self.input not in OWN_TEXTS and not self.input.startswith(HUB):
             self.input = os.path.abspath(self.input)
         self.out_dir = self.out_dir or os.path.join('data', self.name())
@@ -109,7 +96,7 @@ class PrepareConfig:
 
     def identity(self) -> dict[str, Any]:
         """What a data folder's bytes depend on."""
-        names = ('input', 'tokenizer', 'eos', 'tokens', 'held_out', 'seed', 'column', 'encoding',
+        names = ('input', 'tokenizer', 'tokens', 'held_out', 'seed', 'column', 'encoding',
                  'shard_tokens')
         return {name: getattr(self, name) for name in names}
 
@@ -121,28 +108,13 @@ class Progress:
     source: str  # its name
     listing: str  # of its files
     by_position: bool = False  # each document is cut in three, for lack of documents
-    anywhere: bool = False  # between any two characters, for lack of spaces
     file: int = 0  # the number of the next one
     tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     files: list[str] = field(default_factory=list)  # read so far
     skipped: dict[str, str] = field(default_factory=dict)  # damaged, and why
 
     def save(self, folder: str) -> None:
-        content = asdict(self)
-        content['check'] = zlib.crc32(json.dumps(content).encode())
-        write_whole(os.path.join(folder, 'progress.json'), json.dumps(content).encode())
-
-
-def read_progress(folder: str) -> Progress | None:
-    """What a stopped run has left, None where there was none."""
-    path = os.path.join(folder, 'progress.json')
-    content = read_json(path, REMEDY)
-    if content is None:
-        return None
-    check = content.pop('check', None)
-    if check != zlib.crc32(json.dumps(content).encode()):
-        fail(f'{path} is damaged, or of another version: {REMEDY}')
-    return Progress(**content)
+        write_whole(os.path.join(folder, 'progress.json'), json.dumps(asdict(self)).encode())
 
 
 def prepare(o: PrepareConfig) -> None:
@@ -153,57 +125,51 @@ def prepare(o: PrepareConfig) -> None:
 
     # What is there already
     if meta := read_json(path('meta.json'), REMEDY):
-        # a commit of the Hub never changes, and the corpus stays what it was
-        there = o.input == 'builtin' or (o.input != 'corpus' and os.path.exists(o.input))
-        check_same(o, meta, find_source(o.input, o.seed) if there else None)
+        check_same(o, meta, find_source(o.input, o.seed) if os.path.exists(o.input) else None)
         say(f'{o.out_dir} is prepared already')
         return
-    progress = read_progress(o.out_dir)
+    before = read_json(path('progress.json'), REMEDY)
+    if before and before.keys() != Progress.__dataclass_fields__.keys():
+        fail(f'{path("progress.json")} is damaged, or of another version: {REMEDY}')
     shards = list(filter(OUR_SHARD.fullmatch, os.listdir(o.out_dir)))
-    if shards and not progress:
-        fail(f'{o.out_dir} holds {shards[0]} but no meta.json: choose another --out_dir, or delete '
-             'it')
+    if shards and not before:
+        fail(f'{o.out_dir} holds {shards[0]} but no meta.json: choose another --out_dir')
 
     # The files and the tokenizer
-    source = find_source(progress.source if progress else o.input, o.seed)
+    source = find_source(before['source'] if before else o.input, o.seed)
     if source.left_out:
-        names = ', '.join(source.left_out[:5]) + ', ...' * (len(source.left_out) > 5)
-        say(f'left out: {len(source.left_out):,} files that are not '
-            f'{", ".join(SUFFIXES)}: {names}')
-    progress = progress or Progress(o.identity(), source.name, source.listing())
-    check_same(o, asdict(progress), source)
+        names = ', '.join(source.left_out[:5])
+        say(f'left out: {len(source.left_out):,} files of other kinds, as {names}')
+    progress = Progress(o.identity(), source.name, source.listing())
+    if before:
+        check_same(o, before, source)
+        progress = Progress(**before)
     if o.tokenizer == 'llama' and not os.path.exists(path('tokenizer.model')):
-        model = o.model or ask_hub(lambda api: api.hf_hub_download(*LLAMA))
-        LlamaTokenizer(model)  # checks it
-        with open(model, 'rb') as file:
+        if not o.model:
+            with hub() as hf:
+                o.model = hf.HfApi().hf_hub_download(*LLAMA)
+        LlamaTokenizer(o.model)  # checks it
+        with open(o.model, 'rb') as file:
             write_whole(path('tokenizer.model'), file.read())
     tokenizer = make_tokenizer(o.tokenizer, path('tokenizer.model'))
 
     # The tokens, from the beginning or where the run before stopped; and again where documents are
-    # too few to draw val and test from them: each is cut in three, at spaces, or else anywhere
+    # too few to draw val and test from them
     writer = Writer(o.out_dir, tokenizer.vocab_size, o.shard_tokens)
-    own = {file.split for file in source.files} - {'train'}
-    while True:
-        tokenize(o, source, tokenizer, writer, progress)
-        few = min(writer.tokens[split] for split in SPLITS if split not in own)
-        enough = few >= (1 if progress.by_position else o.least) or not o.held_out
-        last = progress.anywhere or (progress.by_position and tokenizer.name != 'byte')
-        if enough or last or not any(writer.tokens.values()):
-            break
-        say(f'{o.input} has few spaces and line ends: it is cut between any two characters'
-            if progress.by_position else
-            f'{o.input} has few documents: the last {o.held_out_by_position:.3g} of each is test, '
+    tokenize(o, source, tokenizer, writer, progress)
+    own = {file.split for file in source.files}
+    fewest = min(writer.tokens[split] for split in SPLITS if split == 'train' or split not in own)
+    if fewest < o.least and o.held_out and any(writer.tokens.values()) and not progress.by_position:
+        say(f'{o.input} has few documents: the last {o.held_out_by_position:.3g} of each is test, '
             'as much before that val')
-        progress = Progress(progress.config, progress.source, progress.listing, by_position=True,
-                            anywhere=progress.by_position)
+        progress = Progress(progress.config, source.name, progress.listing, by_position=True)
+        tokenize(o, source, tokenizer, writer, progress)
     empty = [split for split in SPLITS if not writer.tokens[split]]
     if len(empty) == 3 or (empty and o.held_out):
         writer.rewind(dict.fromkeys(SPLITS, 0))
         os.remove(path('progress.json'))
-        if len(empty) == 3:
-            fail(f'{o.input} holds no text')
-        cuts = '' if tokenizer.name == 'byte' else ', or too few spaces and line ends to cut it at,'
-        fail(f'{o.input} holds too little text{cuts} for {" and ".join(empty)}: {o.advice}')
+        fail(f'{o.input} holds too little text for {" and ".join(empty)}, or too few spaces and '
+             'line ends to cut it at: give more (prepare_slimpajama.py --held_out=0: train alone)')
 
     # meta.json last: a folder with it is whole
     writer.flush()
@@ -224,18 +190,15 @@ def prepare(o: PrepareConfig) -> None:
 
 def check_same(o: PrepareConfig, found: dict[str, Any], source: Source | None) -> None:
     """The options and the files must be those of the folder's meta.json or progress.json."""
-    if not isinstance(found.get('config'), dict):
+    before = found.get('config')
+    if not isinstance(before, dict):
         fail(f'{o.out_dir} holds a meta.json of something else: choose another --out_dir')
-    before = {'encoding': 'utf-8', **found['config']}
-    if o.input == 'corpus' and str(before.get('input')).endswith('/data/corpus.jsonl'):
-        before['input'] = 'corpus'  # earlier versions made it from that file
     different = [f'{name}={before.get(name)}, not {value}'
                  for name, value in o.identity().items() if before.get(name) != value]
     if source and source.listing() != found.get('listing'):
         different.append(f'{o.input} has changed since')
     if different:
-        fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another --out_dir, '
-             'or delete it')
+        fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another --out_dir')
 
 
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
@@ -253,10 +216,9 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
         limit = dict.fromkeys(SPLITS, max(1, round(o.tokens * held_out)))
     limit['train'] = o.tokens
 
-    first_byte = [0, *accumulate(file.size for file in source.files)]  # of each file, in all
-    with tqdm(total=1, mininterval=1, leave=False, bar_format=BAR) as bar:
-        for number in range(progress.file, len(source.files)):
-            file = source.files[number]
+    with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False) as bar:
+        for file in source.files[progress.file:]:
+            progress.file += 1
             drawn = file.split or 'train'
             if writer.tokens[drawn] >= limit[drawn]:
                 continue
@@ -265,26 +227,21 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
                       for split in SPLITS}
             before = dict(writer.tokens)
             path = source.path(file)
-            progress.files.append(file.name)
             try:
                 with open(path, 'rb', 1 << 20) as opened:
+                    progress.files.append(file.name)
                     parts = read_parts(opened, o.column, o.encoding, held_out, become,
-                                       progress.by_position, progress.anywhere)
-                    for split, ids in encode(parts, tokenizer, o.eos, o.workers):
+                                       progress.by_position, tokenizer.name == 'byte')
+                    for split, ids in encode(parts, tokenizer, o.workers):
                         writer.append(split, ids[:limit[split] - writer.tokens[split]])
+                        bar.update(len(ids))
                         if all(writer.tokens[split] >= limit[split] for split in needed):
                             return
-                        at = first_byte[number] + (0 if opened.closed else opened.tell())
-                        share = max(at / max(1, first_byte[-1]), writer.tokens['train'] / o.tokens)
-                        bar.desc = f', {sum(writer.tokens.values()):,} tokens'
-                        bar.update(share - bar.n)
             except Bad as error:
                 if not o.skip_bad:
-                    fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves damaged files '
-                         'out')
+                    fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves it out')
                 progress.skipped[progress.files.pop()] = str(error)
                 writer.rewind(before)
-            progress.file = number + 1
             if sum(writer.tokens.values()) - sum(progress.tokens.values()) >= SAVE_TOKENS:
                 writer.flush()
                 progress.tokens = dict(writer.tokens)
@@ -299,10 +256,9 @@ def in_one_line(folder: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fail(f'{error.filename or folder}: {error.strerror or error}; the same command goes on '
-             'from here')
+        fail(f'{error.filename or folder}: {error.strerror or error}; the same command goes on')
     except KeyboardInterrupt:
-        fail('stopped; the same command goes on from here')
+        fail('stopped; the same command goes on')
 
 
 def run(o: PrepareConfig) -> None:
@@ -339,16 +295,14 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
 def prepare_text(path: str, tokenizer: str | None) -> str:
     """A text of one's own, one file or a folder, as a data folder under data/, named after the
     text, its content and the tokenizer: made once, and anew after a change."""
-    given = {'input': path, 'tokenizer': tokenizer or 'byte'}
-    source = find_source(build(PrepareConfig, given).input)
+    o = build(PrepareConfig, {'input': path, 'tokenizer': tokenizer or 'byte'})
+    source = find_source(o.input)
     size = sum(file.size for file in source.files)
-    if not tokenizer and size >= SMALL_TEXT:
-        given['tokenizer'] = 'llama'
     if size < SMALL_TEXT:
-        given['held_out'] = 0.05
-    o = build(PrepareConfig, given)
+        o.held_out = 0.05
+    elif not tokenizer:
+        o.tokenizer = 'llama'
     o.least = min(4096, size // 100)
-    o.advice = 'give more of it'
     digest = hashlib.sha256(os.fsencode(f'{source.name} {o.tokenizer}'))
     for file in source.files:
         digest.update(os.fsencode(file.name))
@@ -368,38 +322,21 @@ def verify(folder: str) -> None:
     meta = read_meta(folder)
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
     bos = load_tokenizer(folder).bos
-    wrong = []
-    for shard in [shard for split in meta['splits'].values() for shard in split.get('shards', [])]:
-        path = os.path.join(folder, shard['file'])
-        found = summary(path, dtype, bos) if os.path.isfile(path) else 'missing'
-        if found != {key: shard.get(key) for key in ('tokens', 'documents', 'sha256')}:
-            wrong.append(f'{path}: {found}, meta.json says {shard}')
-    if wrong:
-        fail('; '.join(wrong))
+    for split in meta['splits'].values():
+        for shard in split.get('shards', []):
+            path = os.path.join(folder, shard['file'])
+            found = summary(path, dtype, bos) if os.path.isfile(path) else {}
+            if {'file': shard['file'], **found} != shard:
+                fail(f'{path}: {found or "missing"}, meta.json says {shard}')
     say(f'{folder}: all shards are what meta.json says')
 
 
-def peek(folder: str, split: str) -> None:
-    """Print the beginnings of the first five documents of a split."""
-    tokenizer = load_tokenizer(folder)
-    data = Sequences(folder, split, 1)
-    ids = data.shards[0][:1 << 22]
-    data.check(ids, data.paths[0])
-    edges = [*np.flatnonzero(ids == tokenizer.bos)[:6], len(ids)]
-    for begin, end in list(pairwise(edges))[:5]:
-        say(f'--- {end - begin:,} tokens: {ids[begin:begin + 12].tolist()} ...')
-        say(tokenizer.decode(ids[begin:min(end, begin + 200)].tolist()))
-
-
 def main(argv: list[str]) -> None:
-    argv = ['--peek=train' if arg == '--peek' else arg for arg in argv]
     o = build(PrepareConfig, read_options(argv, PrepareConfig))
     with in_one_line(o.out_dir):
         if o.verify:
             verify(o.out_dir)
-        if o.peek:
-            peek(o.out_dir, o.peek)
-        if not (o.verify or o.peek):
+        else:
             run(o)
 
 

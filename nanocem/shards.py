@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 SPLITS = ('train', 'val', 'test')
 OUR_SHARD = re.compile(r'(train_\d{5,}|val|test)\.bin')
-BUILTIN, CORPUS = 'data/builtin', 'data/corpus'  # folders that are made when they are first needed
 
 
 def read_meta(folder: str) -> dict[str, Any]:
@@ -25,34 +24,30 @@ def read_meta(folder: str) -> dict[str, Any]:
     meta = read_json(path, 'prepare the data again') if os.path.isdir(folder) else None
     if meta is None:
         fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
-             f'--data={BUILTIN} needs no download')
-    if meta.get('format', FORMAT) != FORMAT:
-        fail(f'{path}: format {meta["format"]}, this version reads {FORMAT}; prepare the data '
-             'again')
+             '--data=data/builtin needs no download')
     try:
         shards = [shard for split in meta['splits'].values() for shard in split.get('shards', [])]
-        sizes = [meta['format'], meta['vocab_size'], *(shard['tokens'] for shard in shards)]
+        sizes = [meta['vocab_size'], *(shard['tokens'] for shard in shards)]
         whole = all(type(size) is int and size > 0 for size in sizes)
         whole &= type(meta['tokenizer']) is str and meta['dtype'] in ('uint16', 'uint32')
+        whole &= meta['format'] == FORMAT
         # a bare name: a path could lead out of the folder
         whole &= all(shard['file'] == os.path.basename(shard['file']) for shard in shards)
     except (KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
-        fail(f'{path} is damaged: prepare the data again')
+        fail(f'{path} is damaged, or of another version: prepare the data again')
     return meta
 
 
-def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.ndarray:
+def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.memmap:
     """A shard's tokens, left on the disk; as many as meta.json says. SystemExit."""
     path = os.path.join(folder, shard['file'])
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
-    if not os.path.isfile(path):  # a pipe would be waited for, for ever
-        fail(f'{path} is missing; prepare the data again')
-    size = os.path.getsize(path)
+    size = os.path.getsize(path) if os.path.isfile(path) else 0  # a pipe would be waited for
     if size != shard['tokens'] * dtype.itemsize:
         fail(f'{path} has {size} bytes, {folder}/meta.json says {shard["tokens"]} tokens of '
-             f'{dtype.itemsize}: it was cut off or changed; prepare the data again')
+             f'{dtype.itemsize}: it is missing, cut off or changed; prepare the data again')
     try:
         return np.memmap(path, dtype, 'r')
     except OSError as error:
@@ -63,25 +58,21 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.n
 
 class Sequences:
     """A split cut into sequences of `length` tokens: sequence n's inputs are tokens[n * length:]
-    [:length], its targets the same one further on. Each shard is cut by itself. `meta` is the
-    folder's meta.json. Bad files end the program with a line that names them."""
+    [:length], its targets the same one further on. Each shard is cut by itself. SystemExit."""
     def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
         self.meta = read_meta(folder)
         self.length = length
         self.vocab_size = vocab_size or self.meta['vocab_size']
-        self.paths: list[str] = []
-        self.shards: list[np.ndarray] = []
+        self.shards: list[np.memmap] = []
         fingerprint = 0
         for shard in self.meta['splits'].get(split, {}).get('shards', []):
             tokens = open_shard(folder, self.meta, shard)
-            path = os.path.join(folder, shard['file'])
             if len(tokens) <= length:
                 continue  # too short for a sequence
             # 32 places tell damaged and other data from this
             for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
-                self.check(tokens[at:at + 4096], path)
+                self.check(tokens[at:at + 4096])
                 fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
-            self.paths.append(path)
             self.shards.append(tokens)
         if not self.shards:
             fail(f'{folder}: no shard of the {split} split holds a sequence of context_length + 1 '
@@ -98,12 +89,12 @@ class Sequences:
     def __len__(self) -> int:
         return int(self.first[-1])
 
-    def check(self, tokens: np.ndarray, path: str) -> None:
+    def check(self, tokens: np.memmap) -> None:
         highest = int(tokens.max())
         if highest >= self.vocab_size:
-            fail(f'{path} holds token {highest}, outside the vocabulary of {self.vocab_size}: the '
-                 "data is another tokenizer's or damaged (prepare_slimpajama.py --verify checks "
-                 'it)', everywhere=True)
+            fail(f'{tokens.filename} holds token {highest}, outside the vocabulary of '
+                 f"{self.vocab_size}: the data is another tokenizer's or damaged "
+                 '(prepare_slimpajama.py --verify checks it)', everywhere=True)
 
     def batch(self, numbers: np.ndarray) -> 'tuple[Tensor, Tensor]':
         """Inputs and targets (B, length) of these sequences."""
@@ -113,21 +104,13 @@ class Sequences:
             shard = int(np.searchsorted(self.first, number, side='right')) - 1
             at = int(number - self.first[shard]) * self.length
             rows.append(self.shards[shard][at:at + self.length + 1])
-            self.check(rows[-1], self.paths[shard])
+            self.check(rows[-1])
         block = torch.from_numpy(np.stack(rows).astype(np.int64))
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
-    def unigram_entropy(self, tokens: int = 1_000_000) -> float:
-        """Nats a token, over the first `tokens`: the loss of a model that knows how often each
-        token occurs, and nothing of the context."""
-        counts = np.bincount(self.shards[0][:tokens])
-        share = counts[counts > 0] / counts.sum()
-        return float(-(share * np.log(share)).sum())
-
 
 class Order:
-    """Which sequences step s reads: a pure function of (seed, s). Every epoch is a permutation of
-    all sequences."""
+    """Which sequences step s reads, a function of (seed, s): every epoch is a permutation."""
     def __init__(self, n_sequences: int, batch_size: int, seed: int):
         self.n_sequences = n_sequences
         self.batch_size = batch_size
@@ -160,11 +143,11 @@ def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
 class Writer:
     """The shards of a folder while they grow."""
     def __init__(self, folder: str, vocab_size: int, shard_tokens: int):
-        self.folder, self.shard_tokens = folder, shard_tokens
+        self.folder = folder
+        self.shard_tokens = shard_tokens
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
         self.tokens = dict.fromkeys(SPLITS, 0)
-        self.waiting: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
-        self.unwritten = 0  # tokens of those waiting
+        self.waiting = {split: bytearray() for split in SPLITS}  # not on the disk yet
 
     def shards(self, split: str) -> dict[str, int]:
         """The names of a split's shards, and their tokens; val and test have one."""
@@ -186,36 +169,33 @@ class Writer:
             path = os.path.join(self.folder, name)
             size = count * self.dtype.itemsize
             if not os.path.isfile(path) or os.path.getsize(path) < size:
-                fail(f'{path} is shorter than progress.json says: delete the folder and start '
-                     'again')
+                fail(f'{path} is shorter than progress.json says: delete the folder')
             os.truncate(path, size)
 
     def append(self, split: str, ids: np.ndarray) -> None:
         """Tokens to a split's end; on the disk after `flush`."""
-        self.waiting[split].append(ids.astype(self.dtype))
+        self.waiting[split] += ids.astype(self.dtype).tobytes()
         self.tokens[split] += len(ids)
-        self.unwritten += len(ids)
-        if self.unwritten > 1 << 22:
+        if len(self.waiting[split]) > 1 << 23:
             self.flush()
 
     def flush(self) -> None:
         """All tokens to the disk."""
-        self.unwritten = 0
-        for split in SPLITS:
-            ids = np.concatenate([np.empty(0, self.dtype), *self.waiting[split]])
-            at = self.tokens[split] - len(ids)
-            self.waiting[split] = []
-            while len(ids):
-                name, room = f'{split}.bin', len(ids)
+        for split, data in self.waiting.items():
+            self.waiting[split] = bytearray()
+            at = self.tokens[split] * self.dtype.itemsize - len(data)
+            while data:
+                name, room = f'{split}.bin', len(data)
                 if split == 'train':
-                    name = f'train_{at // self.shard_tokens:05d}.bin'
-                    room = self.shard_tokens - at % self.shard_tokens
+                    number, used = divmod(at, self.shard_tokens * self.dtype.itemsize)
+                    name = f'train_{number:05d}.bin'
+                    room = self.shard_tokens * self.dtype.itemsize - used
                 with open(os.path.join(self.folder, name), 'ab') as file:
-                    file.write(ids[:room].tobytes())
+                    file.write(data[:room])
                     file.flush()
                     os.fsync(file.fileno())
                 at += room
-                ids = ids[room:]
+                data = data[room:]
 
     def describe(self, bos: int) -> dict[str, Any]:
         """What meta.json says of the splits."""

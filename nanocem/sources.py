@@ -10,7 +10,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
-from itertools import chain, pairwise
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -23,11 +22,10 @@ SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 CORPUS_SUFFIXES = ('.py', '.md', '.rst', '.txt')
 LIBRARY = sysconfig.get_paths()['stdlib']
 NO_LIBRARY = {'site-packages', 'dist-packages', '__pycache__'}
-SPLIT_NAMES = {'train': 'train', 'valid': 'val', 'val': 'val', 'validation': 'val', 'test': 'test'}
 ANYWHERE = re.compile('.', re.DOTALL)  # in the place of CUT: between any two characters
 PART = 1 << 16  # characters a thread gets at a time; longer documents are cut
 BATCH = 1 << 21  # characters all threads get at a time
-SPLIT_IN_PATH = re.compile(rf'(?:^|/)({"|".join(SPLIT_NAMES)})(?=[/._-])')
+SPLIT_IN_PATH = re.compile(r'(?:^|/)(train|val|test)(?:(?<=val)id(?:ation)?)?(?=[/._-])')
 
 
 # Files
@@ -54,24 +52,24 @@ class Source(NamedTuple):
         """Where a file is; one of the Hub is downloaded to its cache first."""
         if not self.name.startswith(HUB):
             return os.path.join(self.folder, file.name)
-        from huggingface_hub import parse_hf_uri
-        uri = parse_hf_uri(self.name)
-        return ask_hub(lambda api: api.hf_hub_download(
-            uri.id, file.name, repo_type='dataset', revision=uri.revision))
+        repository, commit = self.name.removeprefix(HUB).split('@')
+        with hub() as hf:
+            return hf.HfApi().hf_hub_download(repository, file.name, repo_type='dataset',
+                                              revision=commit.split('/')[0])
 
 
 def find_source(where: str, seed: int = 0) -> Source:
     """The files of an --input: its own held-out splits first, then by name, or shuffled where there
     is a seed. SystemExit where there are none."""
-    name, folder, suffixes = where, where, SUFFIXES
+    name, folder = where, where
+    if where == 'builtin':
+        found = list_folder(LIBRARY, NO_LIBRARY | {'test', 'tests', 'idle_test'})
+        python = [file for file in found if file.name.endswith('.py')]
+        return Source(where, LIBRARY, python, [])
+    if where == 'corpus':
+        return Source(where, '', list_corpus(), [])
     if where.startswith(HUB):
         name, found = list_hub(where)
-    elif where == 'builtin':
-        folder, suffixes = LIBRARY, ('.py',)
-        found = list_folder(LIBRARY, NO_LIBRARY | {'test', 'tests', 'idle_test'})
-    elif where == 'corpus':
-        folder, suffixes = '', CORPUS_SUFFIXES
-        found = list_corpus()
     elif os.path.isdir(where):
         found = list_folder(where)
     elif os.path.isfile(where):
@@ -81,24 +79,21 @@ def find_source(where: str, seed: int = 0) -> Source:
         fail(f'input={where}: no such file or folder; the Hub is {HUB}OWNER/NAME')
     files, left_out = [], []
     for file in found:
-        right = file.size >= 0 and file.name.lower().endswith(suffixes)
-        (files if right else left_out).append(file)
+        if file.size >= 0 and file.name.lower().endswith(SUFFIXES):
+            files.append(file)
+        else:
+            left_out.append(file.name)
     if not files:
-        fail(f'input={where} holds no {", ".join(suffixes)} file')
-    if suffixes is SUFFIXES:  # not this Python's own
-        split = [file._replace(split=split_in_path(file.name)) for file in files]
-        # or else it is a folder that happens to be called test
-        if any(file.split == 'train' for file in split):
-            files = split
+        fail(f'input={where} holds no {", ".join(SUFFIXES)} file')
+    found = [SPLIT_IN_PATH.search(file.name) for file in files]
+    # or else it is a folder that happens to be called test
+    if any(match and match[1] == 'train' for match in found):
+        files = [file._replace(split=match and match[1])
+                 for file, match in zip(files, found, strict=True)]
     if seed:
         files.sort(key=lambda file: hashlib.sha256(os.fsencode(f'{seed}:{file.name}')).digest())
     files.sort(key=lambda file: file.split not in ('val', 'test'))
-    return Source(name, folder, files, [file.name for file in left_out if suffixes is SUFFIXES])
-
-
-def split_in_path(name: str) -> str | None:
-    match = SPLIT_IN_PATH.search(name)
-    return SPLIT_NAMES[match[1]] if match else None
+    return Source(name, folder, files, left_out)
 
 
 def describe(path: str, name: str) -> File:
@@ -110,24 +105,19 @@ def describe(path: str, name: str) -> File:
 
 def list_folder(root: str, skip: Iterable[str] = ()) -> list[File]:
     """The files below a folder, its own before those of its folders, by name. Hidden ones are
-    passed over. A link to a folder is followed where that is elsewhere, and once: within `root` its
-    files are met in their own place."""
+    passed over, links to folders followed, no folder read twice."""
     def stop(error: OSError) -> None:
         raise error
 
-    top = os.path.realpath(root)
-    files, seen = [], {top}
+    files, seen = [], set()
     for folder, subfolders, names in os.walk(root, onerror=stop, followlinks=True):
-        inside = []
-        for name in sorted(set(subfolders).difference(skip)):
-            path = os.path.join(folder, name)
-            real = os.path.realpath(path)
-            met_there = os.path.islink(path) and real.startswith(os.path.join(top, ''))
-            if not name.startswith('.') and real not in seen and not met_there:
-                seen.add(real)
-                inside.append(name)
-        subfolders[:] = inside
-        for name in sorted(name for name in names if not name.startswith('.')):
+        real = os.path.realpath(folder)
+        if real in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
+        subfolders[:] = sorted(name for name in subfolders if name[0] != '.' and name not in skip)
+        for name in sorted(name for name in names if name[0] != '.'):
             path = os.path.join(folder, name)
             files.append(describe(path, os.path.relpath(path, root)))
     return files
@@ -158,27 +148,27 @@ def list_corpus() -> list[File]:
 
 # The Hub
 
+@contextlib.contextmanager
+def hub() -> Iterator[Any]:
+    """The Hub; whatever goes wrong with it ends the program with one line."""
+    import huggingface_hub
+    try:
+        yield huggingface_hub
+    except Exception as error:  # the HTTP library's own too, too many to name
+        fail(f'the Hugging Face Hub: {error} (is there a network? the same command goes on)')
+
+
 def list_hub(where: str) -> tuple[str, list[File]]:
     """`where` with the commit it is at now, and its files."""
-    from huggingface_hub import HfFileSystem, parse_hf_uri
-    uri = ask_hub(lambda api: parse_hf_uri(where.rstrip('/')))
-    commit = ask_hub(lambda api: api.dataset_info(uri.id, revision=uri.revision).sha)
-    root = f'{HUB}{uri.id}@{commit}'
-    name = f'{root}/{uri.path_in_repo}'.rstrip('/')
-    found = ask_hub(lambda api: HfFileSystem().find(name, detail=True))
+    with hub() as hf:
+        uri = hf.parse_hf_uri(where.rstrip('/'))
+        commit = hf.HfApi().dataset_info(uri.id, revision=uri.revision).sha
+        root = f'{HUB}{uri.id}@{commit}'
+        name = f'{root}/{uri.path_in_repo}'.rstrip('/')
+        found = hf.HfFileSystem().find(name, detail=True)
     files = [File(f'hf://{path}'.removeprefix(f'{root}/'), entry['size'])
              for path, entry in sorted(found.items())]
     return name, [file for file in files if not os.path.basename(file.name).startswith('.')]
-
-
-def ask_hub(question: Callable[[Any], Any]) -> Any:
-    """question(HfApi()); whatever goes wrong ends the program with one line."""
-    from huggingface_hub import HfApi
-    try:
-        return question(HfApi())
-    except Exception as error:  # the HTTP library's own too, too many to name
-        fail(f'the Hugging Face Hub: {error} (is there a network? the same command goes on from '
-             'here)')
 
 
 # Documents
@@ -205,13 +195,11 @@ def decode(file: BinaryIO, encoding: str) -> Iterator[str]:
         yield decoder.decode(b'', True)
     except UnicodeDecodeError as error:
         place = file.tell() - len(error.object) + error.start
-        likely = 'utf-16' if error.object[:2] in (b'\xff\xfe', b'\xfe\xff') else 'latin-1'
-        raise Bad(f'byte {place:,} is not {encoding.upper()}: no text, or perhaps {likely}, which '
-                  f'prepare_slimpajama.py --encoding={likely} reads') from None
+        raise Bad(f'byte {place:,} is not {encoding.upper()}: no text, or of another --encoding '
+                  'of prepare_slimpajama.py, latin-1 or utf-16 perhaps') from None
 
 
-def read_documents(file: BinaryIO, column: str, encoding: str,
-                   ) -> Iterator[Callable[[], Iterable[str]]]:
+def read_documents(file: BinaryIO, column: str, encoding: str) -> Iterator[Callable[[], Any]]:
     """The documents of a file: functions that give the text a chunk at a time, from its beginning
     at each call. Bad where it is damaged."""
     import pyarrow
@@ -246,20 +234,16 @@ def read_jsonl(file: BinaryIO, column: str, kind: str) -> Iterator[Any]:
     from pyarrow import CompressedInputStream
     lines = file
     if kind != '.jsonl':
-        if not file.peek(1):
-            raise Bad('empty')
         stream = CompressedInputStream(file, 'zstd' if kind == '.zst' else 'gzip')
         lines = io.BufferedReader(stream, 1 << 20)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            raise Bad(f'line {number} is not JSON') from None
-        if not isinstance(record, dict) or column not in record:
-            raise Bad(f'line {number} has no "{column}" field (--column chooses)')
-        yield record[column]
+            text = json.loads(line)[column]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            raise Bad(f'line {number} is no JSON with "{column}" (--column chooses)') from None
+        yield text
 
 
 # Cutting
@@ -269,13 +253,11 @@ class Part(NamedTuple):
     split: str
     text: str
     begins: bool  # a document, or its part of this split
-    ends: bool
 
 
 def survey(chunks: Iterable[str]) -> tuple[float, int]:
     """A document's hash as a number in [0, 1), from its text alone, and its length."""
-    digest = hashlib.sha256()
-    length = 0
+    digest, length = hashlib.sha256(), 0
     for chunk in chunks:
         digest.update(chunk.encode())
         length += len(chunk)
@@ -304,46 +286,43 @@ def cut(chunks: Iterable[str], size: int, after: re.Pattern = CUT) -> Iterator[t
         yield position, rest
 
 
-def parts(texts: Iterable[tuple[str, str]]) -> Iterator[Part]:
-    """A document's texts, each with its split, as parts."""
-    before = None
-    for (split, text), (after, _) in pairwise(chain(texts, [(None, '')])):
-        yield Part(split, text, split != before, split != after)
-        before = split
-
-
 def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, become: dict[str, str],
                by_position: bool, anywhere: bool) -> Iterator[Part]:
     """The documents of a file in parts. A document is of the split that its hash says, or, where
-    they are cut `by_position`, its end is test, as much before that val; `become` renames."""
+    they are cut `by_position`, its end is test, as much before that val; `become` renames. Cuts are
+    at spaces and line ends, or where these are rare, and `anywhere`, between any characters."""
     for chunks in read_documents(file, column, encoding):
         hashed, length = survey(chunks())
-        grain = round(held_out * length / (50 if anywhere else 2))
-        size = min(PART, max(1, grain)) if by_position else PART
-        texts = cut(chunks(), size, ANYWHERE if anywhere else CUT)
-        drawn = ((split_of(1 - at / length if by_position else hashed, held_out), text)
-                 for at, text in texts)
-        yield from parts((become[split], text) for split, text in drawn)
+        size, after = PART, CUT
+        if by_position:
+            share = held_out * length
+            words = (word for chunk in chunks() for word in CUT.split(chunk))
+            rare = anywhere and max(map(len, words), default=0) > share
+            after = ANYWHERE if rare else CUT
+            size = min(PART, max(1, round(share / (50 if rare else 2))))
+        before = None
+        for at, text in cut(chunks(), size, after):
+            split = become[split_of(1 - at / length if by_position else hashed, held_out)]
+            yield Part(split, text, split != before)
+            before = split
 
 
-def batches(items: Iterable[Part], least: int) -> Iterator[list[Part]]:
-    """Parts together, at least so many characters at a time."""
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Parts together, as much as all threads get at a time."""
     batch, size = [], 0
-    for part in items:
+    for part in parts:
         batch.append(part)
         size += len(part.text)
-        if size >= least:
+        if size >= BATCH:
             yield batch
             batch, size = [], 0
     yield batch
 
 
-def encode(parts: Iterable[Part], tokenizer: Any, eos: bool, threads: int,
-           ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tokens of parts and of which split they are, with BOS, and with `eos` EOS."""
-    before = np.array([tokenizer.bos])
-    behind = np.array([tokenizer.eos] if eos else [], int)
-    for batch in batches(parts, BATCH):
+def encode(parts: Iterable[Part], tokenizer: Any, threads: int) -> Iterator[tuple[str, np.ndarray]]:
+    """The tokens of parts and of which split they are, with BOS."""
+    bos = np.array([tokenizer.bos])
+    for batch in batches(parts):
         encoded = tokenizer.encode_parts(batch, threads)
         for part, ids in zip(batch, encoded, strict=True):
-            yield part.split, np.concatenate([before[:part.begins], ids, behind[:part.ends]])
+            yield part.split, np.concatenate([bos[:part.begins], ids])

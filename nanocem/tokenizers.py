@@ -11,15 +11,14 @@ from configurator import fail
 from nanocem.shards import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
-# The character before a space or line end: no token of any of our tokenizers crosses from one to
-# the other (BPE words of gpt2 begin there, no Llama piece holds a space after a letter, nor a line
-# end), so that both sides can be tokenized apart.
+# The character before a space or line end: no token of ours crosses from one to the other, so that
+# both sides can be tokenized apart.
 CUT = re.compile('[^\\s\u2581](?=[ \\n])')
 
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255, and BOS, 256."""
-    name, vocab_size, bos, eos, sha256 = 'byte', 257, 256, None, None
+    name, vocab_size, bos, sha256 = 'byte', 257, 256, None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode('utf-8', 'replace'))
@@ -37,17 +36,15 @@ class ByteTokenizer:
 
 
 class Gpt2Tokenizer:
-    """tiktoken's gpt2; BOS is <|endoftext|>. tiktoken fetches the vocabulary on first use and
-    keeps it in TIKTOKEN_CACHE_DIR."""
-    name, vocab_size, bos, eos = 'gpt2', 50257, 50256, None
+    """tiktoken's gpt2, fetched on first use; BOS is <|endoftext|>."""
+    name, vocab_size, bos = 'gpt2', 50257, 50256
 
     def __init__(self) -> None:
         import tiktoken
         try:
             self.bpe = tiktoken.get_encoding('gpt2')
         except Exception as error:  # whatever the HTTP library of the day raises
-            fail('tokenizer gpt2: tiktoken cannot fetch its vocabulary '
-                 f'({type(error).__name__}); is there a network?')
+            fail(f'tokenizer gpt2: no vocabulary ({type(error).__name__}); is there a network?')
         vocabulary = (self.bpe.decode_single_token_bytes(i) for i in range(self.bos))
         self.sha256 = hashlib.sha256(b'\n'.join(vocabulary)).hexdigest()
 
@@ -55,7 +52,6 @@ class Gpt2Tokenizer:
         return self.bpe.encode_ordinary(text)
 
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        """The tokens of each part's text; one that begins no document goes on from another."""
         texts = [part.text for part in parts]
         ids = self.bpe.encode_ordinary_batch(texts, num_threads=threads)
         return [np.array(i, np.uint32) for i in ids]
@@ -70,10 +66,9 @@ class Gpt2Tokenizer:
 
 
 class LlamaTokenizer:
-    """SentencePiece with Llama's model file: the ids of the LlamaTokenizerFast of 2023. One
-    difference, on purpose: "<s>", "</s>" and "<unk>" in a text are text (as with
-    split_special_tokens=True), or struck-out HTML would begin a document."""
-    name, bos, eos = 'llama', 1, 2
+    """SentencePiece with Llama's model file: the ids of the LlamaTokenizerFast of 2023, but "<s>",
+    "</s>" and "<unk>" in a text are text, or struck-out HTML would begin a document."""
+    name, bos = 'llama', 1
 
     def __init__(self, path: str):
         from sentencepiece import SentencePieceProcessor
@@ -81,8 +76,7 @@ class LlamaTokenizer:
             model = file.read()
         self.sha256 = hashlib.sha256(model).hexdigest()
         if self.sha256 != LLAMA_SHA256:
-            fail(f"{path} is not Llama's tokenizer.model: its SHA-256 is {self.sha256}, "
-                 f'expected {LLAMA_SHA256}')
+            fail(f"{path} is not Llama's tokenizer.model, whose SHA-256 is {LLAMA_SHA256}")
         self.model = SentencePieceProcessor(model_proto=model)
         self.vocab_size = self.model.vocab_size()
 
@@ -90,7 +84,6 @@ class LlamaTokenizer:
         return self.model.encode(text)
 
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        """The tokens of each part's text; one that begins no document goes on from another."""
         # SentencePiece puts a space before every text. Before a later part of a document goes a
         # line end, and both leave again.
         texts = [part.text if part.begins else '\n' + part.text for part in parts]
@@ -119,20 +112,14 @@ def make_tokenizer(name: str, model: str) -> Any:
 
 
 def load_tokenizer(data_dir: str) -> Any:
-    """The tokenizer that made `data_dir`: encode, decode, bos, vocab_size. SystemExit if it is
-    missing or another one."""
+    """The tokenizer that made `data_dir`. SystemExit if it is missing or another one."""
     meta = read_meta(data_dir)
     try:
         tokenizer = make_tokenizer(meta['tokenizer'], os.path.join(data_dir, 'tokenizer.model'))
-    except OSError as error:
-        fail(f'{error.filename} is missing, or no file to read; prepare the data again')
-    except KeyError:
-        fail(f'{data_dir}/meta.json names no tokenizer of ours: {meta["tokenizer"]!r:.40}; '
-             'prepare the data again')
-    right = meta['vocab_size'], meta.get('tokenizer_sha256')
-    another = tokenizer.sha256 and right != (tokenizer.vocab_size, tokenizer.sha256)
-    if another or meta['vocab_size'] > tokenizer.vocab_size:
+    except (OSError, KeyError) as error:
+        fail(f'{data_dir}: no tokenizer {meta["tokenizer"]:.40} ({error}); prepare the data again')
+    vocab_size, sha256 = meta['vocab_size'], meta.get('tokenizer_sha256')
+    if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
         fail(f'{data_dir}/meta.json names another {tokenizer.name} tokenizer: vocabulary '
-             f'{right[0]}, SHA-256 {right[1]}, not {tokenizer.vocab_size}, {tokenizer.sha256}; '
-             'prepare the data again')
+             f'{vocab_size}, SHA-256 {sha256}; prepare the data again')
     return tokenizer

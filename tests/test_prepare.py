@@ -15,7 +15,8 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -53,18 +54,12 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 def command(where: Path | str, out: Path, *options: str) -> list[str]:
     byte = [] if any('--tokenizer' in option for option in options) else ['--tokenizer=byte']
     return [f'--input={where}', f'--out_dir={out}', *byte, *options]
 
 
-def run(where: Path | str, out: Path, *options: str) -> Ended:
+def run(where: Path | str, out: Path, *options: str) -> SimpleNamespace:
     """The command as a user gives it, in this process."""
     says, errors, code = io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(says), redirect_stderr(errors):
@@ -74,7 +69,7 @@ def run(where: Path | str, out: Path, *options: str) -> Ended:
         except SystemExit as stop:
             code = 1
             print(stop.code, file=errors)
-    return Ended(code, says.getvalue(), errors.getvalue())
+    return SimpleNamespace(code=code, out=says.getvalue(), err=errors.getvalue())
 
 
 def refused(where: Path | str, out: Path, *options: str) -> str:
@@ -131,13 +126,6 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
         assert len(ids) == len(Sequences(str(tmp_path / 'out'), split, 64).shards[0])
 
 
-def test_a_broken_surrogate_and_a_null_do_no_harm(tmp_path: Path) -> None:
-    path = tmp_path / 'a.jsonl'
-    path.write_text('{"text": "a\\ud800b \\ud83d\\ude00"}\n\n{"text": null}\n{"text": "c"}\n')
-    made = prepare(path, tmp_path / 'out', '--held_out=0')
-    assert made['train_00000.bin'] == train_of(['a\ufffdb \U0001f600', 'c'])
-
-
 def test_workers_shards_and_long_documents_do_not_show(tmp_path: Path) -> None:
     texts = [*documents(1000, seed=3), 'one long document ' * 150_000, *documents(10, seed=4)]
     where = write(tmp_path / 'a.parquet', texts)
@@ -157,10 +145,10 @@ def test_workers_shards_and_long_documents_do_not_show(tmp_path: Path) -> None:
 def test_a_llama_folder_is_whole(tmp_path: Path) -> None:
     llama, out = LlamaTokenizer(LLAMA), tmp_path / 'out'
     made = prepare(write(tmp_path / 'a.jsonl', ['Hello <s> world', ' x']), out,
-                   f'--tokenizer={LLAMA}', '--eos', '--held_out=0')
-    right = [1, *llama.encode('Hello <s> world'), 2, 1, *llama.encode(' x'), 2]
+                   f'--tokenizer={LLAMA}', '--held_out=0')
+    right = [1, *llama.encode('Hello <s> world'), 1, *llama.encode(' x')]
     assert np.frombuffer(made['train_00000.bin'], '<u2').tolist() == right
-    assert load_tokenizer(str(out)).decode(right[: right.index(2)]) == 'Hello <s> world'
+    assert load_tokenizer(str(out)).decode(right) == 'Hello <s> world  x'
     meta = json.loads((out / 'meta.json').read_text())
     (out / 'meta.json').write_text(json.dumps({**meta, 'tokenizer_sha256': 'f' * 64}))
     with pytest.raises(SystemExit, match=r'another llama tokenizer: .*fff'):
@@ -169,7 +157,7 @@ def test_a_llama_folder_is_whole(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="is not Llama's"):
         load_tokenizer(str(out))
     (out / 'tokenizer.model').unlink()
-    with pytest.raises(SystemExit, match=r'tokenizer\.model is missing'):
+    with pytest.raises(SystemExit, match=r'No such file .*tokenizer\.model'):
         load_tokenizer(str(out))
 
 
@@ -191,16 +179,6 @@ def test_splits_of_the_inputs_own(tmp_path: Path) -> None:
     made = prepare(tmp_path / 'few', tmp_path / 'out few', '--held_out=0.1', '--tokens=1M')
     assert made['train_00000.bin'] + made['test.bin'][2:] == train_of([book(5000, seed=5)])
     assert made['val.bin'] == train_of([book(5000, seed=10)])
-
-
-def test_a_seed_shuffles_the_files(tmp_path: Path) -> None:
-    for i in range(5):
-        write(tmp_path / 'in' / f'{i}.jsonl', [f'file {i} ' * 20])
-    names = []
-    for n, seed in enumerate((0, 1, 1)):
-        prepare(tmp_path / 'in', tmp_path / f'{n}', f'--seed={seed}', '--held_out=0')
-        names.append(json.loads((tmp_path / f'{n}/meta.json').read_text())['files'])
-    assert names[1] == names[2] != names[0] == sorted(names[1])
 
 
 def test_builtin_is_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +244,7 @@ def test_a_run_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, SCRIPT, *command(where, tmp_path / 'out')], capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    assert re.match(r'prepare_slimpajama.py: .*File too large.* goes on from here',
+    assert re.match(r'prepare_slimpajama.py: .*File too large.* goes on',
                     done.stderr.splitlines()[-1])
     assert prepare(where, tmp_path / 'out') == straight
 
@@ -281,9 +259,6 @@ def test_a_folder_is_kept_to_its_options_and_its_input(tmp_path: Path) -> None:
     (out / 'x.bin').unlink()
     assert 'held_out=0.005, not 0.2; seed=0, not 3' in run(
         where, out, '--held_out=0.2', '--seed=3').err
-    meta = json.loads((out / 'meta.json').read_text())
-    del meta['config']['encoding']  # older than that option
-    (out / 'meta.json').write_text(json.dumps(meta))
     assert 'is prepared already' in run(where, out).out
     write(where / 'b.jsonl', ['one more'])
     assert 'has changed since' in run(where, out).err
@@ -323,21 +298,19 @@ def book(words: int, seed: int = 0) -> str:
     return ''.join(rng.choice(choice) for _ in range(words))
 
 
-@pytest.mark.parametrize('options', [(), ('--held_out=0.1',), ('--column=text', '--tokens=20K')])
+@pytest.mark.parametrize('options', [('--held_out=0.1',), ('--tokens=20K',)])
 def test_few_documents_are_split_by_position(tmp_path: Path, options: tuple[str, ...]) -> None:
     text, out = book(20_000).encode(), tmp_path / 'out'
     (tmp_path / 'book.txt').write_bytes(text)
     ended = run(tmp_path / 'book.txt', out, *options)
     assert ended.code == 0 and 'has few documents' in ended.out, ended.err
-    assert '3.3' not in ended.err  # the bar: a number of tokens that the text does not have
     texts = texts_of(out)
     if '--tokens=20K' in options:
         assert [len(part) for part in texts] == [19_999, 999, 999]
         assert text.startswith(texts[0]) and texts[1] in text
         return
     assert b''.join(texts) == text
-    share = 0.1 if options else 0.05
-    assert all(share / 2 < len(part) / len(text) < share * 1.5 for part in texts[1:])
+    assert all(0.05 < len(part) / len(text) < 0.15 for part in texts[1:])
 
 
 def texts_of(out: Path) -> list[bytes]:
@@ -347,8 +320,8 @@ def texts_of(out: Path) -> list[bytes]:
     return [bytes(part[1:].tolist()) for part in ids]
 
 
-@pytest.mark.parametrize('text', ['a' * 40_000, '你好世界' * 10_000])
-def test_a_text_without_spaces_is_split_too(tmp_path: Path, text: str) -> None:
+def test_a_text_without_spaces_is_split_too(tmp_path: Path) -> None:
+    text = 'A title and a name\n' + '你好世界' * 10_000
     (tmp_path / 'a.txt').write_text(text)
     prepare(tmp_path / 'a.txt', tmp_path / 'out')
     texts = [part.decode() for part in texts_of(tmp_path / 'out')]
@@ -362,8 +335,8 @@ def test_too_little_text_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'a.txt').write_text('w')
     says = refused('a.txt', tmp_path / 'out')
-    assert 'too little text for val and test: give more, or --held_out=0' in says
-    with pytest.raises(SystemExit, match=r'too little text for val and test: give more of it$'):
+    assert 'too little text for val and test' in says
+    with pytest.raises(SystemExit, match='too little text for val and test'):
         prep.find_data('data/slimpajama', 'a.txt')
     assert sorted(os.listdir()) == ['a.txt', 'data'] and not os.listdir('data')
     assert prepare('a.txt', tmp_path / 'out', '--held_out=0')['train_00000.bin'] == train_of(['w'])
@@ -402,10 +375,6 @@ def test_a_text_of_ones_own(
         (tmp_path / 'folder' / f'{i}.txt').write_text(book(1000, seed=i) if i % 5 else 'short')
     folder = made_of(tmp_path / 'folder')
     assert all(len(Sequences(folder, split, 128)) > 10 for split in prep.SPLITS)
-    # a name that is no text
-    odd = os.fsdecode(b'b\xff x.txt')
-    shutil.copy(path, odd)
-    assert load_tokenizer(made_of(odd)).name == 'byte'
 
 
 @needs_llama
@@ -423,11 +392,10 @@ def test_larger_tokens_for_a_larger_text(tmp_path: Path, monkeypatch: pytest.Mon
 # Damage
 
 DAMAGES = {
-    'b.parquet': {'cut': '', 'column': 'no "text" column, only words', 'numbers': 'no string but'},
-    'b.jsonl.zst': {'cut': 'Truncated', 'empty': 'empty'},
-    'b.jsonl': {'line': 'line 400 is not JSON', 'field': 'line 400 has no "text" field'},
-    'b.txt': {'latin': 'byte 6 is not UTF-8: no text, or perhaps latin-1',
-              'utf16': 'byte 0 is not UTF-8: no text, or perhaps utf-16'},
+    'b.parquet': {'cut': '', 'numbers': 'no string but'},
+    'b.jsonl.zst': {'cut': 'Truncated'},
+    'b.jsonl': {'line': 'line 400 is no JSON with "text"'},
+    'b.txt': {'latin': 'byte 6 is not UTF-8'},
 }
 
 
@@ -443,14 +411,12 @@ def test_a_damaged_file_is_named_and_left_out_only_on_demand(
     write(folder / 'c.jsonl', texts[600:])
     data = b'' if name == 'b.txt' else write(path, texts[100:600]).read_bytes()
     lines = data.splitlines()[:399]
-    if kind in ('column', 'numbers'):
-        pq.write_table(pa.table({'words': ['a']} if kind == 'column' else {'text': [1]}), path)
+    if kind == 'numbers':
+        pq.write_table(pa.table({'text': [1]}), path)
     else:
         path.write_bytes({
-            'cut': data[:len(data) // 2], 'empty': b'', 'latin': b'un caf\xe9 noir ' * 9,
-            'line': b'\n'.join([*lines, b'{"text": "\xff"}']),
-            'field': b'\n'.join([*lines, b'{"txt": "a"}']),
-            'utf16': 'un café noir '.encode('utf-16') * 9}[kind])
+            'cut': data[:len(data) // 2], 'latin': b'un caf\xe9 noir ' * 9,
+            'line': b'\n'.join([*lines, b'{"text": "\xff"}'])}[kind])
     options = ('--held_out=0.1', '--workers=1', '--shard_tokens=200K')
     says = refused(folder, out, *options)
     assert f'/in/{name}: ' in says and DAMAGES[name][kind] in says and '--skip_bad' in says
@@ -463,30 +429,29 @@ def test_a_damaged_file_is_named_and_left_out_only_on_demand(
 
 def test_texts_in_other_encodings(tmp_path: Path) -> None:
     text = 'un café noir\r\n' * 500
-    for encoding in ('latin-1', 'utf-16', 'cp1252'):
+    for encoding in ('latin-1', 'utf-16'):
         (tmp_path / 'a.txt').write_bytes(text.encode(encoding))
         out = tmp_path / encoding
         made = prepare(tmp_path / 'a.txt', out, f'--encoding={encoding}', '--held_out=0')
         assert made['train_00000.bin'] == train_of([text])
         assert sources.read_text(str(tmp_path / 'a.txt'), encoding) == text
-    with pytest.raises(ValueError, match='byte 6 is not UTF-8'):
+    with pytest.raises(ValueError, match='byte 0 is not UTF-8'):
         sources.read_text(str(tmp_path / 'a.txt'))
 
 
 def test_bad_options_and_inputs_are_refused(tmp_path: Path) -> None:
     some = write(tmp_path / 'a.jsonl', ['text'])
     (tmp_path / 'empty').mkdir()
-    (tmp_path / 'empty.jsonl').touch()
+    (tmp_path / 'empty.jsonl').write_text('{"text": null}\n')
     for where, option, says in (
         (tmp_path / 'nothing', '--seed=0', 'no such file or folder'),
         (tmp_path / 'empty', '--seed=0', 'holds no .parquet, .jsonl'),
-        (tmp_path / 'empty.jsonl', '--seed=0', 'holds no text'),
+        (tmp_path / 'empty.jsonl', '--seed=0', 'too little text for train and val and test'),
         (some, '--tokens=0', 'expected 1 to'),
         (some, '--tokenizer=bert', 'none of llama, gpt2, byte'),
-        (some, f'--tokenizer={some}', f'expected {LLAMA_SHA256}'),
+        (some, f'--tokenizer={some}', f'whose SHA-256 is {LLAMA_SHA256}'),
         (some, '--encoding=rot13', 'none that Python knows'),
-        (some, '--held_out=0.7', 'below 0.5'),
-        (some, '--eos', 'no EOS'),
+        (some, '--held_out=0.7', 'expected 0 to 0.49'),
     ):
         assert says in refused(where, tmp_path / 'out', option)
         assert not (tmp_path / 'out').exists()
@@ -498,21 +463,10 @@ def test_verify_finds_damage(tmp_path: Path) -> None:
     assert run(where, out, '--verify').code == 0
     path = out / 'train_00001.bin'
     good = path.read_bytes()
-    for data in (good[:-2], bytes([good[0] ^ 1]) + good[1:], None):
-        path.unlink()
-        # to read a pipe is to wait for ever
-        os.mkfifo(path) if data is None else path.write_bytes(data)
+    for data in (good[:-1], bytes([good[0] ^ 1]) + good[1:]):
+        path.write_bytes(data)
         ended = run(where, out, '--verify')
         assert ended.code == 1 and ended.err.startswith(f'prepare_slimpajama.py: {path}: ')
-
-
-def test_peek(tmp_path: Path) -> None:
-    texts = [f'document {i}: ' + 'naïve ' * i for i in range(9)]
-    prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0')
-    ended = run('builtin', tmp_path / 'out', '--peek')
-    assert ended.code == 0
-    assert [line for line in ended.out.splitlines() if not line.startswith('---')] == texts[:5]
-    assert 'the val split' in run('builtin', tmp_path / 'out', '--peek=val').err
 
 
 def test_memory_is_flat(tmp_path: Path) -> None:
@@ -531,4 +485,4 @@ def test_memory_is_flat(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, '-c', script, *options], capture_output=True,
                               text=True, cwd=ROOT)
         peaks = [int(n) // 1024 for n in re.findall(r'peak (\d+)', done.stdout)]
-        assert peaks[1] < peaks[0] + 40, (name, peaks)  # MB
+        assert peaks[1] < peaks[0] + 50, (name, peaks)  # MB
