@@ -101,10 +101,8 @@ def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | 
     """AdamW, which decays matrices only; or Muon on the matrices of the blocks, and AdamW on the
     rest. The learning rate is set at every step."""
     matrices = block_matrices(model) if cfg.optimizer == 'muon' else []
-    taken = {id(p) for p in matrices}
-    decayed = [p for p in model.decayed_parameters() if id(p) not in taken]
-    taken |= {id(p) for p in decayed}
-    rest = [p for p in model.parameters() if id(p) not in taken]
+    decayed = [p for p in model.decayed_parameters() if p not in set(matrices)]
+    rest = [p for p in model.parameters() if p not in {*matrices, *decayed}]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
               {'params': rest, 'weight_decay': 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
@@ -115,12 +113,12 @@ def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | 
 
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
-    def __init__(self, cfg: TrainConfig, model_options: dict[str, Any], world: World):
+    def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: World):
         self.cfg, self.world = cfg, world
 
         # The data: every split cut into sequences, and the order in which training reads its own
         vocab_size = read_meta(cfg.data)['vocab_size']
-        self.model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **model_options})
+        self.model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **options})
         if self.model_cfg.vocab_size < vocab_size:
             fail(f'vocab_size={self.model_cfg.vocab_size} is smaller than the vocabulary of '
                  f'{cfg.data}, {vocab_size}')
@@ -156,9 +154,7 @@ class Trainer:
         if compiled:
             self.model = fast.compile_for(world.device, self.raw_model)
         if world.size > 1:
-            self.model = DistributedDataParallel(
-                self.model, device_ids=[world.device] if world.device.type == 'cuda' else None,
-                gradient_as_bucket_view=True)
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
         # Where it stands
         self.step = 0  # steps done
@@ -208,8 +204,7 @@ class Trainer:
             return
         state = {
             'model': self.raw_model.state_dict(), 'optimizer': self.optimizer.state_dict(),
-            'step': self.step, 'tokens': self.step * self.tokens_per_step,
-            'seconds': time.monotonic() - self.began, 'best': self.best,
+            'step': self.step, 'seconds': time.monotonic() - self.began, 'best': self.best,
             'health': asdict(self.health), 'schedule': asdict(self.schedule),
             'data_dir': self.cfg.data, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
@@ -271,8 +266,7 @@ class Trainer:
                         event=event, loss=loss, grad_norm=norm)
         if self.health.in_a_row > MAX_SKIPPED:
             fail(f'{self.health.in_a_row} steps in a row without a finite loss and gradient, up to '
-                 f'batch {self.step - 1}; {self.cfg.out_dir} has checkpoints from before; try a '
-                 'lower learning_rate, or look at that batch')
+                 f'batch {self.step - 1}: try a lower learning_rate, or look at that batch')
 
     def report(self, text: str, **values: Any) -> None:
         """From rank 0: a line on the screen, and its values in the log."""
@@ -368,8 +362,7 @@ class Trainer:
         if self.val_loss is None:  # resumed after the last step
             self.val_loss = self.evaluate('val', cfg.eval_tokens)
         if not math.isfinite(test_loss):
-            fail(f'no model came of it: test loss {test_loss}; try a lower learning_rate or '
-                 'init_std')
+            fail(f'test loss {test_loss}: try a lower learning_rate or init_std')
         self.report(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
                     f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token')
         result = {
@@ -395,7 +388,6 @@ def main(argv: list[str]) -> int:
     else:
         options = runs.new_options(given, TrainConfig)
     cfg = build(TrainConfig, options)
-    model_options = {k: v for k, v in options.items() if k in ModelConfig.__dataclass_fields__}
 
     # Its processes; its folder, which no other run may touch; its data; and then training
     world = start_world(cfg.device, cfg.batch_size, cfg.micro_batch_size, cfg.timeout_minutes)
@@ -404,9 +396,10 @@ def main(argv: list[str]) -> int:
         if resume:
             world.broadcast(runs.lock_folder, out_dir, stack)
         cfg.data = world.broadcast(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
-        trainer, code = Trainer(cfg, model_options, world), 0
+        trainer, code = Trainer(cfg, options, world), 0
         if not resume:
-            name = runs.folder_name(trainer.model_cfg, argv, RECIPE)
+            m = trainer.model_cfg
+            name = f'{m.size}-{m.attn}{m.attn_steps}-{m.mlp}{m.mlp_steps}'
             out_dir = world.broadcast(runs.new_folder, out_dir, name, stack)
         cfg.out_dir = out_dir
         if not (resume and world.broadcast(runs.is_finished, out_dir, trainer.schedule.steps)):

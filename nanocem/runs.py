@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, check_values, fail, has_type, read_options
+from configurator import check_types, check_values, fail, has_type, read_options
 from model import ModelConfig, Transformer
 from nanocem.files import append_whole, lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
@@ -49,16 +49,6 @@ def restarted() -> bool:
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
 
 
-def folder_name(cfg: ModelConfig, argv: list[str], recipe: tuple[str, ...]) -> str:
-    """A new run's: its layers, and what else the command line says of its model and recipe."""
-    words = [f'{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}']
-    named = {*recipe, *asdict(cfg)} - {'size', 'attn', 'mlp', 'attn_steps', 'mlp_steps'}
-    for arg in argv:
-        if arg[2:].partition('=')[0] in named:
-            words.append(os.path.basename(arg.rstrip('/')).removeprefix('--'))
-    return '-'.join(words)
-
-
 def new_folder(out_dir: str | None, name: str, locks: contextlib.ExitStack) -> str:
     """A folder for a new run, made and locked: `out_dir`, or the first free one of out/name,
     out/name-2, ... SystemExit where it holds a run; OSError."""
@@ -89,14 +79,9 @@ def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
 
 
 def read_config(out_dir: str | None) -> dict[str, Any] | None:
-    """A run's config.json; None where there is none that can be read."""
-    try:
-        config = read_json(os.path.join(out_dir or '', 'config.json'))
-    except SystemExit:
-        return None
-    if config is None or not all(isinstance(config.get(k), dict) for k in ('train', 'model')):
-        return None
-    return config
+    """A run's config.json; None where there is none, or another program's. SystemExit."""
+    config = read_json(os.path.join(out_dir or '', 'config.json')) or {}
+    return config if all(isinstance(config.get(k), dict) for k in ('train', 'model')) else None
 
 
 def is_finished(out_dir: str, steps: int) -> bool:
@@ -120,11 +105,10 @@ def new_options(given: dict[str, Any], cls: type) -> dict[str, Any]:
     if given.get('text') and 'data' in given:
         fail(f'text={given["text"]} and data={given["data"]}: give one')
     given = one_budget(given)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     size = source.get('size') or given.get('size', 'mini')
-    path = os.path.join(root, 'config', f'{size}.py')
-    brought = read_options([path], cls, ModelConfig) if os.path.exists(path) else {}
-    return {**brought, **source, **given}
+    if size in ('nano', 'micro', 'mini'):
+        given = {**read_options([f'config/{size}.py'], cls, ModelConfig), **source, **given}
+    return {**source, **given}
 
 
 def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -138,11 +122,8 @@ def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> di
 
 
 def one_budget(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with no tokens beside tokens_per_param, which a size or a run may have set."""
-    if given.get('tokens') and given.get('tokens_per_param'):
-        fail(f'tokens={given["tokens"]} and tokens_per_param={given["tokens_per_param"]} are two '
-             'budgets: give one')
-    return {**given, 'tokens': None} if 'tokens_per_param' in given else given
+    """The options; with tokens_per_param goes what tokens a size or a run has set."""
+    return {'tokens': None, **given} if 'tokens_per_param' in given else given
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
@@ -243,9 +224,9 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     """The checkpoint that the run which `now` describes goes on from; None where it was stopped
     before its first. SystemExit where it is of another run."""
     state = last_checkpoint(out_dir)
-    if state is None and (checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json')):
-        fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
     if state is None:
+        if checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json'):
+            fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
     if missing := PROGRESS.keys() - state.keys():
@@ -356,14 +337,18 @@ class Log:
             self.cut(step)
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
-                threading.excepthook = without_traceback
+                # Its thread ends when the disk is full; its next call says so, in one line
+                threading.excepthook = lambda args: None
                 self.writer = SummaryWriter(out_dir, purge_step=step + 1)  # they will come again
 
     def __call__(self, step: int, **values: Any) -> None:
         with self.failing_softly():
             append_whole(self.path, to_json({'step': step, **values}) + b'\n')
             if self.writer:
-                self.add_events(step, values)
+                for name, value in values.items():
+                    if isinstance(value, (int, float)):
+                        self.writer.add_scalar(name, value, step)
+                self.writer.flush()
 
     @contextlib.contextmanager
     def failing_softly(self) -> Iterator[None]:
@@ -381,20 +366,6 @@ class Log:
                      if isinstance(line.get('step'), int) and line['step'] <= step]
             write_whole(self.path, b''.join(to_json(line) + b'\n' for line in lines))
 
-    def add_events(self, step: int, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self.writer.add_scalar(name, value, step)
-            elif name == 'sample':
-                self.writer.add_text(name, value, step)
-        self.writer.flush()
-
-
-def without_traceback(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread ends when its disk is full; its next call tells us, in one line."""
-    if not issubclass(args.exc_type, OSError):
-        threading.__excepthook__(args)
-
 
 class Signals:
     """SIGTERM, SIGHUP and SIGINT ask for a stop after the step; a second SIGINT stops at once."""
@@ -405,7 +376,6 @@ class Signals:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
-        if self.received and number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
         self.received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
