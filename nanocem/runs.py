@@ -106,18 +106,18 @@ def new_options(given: dict[str, Any], cls: type) -> dict[str, Any]:
         fail(f'text={given["text"]} and data={given["data"]}: give one')
     given = one_budget(given)
     size = source.get('size') or given.get('size', 'mini')
-    if size in ('nano', 'micro', 'mini'):
-        given = {**read_options([f'config/{size}.py'], cls, ModelConfig), **source, **given}
-    return {**source, **given}
+    small = size in ('nano', 'micro', 'mini')
+    brought = read_options([f'config/{size}.py'], cls, ModelConfig) if small else {}
+    return {**brought, **source, **given}
 
 
 def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The options of the run in `out_dir`, and over them those `given` for its next session."""
-    saved = read_config(out_dir)
-    if saved is None:
-        fail(f'init_from=resume: no run in {out_dir or "out/"} (config.json is missing or damaged)')
-    saved = check_values({**saved['train'], **saved['model']}, f'{out_dir}/config.json', cls,
-                         ModelConfig)
+    """The options of the run in `out_dir`, without those that earlier versions had, and over them
+    those `given` for its next session."""
+    config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir or "out/"}')
+    known = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
+    saved = {k: v for k, v in {**config['train'], **config['model']}.items() if k in known}
+    saved = check_values(saved, f'{out_dir}/config.json', cls, ModelConfig)
     return {**saved, 'stop_step': None, **one_budget(given), 'init_from': saved['init_from']}
 
 
@@ -337,8 +337,7 @@ class Log:
             self.cut(step)
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
-                # Its thread ends when the disk is full; its next call says so, in one line
-                threading.excepthook = lambda args: None
+                threading.excepthook = without_traceback
                 self.writer = SummaryWriter(out_dir, purge_step=step + 1)  # they will come again
 
     def __call__(self, step: int, **values: Any) -> None:
@@ -352,6 +351,7 @@ class Log:
 
     @contextlib.contextmanager
     def failing_softly(self) -> Iterator[None]:
+        """An error in here costs lines, and a warning the first time."""
         try:
             yield
         except Exception as error:  # of any kind: no log ends a run
@@ -365,6 +365,12 @@ class Log:
             lines = [line for line in read_json_lines(self.path)
                      if isinstance(line.get('step'), int) and line['step'] <= step]
             write_whole(self.path, b''.join(to_json(line) + b'\n' for line in lines))
+
+
+def without_traceback(args: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread ends when its disk is full; its next call tells us, in one line."""
+    if not issubclass(args.exc_type, OSError):
+        threading.__excepthook__(args)
 
 
 class Signals:

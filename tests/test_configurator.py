@@ -35,8 +35,6 @@ def test_later_options_win_and_types_are_the_fields(tmp_path: Path) -> None:
     ('--tensorboard=maybe', ['True or False']),
     ('config/none.py', ['config/none.py', 'No such file']),
     ('import os', ['c.py:1', 'name = plain value']),
-    ('learning_rate = print(1)', ['c.py:1', 'plain value']),
-    ('a, b = 1, 2', ['c.py:1']),
     ('size = ', ['not Python']),
     ('attn_steps = [1]', ['attn_steps = [1]', 'whole number']),
     ('d = {}', ['d: no such option']),
@@ -122,8 +120,6 @@ def test_values_from_python_are_checked() -> None:
             Kinds(**wrong)
     with pytest.raises(ValueError, match='seed=1337: expected a whole number'):
         TrainConfig(seed='1337')
-    with pytest.raises(ValueError, match='tensorboard=no: expected True or False'):
-        TrainConfig(tensorboard='no')
     with pytest.raises(ValueError, match='count=1: expected 2 to 3,000'):
         in_range(Kinds(), 2, 3000, 'count')
 

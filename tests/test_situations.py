@@ -83,28 +83,17 @@ Situation = tuple[str, Callable[[Path], Any]]  # of which path, and what is done
 SITUATIONS: dict[str, dict[str, Situation]] = {
     group: {f'{path} {name}': (path, damage) for path in paths for name, damage in DAMAGE.items()}
     for group, paths in PATHS.items()}
-SPECIAL: dict[str, dict[str, Situation]] = {
-    'run': {
-        'nothing': ('run', lambda path: None),
-        'config of a list': ('run/config.json', edited(train={'seed': [1]})),
-        'config of False as text': ('run/config.json', edited(train={'tensorboard': 'False'})),
-        'config of an unknown option': ('run/config.json', edited(model={'b': 1})),
-        'config of another model': ('run/config.json', edited(model={'d_model': 6})),
-        'best.pt a tensor': ('run/best.pt', lambda path: torch.save(torch.zeros(2), path)),
-        'best.pt of other words': ('run/best.pt', lambda path: torch.save({'model': 1}, path)),
-        'meta of wrong types': ('data/meta.json', edited(vocab_size='a', dtype=5, splits=[])),
-        'meta of another tokenizer': ('data/meta.json', edited(tokenizer='other')),
-        'a config with a mark in front': ('c.py', holding(b'\xef\xbb\xbfseed = 2\n')),
-    },
-    'texts': {
-        'a pipe that nobody writes to': ('texts/p.txt', lambda path: os.mkfifo(path)),
-        'a link to itself': ('texts/more', linked_to('.')),
-        'half a pair': ('texts/b.jsonl', holding(b'{"text": "\\ud800"}')),
-    },
-    'prepared': {
-        'meta of objects': ('prepared/meta.json', edited(dtype='object')),
-        'meta of few words': ('prepared/meta.json', edited(splits={'val': {}})),
-    },
+SITUATIONS['run'] |= {
+    'nothing': ('run', lambda path: None),
+    'config of a list': ('run/config.json', edited(train={'seed': [1]})),
+    'config of an unknown option': ('run/config.json', edited(model={'b': 1})),
+    'best.pt a tensor': ('run/best.pt', lambda path: torch.save(torch.zeros(2), path)),
+    'meta of wrong types': ('data/meta.json', edited(vocab_size='a', dtype=5, splits=[])),
+}
+SITUATIONS['texts'] |= {
+    'a pipe that nobody writes to': ('texts/p.txt', lambda path: os.mkfifo(path)),
+    'a link to itself': ('texts/more', linked_to('.')),
+    'half a pair': ('texts/b.jsonl', holding(b'{"text": "\\ud800"}')),
 }
 CONCERNS = {'train': ['run'], 'sample': ['run'], 'evaluate': ['run', 'texts', 'out'],
             'prepare_slimpajama': ['texts', 'prepared'], 'synthetic_gp': ['gp', 'out'],
@@ -215,9 +204,8 @@ def pairs(n: int, seed: int) -> list[Pair]:
     for script in (sorted(COMMANDS) * n)[:n]:
         process = rng.choice(sorted(PROCESS)) if rng.random() < 0.3 else 'as ever'
         group = rng.choice(CONCERNS[script])
-        kind = SPECIAL if group in SPECIAL and rng.random() < 0.3 else SITUATIONS
-        made.append((group, rng.choice(sorted(kind[group])), process, script,
-                     rng.choice(COMMANDS[script])))
+        situation = rng.choice(sorted(SITUATIONS[group]))
+        made.append((group, situation, process, script, rng.choice(COMMANDS[script])))
     return made
 
 
@@ -229,7 +217,7 @@ def test_a_command_in_a_situation_works_or_says_why_not(
     here = Path(shutil.copytree(whole, tmp_path / 'here', symlinks=True))
     meta = here / 'prepared/meta.json'  # it names its input by an absolute path
     meta.write_text(meta.read_text().replace(str(whole), str(here)))
-    path, damage = {**SITUATIONS[group], **SPECIAL.get(group, {})}[situation]
+    path, damage = SITUATIONS[group][situation]
     for found in list(here.glob(path)) or [here / path]:
         damage(found)
     changed = partial(in_folder, str(here), process)

@@ -72,12 +72,6 @@ def test_accumulation_equals_one_large_batch(data: Path, tmp_path: Path) -> None
         assert torch.allclose(p, q, atol=1e-4)
 
 
-def test_bfloat16_steps_stay_close(data: Path, tmp_path: Path) -> None:
-    plain, bf16 = (make_trainer(data, tmp_path, dtype=dtype).train_step()[0]
-                   for dtype in ('float32', 'bfloat16'))
-    assert bf16 == pytest.approx(plain, rel=2e-2) and bf16 != plain
-
-
 def graphs_made() -> int:
     return torch._dynamo.utils.counters['stats']['unique_graphs']
 
