@@ -398,9 +398,7 @@ def main(argv: list[str]) -> int:
         cfg.data = world.broadcast(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
         trainer, code = Trainer(cfg, options, world), 0
         if not resume:
-            m = trainer.model_cfg
-            name = f'{m.size}-{m.attn}{m.attn_steps}-{m.mlp}{m.mlp_steps}'
-            out_dir = world.broadcast(runs.new_folder, out_dir, name, stack)
+            out_dir = world.broadcast(runs.new_folder, out_dir, trainer.model_cfg, stack)
         cfg.out_dir = out_dir
         if not (resume and world.broadcast(runs.is_finished, out_dir, trainer.schedule.steps)):
             trainer.begin(resume)

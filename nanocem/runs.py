@@ -49,9 +49,10 @@ def restarted() -> bool:
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
 
 
-def new_folder(out_dir: str | None, name: str, locks: contextlib.ExitStack) -> str:
+def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:
     """A folder for a new run, made and locked: `out_dir`, or the first free one of out/name,
-    out/name-2, ... SystemExit where it holds a run; OSError."""
+    out/name-2, ..., named after its layers. SystemExit where it holds a run; OSError."""
+    name = f'{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
     path = out_dir or f'out/{name}'
     for n in itertools.count(2):
         try:

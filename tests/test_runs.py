@@ -18,6 +18,7 @@ from running import RESUME, Run, log, losses, make_trainer, same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from model import ModelConfig
 from nanocem.runs import Log, checkpoints, load_run, new_folder, read_checkpoint, save_checkpoint
 
 # Checkpoints
@@ -146,11 +147,11 @@ def test_what_is_not_a_runs_own_stays(tmp_path: Path) -> None:
     out.mkdir()
     (out / 'notes.txt').write_text('mine')
     with contextlib.ExitStack() as locks:
-        assert new_folder(str(out), 'name', locks) == str(out)
+        assert new_folder(str(out), ModelConfig(), locks) == str(out)
     assert sorted(os.listdir(out)) == ['.lock', 'notes.txt']
     (out / 'config.json').write_text('{"of": "another program"}')
     with pytest.raises(SystemExit, match='holds a run already, or another config'):
-        new_folder(str(out), 'name', contextlib.ExitStack())
+        new_folder(str(out), ModelConfig(), contextlib.ExitStack())
     assert (out / 'config.json').read_text() == '{"of": "another program"}'
 
 
