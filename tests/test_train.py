@@ -387,7 +387,7 @@ def some_options() -> st.SearchStrategy:
                 kinds = [hint, *typing.get_args(hint)]
                 own = [value for kind in kinds if typing.get_origin(kind) is typing.Literal
                        for value in typing.get_args(kind)]
-                options += [f'--{name}={value}' for value in VALUES + own * 20]
+                options += [f'--{name}={value}' for value in VALUES + own * 30]
     return st.lists(st.sampled_from(options), min_size=1, max_size=4)
 
 
