@@ -99,8 +99,8 @@ def in_range(options: Any, low: float, high: float, names: str) -> None:
     """ValueError unless these options, where they are set, lie from `low` to `high`."""
     for name in names.split():
         value = getattr(options, name)
-        if value is not None and not low <= value <= high:
-            raise ValueError(f'{name}={value}: expected {low:,} to {high:,}')
+        inside = value is None or low <= value <= high
+        require(inside, f'{name}={value}: expected {low:,} to {high:,}')
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:

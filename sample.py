@@ -49,16 +49,15 @@ def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, tem
         tokenizer = load_tokenizer(data_dir)
     except SystemExit as error:
         raise ValueError(str(error).partition(': ')[2]) from None
-    device = model.embedding.device
     ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
     if max(ids) >= model.cfg.vocab_size:
         raise ValueError(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
-    idx = torch.tensor([ids], device=device)
+    idx = torch.tensor([ids], device=model.embedding.device)
     with torch.no_grad():
         logits, _ = model(idx[:, -model.cfg.context_length:])
     if not bool(torch.isfinite(logits).all()):
         raise ValueError('the model gives numbers that are not finite: nothing to sample from')
-    generator = torch.Generator(device).manual_seed(seed % 2**63)
+    generator = torch.Generator(idx.device).manual_seed(seed % 2**63)
     ids = generate(model, idx, tokens, temperature, top_k, generator)[0].tolist()
     return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
 

@@ -12,7 +12,6 @@ config.json, log.jsonl, checkpoints, TensorBoard's events, and result.json once 
 """
 import contextlib
 import math
-import os
 import shlex
 import sys
 import time
@@ -25,19 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 from configurator import build, check_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
-from nanocem.files import say
+from nanocem.files import say, to_json, write_whole
 from nanocem.muon import Muon, MuonAndAdamW, block_matrices
 from nanocem.runs import Health, Schedule, perplexity
 from nanocem.shards import Order, Sequences, evenly_spaced, read_meta
-from nanocem.world import World, failures_in_words, memory_gb, start_world
+from nanocem.world import World, failures_in_words, start_world
 from prepare_slimpajama import find_data
 from sample import sample_text
 
+MAX_SKIPPED = 10  # steps in a row without a finite loss and gradient; more end the run
 STOPPED = 75  # exit code of a run that can go on, checkpoint written (EX_TEMPFAIL: try again later)
 
 
@@ -70,13 +69,10 @@ class TrainConfig:
     checkpoint_interval: int = 500  # steps between checkpoints
     keep_checkpoints: int = 2  # the last ones kept, besides the best by validation
     stop_step: int | None = None  # stop after this step of the schedule, checkpoint written
-    max_minutes: float | None = None  # stop after this time, checkpoint written
-    max_skipped: int = 10  # give up after this many steps in a row without a finite gradient
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: the faster
     compile: bool | None = None  # torch.compile; default: on a GPU, in long runs on a CPU
     activation_checkpointing: bool = False  # recompute a block going back: less memory, more time
-    deterministic: bool = False  # refuse GPU operations that are not reproducible to the bit
     timeout_minutes: float = 10.0  # how long a process waits for the others
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
     sample_interval: int | None = None  # steps between samples of text; default: at the end only
@@ -88,7 +84,7 @@ class TrainConfig:
         in_range(self, 1, 10**6, 'eval_interval log_interval checkpoint_interval sample_interval')
         in_range(self, 1, 10**15, 'tokens eval_tokens test_tokens')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip timeout_minutes')
-        in_range(self, 0, 10**6, 'learning_rate weight_decay max_minutes sample_tokens max_skipped')
+        in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
         in_range(self, 0, 0.9999, 'warmup final_lr beta1 beta2')
         in_range(self, 0, 2**63 - 1, 'seed')
         if self.tokenizer and not self.text:
@@ -105,10 +101,8 @@ def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | 
     """AdamW, which decays matrices only; or Muon on the matrices of the blocks, and AdamW on the
     rest. The learning rate is set at every step."""
     matrices = block_matrices(model) if cfg.optimizer == 'muon' else []
-    taken = {id(p) for p in matrices}
-    decayed = [p for p in model.decayed_parameters() if id(p) not in taken]
-    taken |= {id(p) for p in decayed}
-    rest = [p for p in model.parameters() if id(p) not in taken]
+    decayed = [p for p in model.decayed_parameters() if p not in set(matrices)]
+    rest = [p for p in model.parameters() if p not in {*matrices, *decayed}]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
               {'params': rest, 'weight_decay': 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
@@ -119,12 +113,12 @@ def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | 
 
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
-    def __init__(self, cfg: TrainConfig, model_options: dict[str, Any], world: World):
+    def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: World):
         self.cfg, self.world = cfg, world
 
         # The data: every split cut into sequences, and the order in which training reads its own
         vocab_size = read_meta(cfg.data)['vocab_size']
-        self.model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **model_options})
+        self.model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **options})
         if self.model_cfg.vocab_size < vocab_size:
             fail(f'vocab_size={self.model_cfg.vocab_size} is smaller than the vocabulary of '
                  f'{cfg.data}, {vocab_size}')
@@ -149,9 +143,6 @@ class Trainer:
         self.optimizer = make_optimizer(self.raw_model, cfg)
 
         # How the model runs: precision, compiler, processes
-        if cfg.deterministic:
-            os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
-            torch.use_deterministic_algorithms(True)
         flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
         self.dtype, compiled = world.broadcast(
             fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
@@ -163,9 +154,7 @@ class Trainer:
         if compiled:
             self.model = fast.compile_for(world.device, self.raw_model)
         if world.size > 1:
-            self.model = DistributedDataParallel(
-                self.model, device_ids=[world.device] if world.device.type == 'cuda' else None,
-                gradient_as_bucket_view=True)
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
         # Where it stands
         self.step = 0  # steps done
@@ -174,7 +163,6 @@ class Trainer:
         self.health = Health()
         self.began = time.monotonic()  # less the time of sessions before this one
         self.log: runs.Log | None = None  # rank 0's
-        self.bar = tqdm(disable=True)
 
     def identity(self) -> dict[str, Any]:
         """What must not change from session to session."""
@@ -216,8 +204,7 @@ class Trainer:
             return
         state = {
             'model': self.raw_model.state_dict(), 'optimizer': self.optimizer.state_dict(),
-            'step': self.step, 'tokens': self.step * self.tokens_per_step,
-            'seconds': time.monotonic() - self.began, 'best': self.best,
+            'step': self.step, 'seconds': time.monotonic() - self.began, 'best': self.best,
             'health': asdict(self.health), 'schedule': asdict(self.schedule),
             'data_dir': self.cfg.data, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
@@ -272,26 +259,18 @@ class Trainer:
         return float(world.sum(total)) / len(numbers)
 
     def check_numbers(self, loss: float, norm: float) -> None:
-        """Say what the step's numbers tell; give up after max_skipped skipped steps in a row."""
-        health = self.health
-        event = health.take(loss, norm)
-        if event == 'skipped':
-            self.report(f'step {self.step} skipped: loss {loss}, gradient norm {norm}',
+        """Report a spike or a skipped step; give up after too many of those in a row."""
+        event = self.health.take(loss, norm)
+        if event is not None:
+            self.report(f'step {self.step}: {event}, loss {loss:.3f}, gradient norm {norm:.3f}',
                         event=event, loss=loss, grad_norm=norm)
-        if event == 'spike':
-            self.report(f'step {self.step}: loss spike, {loss:.3f} after {health.recent[-2]:.3f}',
-                        event=event, loss=loss)
-        if health.in_a_row > self.cfg.max_skipped:
-            last = (runs.checkpoints(self.cfg.out_dir) or ['none'])[-1]
-            fail(f'{health.in_a_row} steps in a row without a finite loss and gradient, up to '
-                 f'batch {self.step - 1}; last good checkpoint: {last}; try a lower learning_rate, '
-                 'or look at that batch')
+        if self.health.in_a_row > MAX_SKIPPED:
+            fail(f'{self.health.in_a_row} steps in a row without a finite loss and gradient, up to '
+                 f'batch {self.step - 1}: try a lower learning_rate, or look at that batch')
 
     def report(self, text: str, **values: Any) -> None:
         """From rank 0: a line on the screen, and its values in the log."""
         if self.world.rank == 0:
-            with contextlib.suppress(OSError):  # the terminal is gone
-                self.bar.clear()
             say(text)
             if values:
                 self.log(self.step, **values)
@@ -300,21 +279,17 @@ class Trainer:
         """config.json, the log, and a line that says what is to come."""
         cfg, steps = self.cfg, self.schedule.steps
         config = {'train': asdict(cfg), 'model': asdict(self.model_cfg)}
-        runs.save_json(cfg.out_dir, 'config.json', config)
+        write_whole(f'{cfg.out_dir}/config.json', to_json(config, indent=1))
         self.log = runs.Log(cfg.out_dir, self.step, cfg.tensorboard)
         say(f'{cfg.out_dir}: {self.raw_model.num_params():,} parameters, {steps:,} steps of '
             f'{self.tokens_per_step:,} tokens = {steps * self.tokens_per_step:,}, '
             f'{self.world.size} x {self.world.device.type}, {self.precision}, {self.attention}; '
             f'{len(self.data["train"]):,} sequences an epoch')
-        if sys.stdout is not None and sys.stdout.isatty():
-            self.bar = tqdm(total=steps, initial=self.step, unit='step', leave=False,
-                            file=sys.stdout)
 
     def train(self, signals: runs.Signals) -> int:
         """The loop. Returns the exit code: 0 finished, STOPPED it can go on."""
         cfg, world, steps = self.cfg, self.world, self.schedule.steps
         peak = fast.peak_flops(world.device, self.dtype) * world.size
-        session = time.monotonic()
         spent, since = 0.0, self.step  # seconds in steps since the last log line, and where it was
         while self.step < steps:
             # One step
@@ -326,16 +301,13 @@ class Trainer:
             last = self.step == steps
             rate = (self.step - since) * self.tokens_per_step / spent
             mfu = fast.flops_per_token(self.raw_model) * rate / peak
-            with contextlib.suppress(OSError):
-                self.bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} tok/s', refresh=False)
-                self.bar.update()
 
             # A line in the log
             if self.step % cfg.log_interval == 0 or last:
                 if world.rank == 0:
                     self.log(self.step, tokens=self.step * self.tokens_per_step, loss=loss,
                              lr=self.schedule(self.step - 1), grad_norm=norm, tokens_per_s=rate,
-                             mfu=mfu if mfu <= 1 else None, memory_gb=memory_gb(world.device),
+                             mfu=mfu, memory_gb=torch.cuda.max_memory_allocated() / 1e9,
                              skipped=self.health.skipped, seconds=time.monotonic() - self.began)
                 spent, since = 0.0, self.step
 
@@ -343,10 +315,10 @@ class Trainer:
             if self.step % cfg.eval_interval == 0 or last:
                 self.val_loss = self.evaluate('val', cfg.eval_tokens)
                 left = timedelta(seconds=round((steps - self.step) * self.tokens_per_step / rate))
-                share = f' | MFU {mfu:.1%}' if mfu <= 1 else ''  # else the peak is not known
                 self.report(f'step {self.step:>6,}/{steps:,} | loss {loss:.4f} | validation loss '
                             f'{self.val_loss:.4f}, perplexity {perplexity(self.val_loss):.3f} | '
-                            f'{rate:,.0f} tok/s{share} | ETA {left}', val_loss=self.val_loss)
+                            f'{rate:,.0f} tok/s | MFU {mfu:.1%} | ETA {left}',
+                            val_loss=self.val_loss)
                 if self.val_loss < self.best:
                     self.best = self.val_loss
                     self.checkpoint(best=True)
@@ -357,16 +329,13 @@ class Trainer:
             reason = signals.received
             if cfg.stop_step is not None and self.step >= cfg.stop_step:
                 reason = 'stop_step'
-            minutes = (time.monotonic() - session) / 60
-            if cfg.max_minutes is not None and minutes >= cfg.max_minutes:
-                reason = 'max_minutes'
             stop = world.any(reason is not None)
             if self.step % cfg.checkpoint_interval == 0 or last or stop:
                 self.checkpoint()
             if stop and not last:
                 self.report(f'Stopped after step {self.step} '
-                            f'({reason or "another process was asked"}); '
-                            f'go on with {runs.resume_flags(cfg.out_dir)}')
+                            f'({reason or "another process was asked"}); go on with '
+                            f'--init_from=resume --out_dir={shlex.quote(cfg.out_dir)}')
                 return STOPPED
         self.finish()
         return 0
@@ -392,22 +361,19 @@ class Trainer:
         test_loss = self.evaluate('test', cfg.test_tokens)
         if self.val_loss is None:  # resumed after the last step
             self.val_loss = self.evaluate('val', cfg.eval_tokens)
-        if self.health.skipped == self.step or not math.isfinite(test_loss):
-            fail(f'no model came of {self.step} steps: {self.health.skipped} were skipped for '
-                 f'their numbers, test loss {test_loss}; try a lower learning_rate or init_std')
+        if not math.isfinite(test_loss):
+            fail(f'test loss {test_loss}: try a lower learning_rate or init_std')
         self.report(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
                     f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token')
-        self.world.broadcast(runs.save_json, cfg.out_dir, 'result.json', {
+        result = {
             'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
             'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
             'parameters': self.raw_model.num_params(), 'steps': self.step,
             'tokens': self.step * self.tokens_per_step,
             'flops_per_token': fast.flops_per_token(self.raw_model), 'skipped': self.health.skipped,
-            'precision': self.precision, 'seconds': seconds})
-        if cfg.sample_tokens:
-            self.report(f'A sample; python sample.py --out_dir={shlex.quote(cfg.out_dir)} makes '
-                        'more:')
-            self.sample()
+            'precision': self.precision, 'seconds': seconds}
+        self.world.broadcast(write_whole, f'{cfg.out_dir}/result.json', to_json(result, indent=1))
+        self.sample()
 
 
 def main(argv: list[str]) -> int:
@@ -418,11 +384,10 @@ def main(argv: list[str]) -> int:
     # began with, or over its size's
     out_dir, resume = runs.find_run(given.get('init_from'), given.get('out_dir'))
     if resume:
-        options, name = runs.resumed_options(out_dir, given, TrainConfig), ''
+        options = runs.resumed_options(out_dir, given, TrainConfig)
     else:
-        options, name = runs.new_options(given, TrainConfig, RECIPE)
+        options = runs.new_options(given, TrainConfig)
     cfg = build(TrainConfig, options)
-    model_options = {k: v for k, v in options.items() if k in ModelConfig.__dataclass_fields__}
 
     # Its processes; its folder, which no other run may touch; its data; and then training
     world = start_world(cfg.device, cfg.batch_size, cfg.micro_batch_size, cfg.timeout_minutes)
@@ -431,15 +396,14 @@ def main(argv: list[str]) -> int:
         if resume:
             world.broadcast(runs.lock_folder, out_dir, stack)
         cfg.data = world.broadcast(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
-        trainer, code = Trainer(cfg, model_options, world), 0
+        trainer, code = Trainer(cfg, options, world), 0
         if not resume:
-            out_dir = world.broadcast(runs.new_folder, out_dir, name, stack)
+            out_dir = world.broadcast(runs.new_folder, out_dir, trainer.model_cfg, stack)
         cfg.out_dir = out_dir
         if not (resume and world.broadcast(runs.is_finished, out_dir, trainer.schedule.steps)):
             trainer.begin(resume)
             world.broadcast(trainer.open_folder)
-            with trainer.bar:
-                code = trainer.train(signals)
+            code = trainer.train(signals)
         del trainer  # before its process group, whose end can wait for it for ever
         if world.size > 1:
             dist.barrier()  # leave together: rank 0 was still writing

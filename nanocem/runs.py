@@ -5,18 +5,18 @@ import io
 import itertools
 import math
 import os
-import re
 import shlex
 import signal
 import statistics
 import threading
 import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, check_values, fail, has_type, read_options
+from configurator import check_types, check_values, fail, has_type, read_options
 from model import ModelConfig, Transformer
 from nanocem.files import append_whole, lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
@@ -25,7 +25,6 @@ from nanocem.world import find_device
 WEIGHTS = {'model': dict, 'model_config': dict, 'step': int, 'data': dict, 'data_dir': str}
 PROGRESS = {'optimizer': dict, 'schedule': dict, 'health': dict, 'seconds': float, 'best': float,
             'recipe': dict}
-KINDS = ('size', 'attn', 'mlp', 'attn_steps', 'mlp_steps')  # what every folder's name begins with
 
 
 # Folders
@@ -50,17 +49,18 @@ def restarted() -> bool:
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
 
 
-def new_folder(out_dir: str | None, name: str, locks: contextlib.ExitStack) -> str:
+def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:
     """A folder for a new run, made and locked: `out_dir`, or the first free one of out/name,
-    out/name-2, ... SystemExit where it holds a run."""
+    out/name-2, ..., named after its layers. SystemExit where it holds a run; OSError."""
+    name = f'{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
     path = out_dir or f'out/{name}'
     for n in itertools.count(2):
         try:
             os.makedirs(path, exist_ok=out_dir is not None)
             break
-        except OSError as error:
-            if out_dir or not isinstance(error, FileExistsError):
-                fail(f'out_dir={path}: {error.strerror}; expected a folder to write in')
+        except FileExistsError:
+            if out_dir:
+                raise
             path = f'out/{name}-{n}'
     lock_folder(path, locks)
     if checkpoints(path) or {'config.json', 'result.json', 'best.pt'} & set(os.listdir(path)):
@@ -71,11 +71,8 @@ def new_folder(out_dir: str | None, name: str, locks: contextlib.ExitStack) -> s
 
 def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
     """Lock a run's folder while `locks` is open. SystemExit where another process trains there; but
-    what torchrun starts again waits for its former life to end."""
-    try:
-        handle = lock(os.path.join(out_dir, '.lock'), wait=restarted())
-    except OSError as error:
-        fail(f'out_dir={out_dir}: {error.strerror}; expected a folder to write in')
+    what torchrun starts again waits for its former life to end. OSError."""
+    handle = lock(os.path.join(out_dir, '.lock'), wait=restarted())
     if handle is None:
         fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
              'start beside it with another --out_dir')
@@ -83,47 +80,25 @@ def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
 
 
 def read_config(out_dir: str | None) -> dict[str, Any] | None:
-    """A run's config.json; None where there is none that can be read."""
-    try:
-        config = read_json(os.path.join(out_dir or '', 'config.json'))
-    except SystemExit:
-        return None
-    if config is None or not all(isinstance(config.get(k), dict) for k in ('train', 'model')):
-        return None
-    return config
-
-
-def save_json(out_dir: str, name: str, content: dict[str, Any]) -> None:
-    """Write config.json or result.json. SystemExit where the disk does not take it."""
-    try:
-        write_whole(os.path.join(out_dir, name), to_json(content, indent=1))
-    except OSError as error:
-        fail(f'{name} not written ({error.strerror}); once there is room, go on with '
-             f'{resume_flags(out_dir)}')
-
-
-def resume_flags(out_dir: str) -> str:
-    """What goes on with a run, to be pasted into a shell."""
-    return f'--init_from=resume --out_dir={shlex.quote(out_dir)}'
+    """A run's config.json; None where there is none, or another program's. SystemExit."""
+    config = read_json(os.path.join(out_dir or '', 'config.json')) or {}
+    return config if all(isinstance(config.get(k), dict) for k in ('train', 'model')) else None
 
 
 def is_finished(out_dir: str, steps: int) -> bool:
     """Whether the run has its result after so many steps. Says so; its files stay as they are."""
     result = read_json(os.path.join(out_dir, 'result.json')) or {}
-    finished = result.get('steps') == steps
-    if finished:
-        say(f'{out_dir} is finished after {steps:,} steps; --tokens=N, above its '
-            f'{result.get("tokens")}, trains on')
-    return finished
+    if result.get('steps') != steps:
+        return False
+    say(f'{out_dir} is finished after {steps:,} steps; a larger --tokens trains on')
+    return True
 
 
 # Options
 
-def new_options(given: dict[str, Any], cls: type,
-                recipe: tuple[str, ...]) -> tuple[dict[str, Any], str]:
+def new_options(given: dict[str, Any], cls: type) -> dict[str, Any]:
     """What was `given` for cls and the model, over the model that the run starts from (init_from)
-    and what config/SIZE.py brings; and the name of the run's folder: its model, and what of the
-    model, the budget and the `recipe` was changed."""
+    and what config/SIZE.py brings."""
     origin = given.get('init_from', 'scratch')
     source = {} if origin == 'scratch' else read_run(origin)['model_config']
     if source and given.get('size', source['size']) != source['size']:
@@ -131,62 +106,40 @@ def new_options(given: dict[str, Any], cls: type,
     if given.get('text') and 'data' in given:
         fail(f'text={given["text"]} and data={given["data"]}: give one')
     given = one_budget(given)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     size = source.get('size') or given.get('size', 'mini')
-    path = os.path.join(root, 'config', f'{size}.py')
-    brought = read_options([path], cls, ModelConfig) if os.path.exists(path) else {}
-    brought |= source
-
-    # The name: what differs from the same kinds of layers with nothing else given
-    cfg = build(ModelConfig, {**brought, **given})
-    plain = build(ModelConfig, {**brought, **{k: given[k] for k in KINDS if k in given}})
-    default = {**asdict(cls()), **asdict(plain), **brought}
-    named = {*recipe, 'data', 'init_from', 'tokens', 'tokens_per_param', *asdict(cfg)}
-    words = [f'{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}']
-    for key, value in given.items():
-        if key in named - {*KINDS, 'attn_impl'} and value not in (None, default[key]):
-            words.append(f'{key}={os.path.basename(str(value).rstrip("/"))}')
-    name = os.fsencode('-'.join(words))[:150]  # a file's name has 255 bytes at most
-    return {**brought, **given}, name.decode(errors='ignore')
+    small = size in ('nano', 'micro', 'mini')
+    brought = read_options([f'config/{size}.py'], cls, ModelConfig) if small else {}
+    return {**brought, **source, **given}
 
 
 def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The options of the run in `out_dir`, and over them those `given` for its next session."""
-    saved = read_config(out_dir)
-    if saved is None:
-        fail(f'init_from=resume: no run in {out_dir or "out/"} (config.json is missing or damaged)')
-    saved = check_values({**saved['train'], **saved['model']}, f'{out_dir}/config.json', cls,
-                         ModelConfig)
+    """The options of the run in `out_dir`, without those that earlier versions had, and over them
+    those `given` for its next session."""
+    config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir or "out/"}')
+    known = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
+    saved = {k: v for k, v in {**config['train'], **config['model']}.items() if k in known}
+    saved = check_values(saved, f'{out_dir}/config.json', cls, ModelConfig)
     return {**saved, 'stop_step': None, **one_budget(given), 'init_from': saved['init_from']}
 
 
 def one_budget(given: dict[str, Any]) -> dict[str, Any]:
-    """The options with no tokens beside tokens_per_param, which a size or a run may have set."""
-    if given.get('tokens') and given.get('tokens_per_param'):
-        fail(f'tokens={given["tokens"]} and tokens_per_param={given["tokens_per_param"]} are two '
-             'budgets: give one')
-    return {**given, 'tokens': None} if 'tokens_per_param' in given else given
+    """The options; with tokens_per_param goes what tokens a size or a run has set."""
+    return {'tokens': None, **given} if 'tokens_per_param' in given else given
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """The fields of two descriptions that differ, in words; how attention is computed (attn_impl)
-    makes no difference."""
-    return ', '.join(f'{key}={saved.get(key)} (now {now[key]})' for key in now
-                     if key != 'attn_impl' and now[key] != saved.get(key))
+    """The fields of two descriptions that differ, in words; neither how attention is computed
+    (attn_impl) makes a difference, nor what an earlier version did not save."""
+    return ', '.join(f'{key}={saved[key]} (now {now[key]})' for key in now
+                     if key in saved and key != 'attn_impl' and now[key] != saved[key])
 
 
 # Checkpoints
 
-def checkpoint_step(name: str) -> int | None:
-    """The step in the name of a numbered checkpoint; None for any other file."""
-    match = re.fullmatch(r'step_(\d{8,})\.pt', os.path.basename(name))
-    return int(match[1]) if match else None
-
-
 def checkpoints(out_dir: str) -> list[str]:
     """The numbered checkpoints, oldest first."""
-    paths = glob.glob(os.path.join(glob.escape(out_dir), 'step_*.pt'))
-    return sorted((p for p in paths if checkpoint_step(p) is not None), key=checkpoint_step)
+    eight_digits = '[0-9]' * 8
+    return sorted(glob.glob(os.path.join(glob.escape(out_dir), f'step_{eight_digits}.pt')))
 
 
 def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, keep: int = 2) -> None:
@@ -198,7 +151,7 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
     path = os.path.join(out_dir, 'best.pt' if best else f'step_{state["step"]:08d}.pt')
     try:
         write_whole(path, buffer.getbuffer())
-        numbered = [p for p in checkpoints(out_dir) if checkpoint_step(p) <= state['step']]
+        numbered = [p for p in checkpoints(out_dir) if p <= path]
         for old in [] if best else numbered[:-keep]:
             os.remove(old)
     except OSError as error:
@@ -272,17 +225,14 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     """The checkpoint that the run which `now` describes goes on from; None where it was stopped
     before its first. SystemExit where it is of another run."""
     state = last_checkpoint(out_dir)
-    if state is None and (checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json')):
-        fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
     if state is None:
+        if checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json'):
+            fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
     if missing := PROGRESS.keys() - state.keys():
         fail(f'{out_dir} was trained by an earlier version, without {", ".join(sorted(missing))}; '
              f'--init_from={shlex.quote(out_dir)} with another --out_dir starts from its weights')
-    # Earlier versions kept the fingerprint of the training data alone, and knew AdamW alone
-    now = {**now, 'data': {k: v for k, v in now['data'].items() if k in state['data']}}
-    state['recipe'].setdefault('optimizer', 'adamw')
     for part in ('model_config', 'data', 'recipe'):
         if different := differences(state[part], now[part]):
             name = {'model_config': 'architecture'}.get(part, part)
@@ -378,30 +328,37 @@ def perplexity(loss: float) -> float:
 # Log and signals
 
 class Log:
-    """log.jsonl and TensorBoard from the same numbers. One that cannot write says so once: its
-    lines are lost, not the run."""
+    """log.jsonl and TensorBoard from the same numbers. What cannot be written is lost, not the run:
+    the first time a line says so."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
         self.path = os.path.join(out_dir, 'log.jsonl')
         self.writer: Any = None
-        self.failed: set[str] = set()
-        self.attempt('log.jsonl', self.cut, step)
-        if tensorboard:
-            self.attempt('TensorBoard', self.open_events, out_dir, step)
+        self.failed = False
+        with self.failing_softly():
+            self.cut(step)
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+                threading.excepthook = without_traceback
+                self.writer = SummaryWriter(out_dir, purge_step=step + 1)  # they will come again
 
     def __call__(self, step: int, **values: Any) -> None:
-        line = to_json({'step': step, **values}) + b'\n'
-        self.attempt('log.jsonl', append_whole, self.path, line)
-        if self.writer and 'TensorBoard' not in self.failed:
-            self.attempt('TensorBoard', self.add_events, step, values)
+        with self.failing_softly():
+            append_whole(self.path, to_json({'step': step, **values}) + b'\n')
+            if self.writer:
+                for name, value in values.items():
+                    if isinstance(value, (int, float)):
+                        self.writer.add_scalar(name, value, step)
+                self.writer.flush()
 
-    def attempt(self, who: str, write: Any, *args: Any) -> None:
+    @contextlib.contextmanager
+    def failing_softly(self) -> Iterator[None]:
+        """An error in here costs lines, and a warning the first time."""
         try:
-            write(*args)
-        except Exception as error:  # of any kind: no logger ends a run
-            if who not in self.failed:
-                words = getattr(error, 'strerror', None) or error
-                say(f'WARNING: {who} does not get its lines ({words}); the run goes on')
-            self.failed.add(who)
+            yield
+        except Exception as error:  # of any kind: no log ends a run
+            if not self.failed:
+                say(f'WARNING: the log does not get its lines ({error}); the run goes on')
+            self.failed = True
 
     def cut(self, step: int) -> None:
         """Remove the lines after `step`, which will be done and logged again, and damaged ones."""
@@ -409,19 +366,6 @@ class Log:
             lines = [line for line in read_json_lines(self.path)
                      if isinstance(line.get('step'), int) and line['step'] <= step]
             write_whole(self.path, b''.join(to_json(line) + b'\n' for line in lines))
-
-    def open_events(self, out_dir: str, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        threading.excepthook = without_traceback
-        self.writer = SummaryWriter(out_dir, purge_step=step + 1)  # forget what will come again
-
-    def add_events(self, step: int, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self.writer.add_scalar(name, value, step)
-            elif name == 'sample':
-                self.writer.add_text(name, value, step)
-        self.writer.flush()
 
 
 def without_traceback(args: threading.ExceptHookArgs) -> None:
@@ -439,7 +383,6 @@ class Signals:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
-        if self.received and number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
         self.received = signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,9 +1,6 @@
 """This process among the others that torchrun started, and its device."""
 import contextlib
-import math
 import os
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,15 +38,15 @@ class World:
         if self.rank == 0:
             try:
                 result = function(*args)
-            except (SystemExit, ValueError) as raised:
+            except (SystemExit, ValueError, OSError) as raised:
                 error = raised
         box = [result, error is not None]
         if self.size > 1:
             dist.broadcast_object_list(box, device=self.device)
-        if isinstance(error, ValueError):
-            fail(str(error))
+        if isinstance(error, SystemExit):
+            raise error
         if box[1]:
-            raise error or SystemExit(1)
+            fail(str(error))
         return box[0]
 
 
@@ -75,13 +72,9 @@ def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: floa
     device = find_device(kind, int(os.environ.get('LOCAL_RANK', 0)))
     if device.type == 'mps' and size > 1:
         fail('device=mps: needs a single process')
-    at_once = micro_batch_size * size
-    if batch_size % at_once:
-        right = f'batch_size={max(1, round(batch_size / at_once)) * at_once}'
-        if batch_size % size == 0:
-            right += f', or micro_batch_size={math.gcd(batch_size // size, micro_batch_size)}'
+    if batch_size % (micro_batch_size * size):
         fail(f'batch_size={batch_size} is not a multiple of micro_batch_size x processes = '
-             f'{micro_batch_size} x {size}; right would be {right}')
+             f'{micro_batch_size} x {size}')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
@@ -111,11 +104,3 @@ def failures_in_words(world: World) -> Iterator[None]:
             raise
         fail(f'process {world.rank} of {world.size} failed or lost the others: {words}; once all '
              'can run again, go on with --init_from=resume', everywhere=True)
-
-
-def memory_gb(device: torch.device) -> float:
-    """The most memory used so far: the GPU's, or the process's."""
-    if device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == 'darwin' else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -13,15 +13,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_data(tmp_path_factory.mktemp('data'))
 
 
-@pytest.fixture(scope='session')
-def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def straight_and_stopped(tmp: Path, *options: str) -> tuple[Path, Path]:
     """Two folders of the same run: straight through 12 steps, and stopped after 6. Their data is in
     the folder beside them, and has all bytes in its vocabulary, so that they can be sampled."""
-    tmp = tmp_path_factory.mktemp('halves')
     data = write_data(tmp / 'data', vocab_size=257)
-    common = [f'--data={data}', steps(12), '--eval_interval=4', '--checkpoint_interval=3']
+    common = [f'--data={data}', steps(12), '--eval_interval=4', '--checkpoint_interval=3', *options]
     straight = Run(tmp, *common, f'--out_dir={tmp / "straight"}')
     stopped = Run(tmp, *common, f'--out_dir={tmp / "stopped"}', '--stop_step=6')
     codes = straight.wait().codes, stopped.wait().codes
     assert codes == ([0], [train.STOPPED]), straight.text + stopped.text
     return tmp / 'straight', tmp / 'stopped'
+
+
+@pytest.fixture(scope='session')
+def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return straight_and_stopped(tmp_path_factory.mktemp('halves'))
+
+
+@pytest.fixture(scope='session')
+def muon_halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return straight_and_stopped(tmp_path_factory.mktemp('muon'), '--optimizer=muon')

@@ -166,8 +166,7 @@ def make_trainer(data: Path, out: Path, **options: Any) -> train.Trainer:
     given = configurator.read_options(TINY, TrainConfig, ModelConfig)
     given |= {'data': str(data), 'out_dir': str(out), **options}
     cfg = configurator.build(TrainConfig, given)
-    model_options = {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__}
-    return train.Trainer(cfg, model_options, World(0, 1, torch.device('cpu')))
+    return train.Trainer(cfg, given, World(0, 1, torch.device('cpu')))
 
 
 def wait_for(condition: Any, seconds: float = 300) -> None:

@@ -9,7 +9,7 @@ from running import ROOT
 from configurator import build, check_types, check_values, in_range, read_options
 from model import ModelConfig
 from nanocem.runs import new_options
-from train import RECIPE, TrainConfig
+from train import TrainConfig
 
 
 def options_of(*argv: str) -> dict[str, Any]:
@@ -20,9 +20,9 @@ def test_later_options_win_and_types_are_the_fields(tmp_path: Path) -> None:
     config = tmp_path / 'c.py'
     config.write_text('"""Doc."""\nsize = \'86m\'\nlearning_rate = 1\nattn_steps = 3\n')
     got = options_of(str(config), '--attn_steps=4', '--tokens=3.3B', '--compile',
-                     '--max_minutes=None', '--out_dir=123')
+                     '--stop_step=None', '--out_dir=123')
     assert got == {'size': '86m', 'learning_rate': 1.0, 'attn_steps': 4, 'tokens': 3_300_000_000,
-                   'compile': True, 'max_minutes': None, 'out_dir': '123'}
+                   'compile': True, 'stop_step': None, 'out_dir': '123'}
     assert isinstance(got['learning_rate'], float) and isinstance(got['tokens'], int)
 
 
@@ -35,8 +35,6 @@ def test_later_options_win_and_types_are_the_fields(tmp_path: Path) -> None:
     ('--tensorboard=maybe', ['True or False']),
     ('config/none.py', ['config/none.py', 'No such file']),
     ('import os', ['c.py:1', 'name = plain value']),
-    ('learning_rate = print(1)', ['c.py:1', 'plain value']),
-    ('a, b = 1, 2', ['c.py:1']),
     ('size = ', ['not Python']),
     ('attn_steps = [1]', ['attn_steps = [1]', 'whole number']),
     ('d = {}', ['d: no such option']),
@@ -86,9 +84,9 @@ def test_a_config_file_is_found_here_then_beside_the_scripts(
 
 
 def test_values_from_a_file_are_checked() -> None:
-    given = {'compile': 'False', 'warmup': 0, 'max_minutes': None}
+    given = {'compile': 'False', 'warmup': 0, 'stop_step': None}
     checked = check_values(given, 'config.json', TrainConfig)
-    assert checked == {'compile': False, 'warmup': 0.0, 'max_minutes': None}
+    assert checked == {'compile': False, 'warmup': 0.0, 'stop_step': None}
     for wrong, words in (({'seed': '1.5'}, 'config.json: seed'), ({'new': 1}, 'no such option'),
                          ({'seed': True}, 'a whole number'), ({'data': 5}, 'expected text')):
         with pytest.raises(SystemExit, match=words):
@@ -122,20 +120,18 @@ def test_values_from_python_are_checked() -> None:
             Kinds(**wrong)
     with pytest.raises(ValueError, match='seed=1337: expected a whole number'):
         TrainConfig(seed='1337')
-    with pytest.raises(ValueError, match='tensorboard=no: expected True or False'):
-        TrainConfig(tensorboard='no')
     with pytest.raises(ValueError, match='count=1: expected 2 to 3,000'):
         in_range(Kinds(), 2, 3000, 'count')
 
 
 @pytest.mark.parametrize('size', ['nano', 'micro', 'mini'])
 def test_small_sizes_bring_their_settings(size: str) -> None:
-    given, _ = new_options({'size': size}, TrainConfig, RECIPE)
+    given = new_options({'size': size}, TrainConfig)
     assert given['data'] == 'data/builtin' and given['context_length'] <= 128
-    given, _ = new_options({'size': size, 'tokens_per_param': 3.0}, TrainConfig, RECIPE)
+    given = new_options({'size': size, 'tokens_per_param': 3.0}, TrainConfig)
     assert given['tokens'] is None
-    with pytest.raises(SystemExit, match='two budgets'):
-        new_options({'size': size, 'tokens_per_param': 3.0, 'tokens': 5}, TrainConfig, RECIPE)
+    given = new_options({'size': size, 'tokens_per_param': 3.0, 'tokens': 5}, TrainConfig)
+    assert given['tokens'] == 5
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda p: p.name)

@@ -1,8 +1,6 @@
 """Training: what it computes, and what happens when things break. Runs are real processes, and the
 damage is real."""
-import io
 import itertools
-import json
 import math
 import os
 import random
@@ -72,12 +70,6 @@ def test_accumulation_equals_one_large_batch(data: Path, tmp_path: Path) -> None
     assert one.train_step() == pytest.approx(four.train_step(), rel=1e-5)
     for p, q in zip(one.raw_model.parameters(), four.raw_model.parameters(), strict=True):
         assert torch.allclose(p, q, atol=1e-4)
-
-
-def test_bfloat16_steps_stay_close(data: Path, tmp_path: Path) -> None:
-    plain, bf16 = (make_trainer(data, tmp_path, dtype=dtype).train_step()[0]
-                   for dtype in ('float32', 'bfloat16'))
-    assert bf16 == pytest.approx(plain, rel=2e-2) and bf16 != plain
 
 
 def graphs_made() -> int:
@@ -151,32 +143,16 @@ def test_two_processes_and_checkpointing_give_one_processs_losses(
 
 # What it says
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize('terminal', [False, True])
-def test_a_line_a_validation_and_on_a_terminal_one_that_moves(
-    terminal: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_screen_has_a_line_a_validation_and_the_log_every_step(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """log.jsonl has all lines; a share of the peak above 100% is none."""
-    monkeypatch.setattr(fast, 'peak_flops', lambda *_: 1.0 if terminal else 1e12)
-    screen = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr(sys, 'stdout', screen)
     trainer = make_trainer(data, tmp_path, tokens=25 * BATCH * running.LENGTH)
     trainer.open_folder()
-    with trainer.bar:
-        assert trainer.train(NEVER) == 0
-    text = screen.getvalue()
-    lines = [line.rpartition('\r')[2] for line in text.split('\n')]
-    assert len(lines) == 1 + 3 + 1 + 1 and ('step/s' in text) == terminal
-    for n, line in zip((10, 20, 25), lines[1:4], strict=True):
+    assert trainer.train(NEVER) == 0
+    _, *lines, _ = capfd.readouterr().out.splitlines()
+    for n, line in zip((10, 20, 25), lines, strict=True):
         assert line.startswith(f'step     {n}/25 | loss ') and ' | validation loss ' in line
-    assert ('MFU' in text) != terminal
-    logged = [json.loads(line) for line in (tmp_path / 'log.jsonl').read_text().splitlines()]
-    shares = [line['mfu'] for line in logged if 'lr' in line]
-    assert len(shares) == 25 and all((share is None) == terminal for share in shares)
+    assert len(losses(tmp_path)) == 25
 
 
 def test_a_data_folder_without_its_tokenizer_costs_the_samples_alone(tmp_path: Path) -> None:
@@ -189,25 +165,6 @@ def test_a_data_folder_without_its_tokenizer_costs_the_samples_alone(tmp_path: P
     trainer.sample()
     assert all(text.startswith('No sample: ') for text in said) and 'no token 256' in said[0]
     assert 'tokenizer.model is missing' in said[1] and trainer.raw_model.training
-
-
-class Screen:
-    """stdout is a full disk, or a pipe that nobody reads."""
-    def __init__(self, kind: str):
-        self.kind = kind
-
-    def __call__(self) -> None:
-        reader, writer = os.pipe()
-        os.dup2(writer if self.kind == 'closed' else os.open('/dev/full', os.O_WRONLY), 1)
-        os.close(reader)
-
-
-def test_a_run_that_cannot_speak_finishes(data: Path, tmp_path: Path) -> None:
-    for kind in ('closed', 'full'):
-        out = tmp_path / kind
-        run = Run(tmp_path, f'--data={data}', steps(4), f'--out_dir={out}', damage=Screen(kind))
-        assert run.wait().codes == [0] and not run.text, run.text
-        assert (out / 'result.json').exists() and len(losses(out)) == 4
 
 
 # Kill and go on
@@ -272,13 +229,13 @@ def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
 def test_a_signal_to_one_process_stops_all_and_leaves_a_checkpoint(
     data: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / 'o'
+    out = tmp_path / 'o $x'
     options = [f'--data={data}', f'--out_dir={out}', '--checkpoint_interval=100000']
     run = Run(tmp_path, *options, steps(100_000), world=2)
     running.wait_for(lambda: (out / 'log.jsonl').exists() and len(log(out)) > 10)
     os.kill(run.processes[1].pid, signal.SIGTERM)  # rank 1 alone is told
     assert run.wait().codes == [train.STOPPED] * 2
-    assert f'go on with --init_from=resume --out_dir={out}' in run.text
+    assert f"go on with --init_from=resume --out_dir='{out}'" in run.text
     state = read_checkpoint(checkpoints(str(out))[-1])
     assert state['step'] == log(out)[-1]['step'] >= 10
     stop = f'--stop_step={state["step"] + 2}'
@@ -286,35 +243,21 @@ def test_a_signal_to_one_process_stops_all_and_leaves_a_checkpoint(
     assert losses(out)
 
 
-def interrupted(twice: bool) -> None:
+def interrupted() -> None:
     """The three signals ask for a stop; a second interrupt ends the process."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)  # whoever started the tests may ignore them
         signals = Signals()
         os.kill(os.getpid(), number)
         assert signals.received == number.name
-    if twice:
-        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_signals_are_taken_in_and_a_second_interrupt_stops_at_once() -> None:
-    for twice, code in ((False, 0), (True, -signal.SIGINT)):
-        process = running.FORK.Process(target=interrupted, args=(twice,))
-        process.start()
-        process.join()
-        assert process.exitcode == code
-
-
-def test_max_minutes_stops_by_the_clock(
-    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fast, 'peak_flops', lambda *_: 1e12)
-    trainer = make_trainer(data, tmp_path / 'a $b', max_minutes=1e-9)
-    (tmp_path / 'a $b').mkdir()
-    trainer.open_folder()
-    assert trainer.train(NEVER) == train.STOPPED and trainer.step == 1
-    said = capfd.readouterr().out
-    assert f"max_minutes); go on with --init_from=resume --out_dir='{tmp_path}/a $b'" in said
+    process = running.FORK.Process(target=interrupted)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGINT
 
 
 # Elastic
@@ -353,12 +296,6 @@ def test_torchrun_restarts_a_killed_group_from_its_last_checkpoint(
         runs.find_run(None, None)
 
 
-def test_a_batch_that_does_not_divide_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('WORLD_SIZE', '2')
-    with pytest.raises(SystemExit, match=r'2 x 2; right would be batch_size=8, or micro_.*=1$'):
-        start_world('cpu', batch_size=6, micro_batch_size=2, minutes=1.0)
-
-
 def test_a_process_that_answers_no_more_ends_all_in_time_with_nothing_corrupt(
     data: Path, tmp_path: Path
 ) -> None:
@@ -373,8 +310,7 @@ def test_a_process_that_answers_no_more_ends_all_in_time_with_nothing_corrupt(
     assert 'lost the others' in run.text and 'Traceback' not in run.text, run.text
     os.kill(run.processes[1].pid, signal.SIGKILL)
     run = Run(tmp_path, f'--out_dir={out}', RESUME, f'--stop_step={len(losses(out)) + 3}').wait()
-    assert run.codes == [train.STOPPED] and 'damaged' not in run.text
-    assert losses(out)
+    assert run.codes == [train.STOPPED] and 'damaged' not in run.text and losses(out)
 
 
 # Numbers
@@ -404,32 +340,25 @@ def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_ru
     data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / 'o'
-    options = [f'--data={data}', steps(40), f'--out_dir={out}', '--checkpoint_interval=4',
-               '--max_skipped=3']
+    options = [f'--data={data}', steps(40), f'--out_dir={out}', '--checkpoint_interval=4']
     run = Run(tmp_path, *options, world=2, damage=BadNumbers(5, 6, 7, *range(21, 40))).wait()
     assert run.codes == [1, 1] and 'Traceback' not in run.text
     line = run.text.splitlines()[-1]
-    assert '4 steps in a row' in line and 'batch 24' in line and 'step_00000024.pt' in line
+    assert '11 steps in a row' in line and 'batch 31' in line
     skipped = [line['step'] for line in log(out) if line.get('event') == 'skipped']
-    assert skipped == [6, 7, 8, 22, 23, 24, 25]
+    assert skipped == [6, 7, 8, *range(22, 33)]
     assert [s for s, loss in enumerate(losses(out), 1) if loss is None] == skipped[:-1]  # null
     assert 'NaN' not in (out / 'log.jsonl').read_text()
     assert all(torch.isfinite(w).all() for w in running.weights(out).values())
     assert Run(tmp_path, f'--out_dir={out}', RESUME).wait().codes == [0]
-    assert result(out)['skipped'] == 6
+    assert result(out)['skipped'] == 10
 
 
-def test_a_spike_is_logged_and_skipped_steps_are_no_result(data: Path, tmp_path: Path) -> None:
+def test_a_spike_is_far_above_the_losses_before_it() -> None:
     health = Health()
     events = [health.take(loss, 1.0) for loss in [3.0, 3.1] * 15 + [math.nan, 9.0, 3.0]]
-    assert [(n, event) for n, event in enumerate(events) if event] == [(30, 'skipped'),
-                                                                       (31, 'spike')]
+    assert events == [None] * 30 + ['skipped', 'spike', None]
     assert health.recent[-2:] == [9.0, 3.0] and (health.skipped, health.in_a_row) == (1, 0)
-    trainer = make_trainer(data, tmp_path)
-    trainer.step = trainer.health.skipped = 4
-    with pytest.raises(SystemExit, match='no model came of 4 steps'):
-        trainer.finish()
-    assert not (tmp_path / 'result.json').exists()
 
 
 # Options
@@ -458,7 +387,7 @@ def some_options() -> st.SearchStrategy:
                 kinds = [hint, *typing.get_args(hint)]
                 own = [value for kind in kinds if typing.get_origin(kind) is typing.Literal
                        for value in typing.get_args(kind)]
-                options += [f'--{name}={value}' for value in VALUES + own * 20]
+                options += [f'--{name}={value}' for value in VALUES + own * 30]
     return st.lists(st.sampled_from(options), min_size=1, max_size=4)
 
 
@@ -474,16 +403,13 @@ def test_any_option_set_trains_or_is_refused_in_one_line(data: Path, tmp_path: P
             given |= {'data': str(data), 'out_dir': str(tmp_path)}
             cfg = configurator.build(TrainConfig, given)
             world = start_world(cfg.device, cfg.batch_size, cfg.micro_batch_size, 1.0)
-            model = {k: v for k, v in given.items() if k in ModelConfig.__dataclass_fields__}
-            train.Trainer(cfg, model, world).train_step()
+            train.Trainer(cfg, given, world).train_step()
             ended['trained'] += 1
         except SystemExit as error:
             ended['refused'] += 1
             assert isinstance(error.code, str) and '\n' not in error.code
             names = [arg.removeprefix('--').partition('=')[0] for arg in argv]
             assert any(name in error.code for name in names), (argv, error.code)
-        finally:
-            torch.use_deterministic_algorithms(False)
 
     walk()
     assert min(ended['trained'], ended['refused']) > 100, ended
