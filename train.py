@@ -12,6 +12,7 @@ config.json, log.jsonl, checkpoints, TensorBoard's events, and result.json once 
 """
 import contextlib
 import math
+import os
 import shlex
 import sys
 import time
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from configurator import build, check_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
@@ -73,6 +75,7 @@ class TrainConfig:
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: the faster
     compile: bool | None = None  # torch.compile; default: on a GPU, in long runs on a CPU
     activation_checkpointing: bool = False  # recompute a block going back: less memory, more time
+    deterministic: bool = False  # refuse GPU operations that are not reproducible to the bit
     timeout_minutes: float = 10.0  # how long a process waits for the others
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
     sample_interval: int | None = None  # steps between samples of text; default: at the end only
@@ -143,6 +146,9 @@ class Trainer:
         self.optimizer = make_optimizer(self.raw_model, cfg)
 
         # How the model runs: precision, compiler, processes
+        if cfg.deterministic:
+            os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+            torch.use_deterministic_algorithms(True)
         flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
         self.dtype, compiled = world.broadcast(
             fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
@@ -163,6 +169,7 @@ class Trainer:
         self.health = Health()
         self.began = time.monotonic()  # less the time of sessions before this one
         self.log: runs.Log | None = None  # rank 0's
+        self.bar = tqdm(disable=True)
 
     def identity(self) -> dict[str, Any]:
         """What must not change from session to session."""
@@ -271,6 +278,7 @@ class Trainer:
     def report(self, text: str, **values: Any) -> None:
         """From rank 0: a line on the screen, and its values in the log."""
         if self.world.rank == 0:
+            self.bar.clear()
             say(text)
             if values:
                 self.log(self.step, **values)
@@ -285,6 +293,8 @@ class Trainer:
             f'{self.tokens_per_step:,} tokens = {steps * self.tokens_per_step:,}, '
             f'{self.world.size} x {self.world.device.type}, {self.precision}, {self.attention}; '
             f'{len(self.data["train"]):,} sequences an epoch')
+        # on a terminal, a line that moves
+        self.bar = tqdm(total=steps, initial=self.step, unit='step', leave=False, disable=None)
 
     def train(self, signals: runs.Signals) -> int:
         """The loop. Returns the exit code: 0 finished, STOPPED it can go on."""
@@ -301,6 +311,9 @@ class Trainer:
             last = self.step == steps
             rate = (self.step - since) * self.tokens_per_step / spent
             mfu = fast.flops_per_token(self.raw_model) * rate / peak
+            mfu = mfu if mfu <= 1 else None  # the peak is not known
+            self.bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} tok/s', refresh=False)
+            self.bar.update()
 
             # A line in the log
             if self.step % cfg.log_interval == 0 or last:
@@ -315,10 +328,10 @@ class Trainer:
             if self.step % cfg.eval_interval == 0 or last:
                 self.val_loss = self.evaluate('val', cfg.eval_tokens)
                 left = timedelta(seconds=round((steps - self.step) * self.tokens_per_step / rate))
+                share = '' if mfu is None else f'MFU {mfu:.1%} | '
                 self.report(f'step {self.step:>6,}/{steps:,} | loss {loss:.4f} | validation loss '
                             f'{self.val_loss:.4f}, perplexity {perplexity(self.val_loss):.3f} | '
-                            f'{rate:,.0f} tok/s | MFU {mfu:.1%} | ETA {left}',
-                            val_loss=self.val_loss)
+                            f'{rate:,.0f} tok/s | {share}ETA {left}', val_loss=self.val_loss)
                 if self.val_loss < self.best:
                     self.best = self.val_loss
                     self.checkpoint(best=True)

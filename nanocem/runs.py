@@ -124,6 +124,8 @@ def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> di
 
 def one_budget(given: dict[str, Any]) -> dict[str, Any]:
     """The options; with tokens_per_param goes what tokens a size or a run has set."""
+    if given.get('tokens') and given.get('tokens_per_param'):
+        fail('tokens and tokens_per_param are two budgets: give one')
     return {'tokens': None, **given} if 'tokens_per_param' in given else given
 
 

@@ -73,8 +73,11 @@ def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: floa
     if device.type == 'mps' and size > 1:
         fail('device=mps: needs a single process')
     if batch_size % (micro_batch_size * size):
+        fitting = [m for m in range(micro_batch_size, 0, -1) if batch_size % (m * size) == 0]
+        larger = -(-batch_size // (micro_batch_size * size)) * micro_batch_size * size
+        right = f'micro_batch_size={fitting[0]}' if fitting else f'batch_size={larger}'
         fail(f'batch_size={batch_size} is not a multiple of micro_batch_size x processes = '
-             f'{micro_batch_size} x {size}')
+             f'{micro_batch_size} x {size}; right would be {right}')
     if device.type == 'cuda':
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
