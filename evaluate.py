@@ -7,7 +7,7 @@ A run under the lens.
     python evaluate.py --energies              the energy along the steps of every CEM sublayer
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
     python evaluate.py --compare out/a out/b   curves of runs on one plot, and a table of results
-    python evaluate.py --export=DIR            safetensors and config.json, as on Hugging Face's hub
+    python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
 What is asked for is done and no more. A run's tables and pictures go into its folder, those of
 --compare into out/results/compare.
@@ -55,7 +55,7 @@ class EvaluateConfig:
     energies: bool = False  # energies along the steps; 8 of them where steps does not say
     attention: str | None = None  # a text to show the attention maps of
     compare: tuple[str, ...] = ()  # folders of runs; written --compare out/a out/b
-    export: str | None = None  # a folder to write the model to, as Hugging Face's hub has it
+    export: str | None = None  # a new folder for the model as transformers loads it
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
 
     def __post_init__(self) -> None:
@@ -436,8 +436,8 @@ def main(argv: list[str]) -> None:
         fail(f'{out_dir} is all Llama; steps and energies are those of CEM sublayers')
     losses = bool(cfg.steps) or not (cfg.energies or cfg.attention or cfg.export)
     if cfg.export:
-        export(model, cfg.export, state['data'])
-        say(f'{cfg.export}: nanocem.hf.HubTransformer.from_pretrained loads it')
+        export(model, cfg.export, state)
+        say(f'{cfg.export}: transformers loads it, as its README.md says')
 
     # of what the reports are, and where they go: out_dir may be a checkpoint's file
     is_file = os.path.isfile(out_dir)

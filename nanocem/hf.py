@@ -1,13 +1,21 @@
-"""Hugging Face: Llama's weights in ours, and our models in the hub's form."""
-import os
+"""Hugging Face: Llama's weights in ours, and our models as folders that transformers loads."""
+import json
+import re
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from configurator import fail
 from model import ModelConfig, Transformer
+from nanocem.files import say
+from nanocem.tokenizers import load_tokenizer, make_tokenizer
+
+ROOT = Path(__file__).parents[1]
+CODE = ('model.py', 'configurator.py', 'nanocem/fast.py', 'nanocem/triton_attention.py',
+        'nanocem/modeling_nanocem.py')  # what an exported folder holds of this repository
 
 OURS = {  # in a block -> in a Hugging Face layer
     'attn.norm.gain': 'input_layernorm',
@@ -72,44 +80,91 @@ def in_our_shape(name: str, w: Tensor, D: int, R: int) -> Tensor:
 
 
 CARD = """---
-{{ card_data }}
+library_name: transformers
+pipeline_tag: text-generation
 ---
-A language model by nanoCEM, the reference implementation of
-[Causal Energy Minimization]({{ paper_url }}). With that code at hand:
+A language model by nanoCEM, an implementation of
+[Causal Energy Minimization](https://arxiv.org/abs/2605.07588). It needs torch, transformers, numpy
+and scipy:
 
-    from nanocem.hf import HubTransformer
-    model = HubTransformer.from_pretrained('this folder, or OWNER/NAME on the hub')
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=True)
 
-{{ about | default('', true) }}
+Tokenizer: {tokenizer}, vocabulary {vocab_size}.
 """
 
 
-class HubTransformer(
-        Transformer, PyTorchModelHubMixin, model_card_template=CARD, library_name='nanocem',
-        pipeline_tag='text-generation', paper_url='https://arxiv.org/abs/2605.07588'):
-    """A Transformer with save_pretrained, from_pretrained and push_to_hub: model.safetensors and
-    config.json, {"cfg": the ModelConfig's fields}."""
-    @classmethod
-    def _from_pretrained(cls, *, strict: bool = True, **rest: Any) -> 'HubTransformer':
-        return super()._from_pretrained(strict=strict, **rest)  # the hub's default: anything fits
-
-
-def to_hub(model: Transformer) -> HubTransformer:
-    """The same model with the hub's methods; the two share their weights."""
-    shared = HubTransformer(model.cfg)
-    shared.load_state_dict(model.state_dict(), assign=True)
-    return shared.eval()
-
-
-def export(model: Transformer, folder: str, data: dict[str, Any]) -> None:
-    """Write the model to a new or empty folder as the hub has it; `data`, a checkpoint's, names its
-    tokenizer. SystemExit."""
-    about = f'Tokenizer: {data["tokenizer"]}, vocabulary {data["vocab_size"]}.'
+def export(model: Transformer, folder: str, state: dict[str, Any]) -> None:
+    """Write the model to a new or empty folder that transformers loads; `state`, its checkpoint,
+    names the tokenizer. SystemExit."""
+    path = Path(folder)
     try:
-        os.makedirs(folder, exist_ok=True)
-        if os.listdir(folder):
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
             fail(f'export={folder} is not empty; expected a new folder')
-        to_hub(model).save_pretrained(folder, model_card_kwargs={'about': about})
+        save_file({f'model.{name}': w.contiguous() for name, w in model.state_dict().items()},
+                  path / 'model.safetensors', {'format': 'pt'})
+        for source in CODE:
+            code = (ROOT / source).read_text(encoding='utf-8')
+            (path / Path(source).name).write_text(beside(code), encoding='utf-8')
+        (path / 'README.md').write_text(CARD.format(**state['data']), encoding='utf-8')
+        auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
+                'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
+        begin = {'bos_token_id': write_tokenizer(path, state)}
+        write_json(path / 'config.json', model_type='nanocem', dtype='float32', auto_map=auto,
+                   architectures=['NanocemForCausalLM'], **begin, **vars(model.cfg))
+        write_json(path / 'generation_config.json', use_cache=False, **begin)
     except (OSError, SafetensorError) as error:  # a full disk is safetensors' own error
         words = getattr(error, 'strerror', None) or error
         fail(f'export={folder}: {words}; expected a folder to write in')
+
+
+def beside(code: str) -> str:
+    """A file of ours with imports from the folder it is in, the only ones transformers follows."""
+    code = re.sub(r'^( *)from nanocem import', r'\1from . import', code, flags=re.M)
+    return re.sub(r'^( *)from (?:nanocem\.)?(configurator|model|fast|triton_attention) import',
+                  r'\1from .\2 import', code, flags=re.M)
+
+
+def write_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+
+
+def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
+    """The files of transformers' own class, or of the one in modeling_nanocem.py for bytes. Returns
+    BOS; None, and a warning, where the tokenizer is not at hand."""
+    try:
+        by_bytes = state['data']['tokenizer'] == 'byte'
+        tokenizer = make_tokenizer('byte', '') if by_bytes else load_tokenizer(state['data_dir'])
+    except SystemExit as error:
+        say(f'WARNING: no tokenizer in {path}: {str(error).partition(": ")[2]}')
+        return None
+    options: dict[str, Any] = {'add_bos_token': True, 'split_special_tokens': True}
+    if by_bytes:
+        kind = 'NanocemTokenizer'
+        options = {'auto_map': {'AutoTokenizer': [f'modeling_nanocem.{kind}', None]}}
+    elif tokenizer.name == 'gpt2':
+        kind = 'GPT2Tokenizer'
+        ranks = tokenizer.bpe._mergeable_ranks
+        letters = printable_bytes()
+        spelled = {word: ''.join(letters[i] for i in word) for word in ranks}
+        vocabulary = {spelled[word]: i for word, i in ranks.items()}
+        write_json(path / 'vocab.json', **vocabulary, **{'<|endoftext|>': tokenizer.bos})
+        # tiktoken joins any two neighbours that are a word together, the earliest word first
+        pairs = [f'{spelled[word[:n]]} {spelled[word[n:]]}' for word in sorted(ranks, key=ranks.get)
+                 for n in range(1, len(word)) if word[:n] in ranks and word[n:] in ranks]
+        (path / 'merges.txt').write_text('\n'.join(['#version: 0.2', *pairs, '']), encoding='utf-8')
+    else:
+        kind = 'LlamaTokenizer'
+        (path / 'tokenizer.model').write_bytes(tokenizer.model.serialized_model_proto())
+    write_json(path / 'tokenizer_config.json', tokenizer_class=kind, **options,
+               model_max_length=state['model_config']['context_length'])
+    return tokenizer.bos
+
+
+def printable_bytes() -> list[str]:
+    """GPT-2's letter for each byte: itself where that is printed, else one from 256 on."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [i for i in range(256) if i not in shown]
+    return [chr(i) if i in shown else chr(256 + others.index(i)) for i in range(256)]
