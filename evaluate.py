@@ -35,7 +35,7 @@ from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from nanocem.hf import export
 from nanocem.runs import load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced
-from nanocem.sources import read_text
+from nanocem.sources import text_of
 from nanocem.tokenizers import load_tokenizer
 
 Report = tuple[str, Figure]  # a table and a picture
@@ -69,24 +69,12 @@ class EvaluateConfig:
 
 # What is read
 
-def text_of(path: str) -> str:
-    """SystemExit where it is no text file in UTF-8."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
-        fail(f'text={path} is no file; expected a text file')
-    try:
-        return read_text(path)
-    except OSError as error:
-        fail(f'text={path}: {error.strerror}; expected a text file')
-    except ValueError as error:
-        fail(f'text={path}: {error}')
-
-
 def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
                    length: int) -> Tensor:
     """(n, length + 1), evenly spaced in the text or the split, cfg.tokens tokens of them at most;
     NO_TARGET behind the end of a text, all of whose tokens but BOS are targets once."""
     if cfg.text is not None:
-        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text))])
+        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text, 'text='))])
         length = min(length, len(ids) - 1) or fail(f'text={cfg.text} is empty')
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)

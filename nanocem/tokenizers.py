@@ -2,11 +2,13 @@
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from configurator import fail
+from nanocem.files import say
 from nanocem.shards import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
@@ -88,7 +90,7 @@ class LlamaTokenizer:
         return [i if part.begins else i[2:] for i, part in zip(ids, parts, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
-        return self.model.decode(ids)
+        return self.model.decode([i for i in ids if i < self.vocab_size])
 
 
 def make_tokenizer(name: str, model: str) -> Any:
@@ -116,3 +118,20 @@ def load_tokenizer(data_dir: str) -> Any:
              f'{right[0]}, SHA-256 {right[1]}, not {tokenizer.vocab_size}, {tokenizer.sha256}; '
              'prepare the data again')
     return tokenizer
+
+
+def as_it_comes(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], None]:
+    """A function that takes one more token at a time: it prints the text of `ids`, and then of
+    these, once their last character is whole, or they are `total` in all."""
+    begin = end = 0  # of what was printed last; the next is decoded behind it, for a word may lose
+    # its space where a text begins
+
+    def take(token: Any) -> None:
+        nonlocal begin, end
+        ids.append(int(token))
+        printed = tokenizer.decode(ids[begin:end])
+        text = tokenizer.decode(ids[begin:])
+        if not text.endswith('\ufffd') or len(ids) == total:
+            say(text[len(printed):], end='')
+            begin, end = end, len(ids)
+    return take
