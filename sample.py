@@ -45,7 +45,7 @@ class SampleConfig:
 def sample_text(model: Any, data_dir: str, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
     """`prompt` and its continuation, n of them with --- between, by the data folder's tokenizer;
-    '' for one that is printed `live`, as it comes. ValueError for no tokenizer, or no finite numbers."""
+    '' for one printed `live`. ValueError where there is no tokenizer, or no finite number."""
     try:
         tokenizer = load_tokenizer(data_dir)
     except SystemExit as error:

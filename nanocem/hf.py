@@ -11,7 +11,7 @@ from torch import Tensor
 from configurator import fail
 from model import ModelConfig, Transformer
 from nanocem.files import say
-from nanocem.tokenizers import load_tokenizer, make_tokenizer
+from nanocem.tokenizers import ByteTokenizer, load_tokenizer, tokenizer_json
 
 ROOT = Path(__file__).parents[1]
 CODE = ('model.py', 'configurator.py', 'nanocem/fast.py', 'nanocem/triton_attention.py',
@@ -132,39 +132,23 @@ def write_json(path: Path, **values: Any) -> None:
 
 
 def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
-    """The files of transformers' own class, or of the one in modeling_nanocem.py for bytes. Returns
-    BOS; None, and a warning, where the tokenizer is not at hand."""
+    """The files of transformers' fast tokenizers, or of the one in modeling_nanocem.py for bytes.
+    Returns BOS; None, and a warning, where the tokenizer is not at hand."""
     try:
         by_bytes = state['data']['tokenizer'] == 'byte'
-        tokenizer = make_tokenizer('byte', '') if by_bytes else load_tokenizer(state['data_dir'])
+        tokenizer = ByteTokenizer() if by_bytes else load_tokenizer(state['data_dir'])
     except SystemExit as error:
         say(f'WARNING: no tokenizer in {path}: {str(error).partition(": ")[2]}')
         return None
-    options: dict[str, Any] = {'add_bos_token': True, 'split_special_tokens': True}
+    options: dict[str, Any]
     if by_bytes:
         kind = 'NanocemTokenizer'
         options = {'auto_map': {'AutoTokenizer': [f'modeling_nanocem.{kind}', None]}}
-    elif tokenizer.name == 'gpt2':
-        kind = 'GPT2Tokenizer'
-        ranks = tokenizer.bpe._mergeable_ranks
-        letters = printable_bytes()
-        spelled = {word: ''.join(letters[i] for i in word) for word in ranks}
-        vocabulary = {spelled[word]: i for word, i in ranks.items()}
-        write_json(path / 'vocab.json', **vocabulary, **{'<|endoftext|>': tokenizer.bos})
-        # tiktoken joins any two neighbours that are a word together, the earliest word first
-        pairs = [f'{spelled[word[:n]]} {spelled[word[n:]]}' for word in sorted(ranks, key=ranks.get)
-                 for n in range(1, len(word)) if word[:n] in ranks and word[n:] in ranks]
-        (path / 'merges.txt').write_text('\n'.join(['#version: 0.2', *pairs, '']), encoding='utf-8')
     else:
-        kind = 'LlamaTokenizer'
-        (path / 'tokenizer.model').write_bytes(tokenizer.model.serialized_model_proto())
+        kind = 'PreTrainedTokenizerFast'
+        bpe, special = tokenizer_json(tokenizer)
+        write_json(path / 'tokenizer.json', **bpe)
+        options = {'split_special_tokens': True, 'clean_up_tokenization_spaces': False, **special}
     write_json(path / 'tokenizer_config.json', tokenizer_class=kind, **options,
                model_max_length=state['model_config']['context_length'])
     return tokenizer.bos
-
-
-def printable_bytes() -> list[str]:
-    """GPT-2's letter for each byte: itself where that is printed, else one from 256 on."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [i for i in range(256) if i not in shown]
-    return [chr(i) if i in shown else chr(256 + others.index(i)) for i in range(256)]

@@ -42,6 +42,14 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = Transformer(ModelConfig(**{name: getattr(config, name) for name in names}))
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        """RuntimeError where a weight is missing, which would be left as memory had it."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **options)
+        if info['missing_keys']:
+            raise RuntimeError(f'no weights for {", ".join(sorted(info["missing_keys"]))}')
+        return (model, info) if output_loading_info else model
+
     def _init_weights(self, module: Any) -> None:
         """The modules have drawn their weights when they were made."""
 
