@@ -7,7 +7,7 @@ A run under the lens.
     python evaluate.py --energies              the energy along the steps of every CEM sublayer
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
     python evaluate.py --compare out/a out/b   curves of runs on one plot, and a table of results
-    python evaluate.py --export=DIR            safetensors and config.json, as on Hugging Face's hub
+    python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
 What is asked for is done and no more. A run's tables and pictures go into its folder, those of
 --compare into out/results/compare.
@@ -33,7 +33,7 @@ from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from nanocem.hf import export
 from nanocem.runs import load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced
-from nanocem.sources import read_text
+from nanocem.sources import text_of
 from nanocem.tokenizers import load_tokenizer
 
 Report = tuple[str, Figure | None]  # a table and a picture
@@ -53,7 +53,7 @@ class EvaluateConfig:
     energies: bool = False  # energies along the steps; 8 of them where steps does not say
     attention: str | None = None  # a text to show the attention maps of
     compare: tuple[str, ...] = ()  # folders of runs; written --compare out/a out/b
-    export: str | None = None  # a folder to write the model to, as Hugging Face's hub has it
+    export: str | None = None  # a new folder for the model as transformers loads it
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
 
     def __post_init__(self) -> None:
@@ -71,13 +71,7 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
     """(n, length + 1), evenly spaced in the text or the split, cfg.tokens tokens of them at most;
     NO_TARGET behind the end of a text, all of whose tokens but BOS are targets once."""
     if cfg.text is not None:
-        if not os.path.isfile(cfg.text):  # a pipe would be waited for, for ever
-            fail(f'text={cfg.text}: no such file; expected a text file')
-        try:
-            text = read_text(cfg.text)
-        except (OSError, ValueError) as error:
-            fail(f'text={cfg.text}: {error}')
-        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text)])
+        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text, 'text='))])
         length = min(length, len(ids) - 1) or fail(f'text={cfg.text} is empty')
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)
@@ -376,8 +370,8 @@ def main(argv: list[str]) -> None:
         fail(f'{out_dir} is all Llama; steps and energies are those of CEM sublayers')
     losses = bool(cfg.steps) or not (cfg.energies or cfg.attention or cfg.export)
     if cfg.export:
-        export(model, cfg.export, state['data'])
-        say(f'{cfg.export}: nanocem.hf.HubTransformer.from_pretrained loads it')
+        export(model, cfg.export, state)
+        say(f'{cfg.export}: transformers loads it, as its README.md says')
 
     # of what the reports are, and where they go: out_dir may be a checkpoint's file
     folder, weights = out_dir, f'{cfg.checkpoint} checkpoint of {out_dir}'

@@ -2,20 +2,20 @@
 Text from a trained model.
 
     python sample.py                                         from the newest run
-    python sample.py --out_dir=out/mini-cem2-cem2 --prompt="def " --temperature=0.7 --attn_steps=4
+    python sample.py --out_dir=out/mini-cem1-cem1 --prompt="def " --temperature=0.7 --attn_steps=4
 """
 import sys
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from configurator import build, check_types, fail, in_range, read_options
-from model import Transformer
 from nanocem.decode import generate
-from nanocem.files import say
+from nanocem.files import on_terminal, say
 from nanocem.runs import load_run
-from nanocem.tokenizers import load_tokenizer
+from nanocem.sources import text_of
+from nanocem.tokenizers import as_it_comes, load_tokenizer
 
 
 @dataclass
@@ -23,9 +23,9 @@ class SampleConfig:
     """What to generate."""
     out_dir: str | None = None  # the run; default: the newest under out/
     checkpoint: Literal['best', 'last'] = 'best'  # best by validation, or the last one written
-    prompt: str = ''  # the text to continue
+    prompt: str = ''  # the text to continue; FILE:path, that of a file
     tokens: int = 500  # how many to add
-    samples: int = 1  # how many texts
+    num_samples: int = 1  # how many texts, in one batch
     temperature: float = 0.8  # 0 takes the likeliest token every time
     top_k: int | None = None  # draw among the k likeliest tokens only
     seed: int = 1337  # of the draws
@@ -35,16 +35,17 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        in_range(self, 1, 10**6, 'tokens samples top_k attn_steps mlp_steps')
+        in_range(self, 1, 10**6, 'tokens num_samples top_k attn_steps mlp_steps')
         in_range(self, 0, 2**63 - 1, 'seed')
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
             raise ValueError(f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
 
 
-def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, temperature: float,
-                top_k: int | None, seed: int) -> str:
-    """`prompt` and its continuation, by the data folder's tokenizer. ValueError where that is
-    missing, or the model gives no numbers."""
+@torch.no_grad()
+def sample_text(model: Any, data_dir: str, prompt: str, tokens: int, temperature: float,
+                top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
+    """`prompt` and its continuation, n of them with --- between, by the data folder's tokenizer;
+    '' for one printed `live`. ValueError where there is no tokenizer, or no finite number."""
     try:
         tokenizer = load_tokenizer(data_dir)
     except SystemExit as error:
@@ -53,25 +54,25 @@ def sample_text(model: Transformer, data_dir: str, prompt: str, tokens: int, tem
     if max(ids) >= model.cfg.vocab_size:
         raise ValueError(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=model.embedding.device)
-    with torch.no_grad():
-        logits, _ = model(idx[:, -model.cfg.context_length:])
-    if not bool(torch.isfinite(logits).all()):
+    if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
         raise ValueError('the model gives numbers that are not finite: nothing to sample from')
     generator = torch.Generator(idx.device).manual_seed(seed % 2**63)
-    ids = generate(model, idx, tokens, temperature, top_k, generator)[0].tolist()
-    return tokenizer.decode([i for i in ids if i < tokenizer.vocab_size])
+    show = as_it_comes(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
+    idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator, show=show)
+    texts = [tokenizer.decode(row[row < tokenizer.vocab_size].tolist()) for row in idx]
+    return '' if show else '\n---\n'.join(texts)
 
 
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
+    if cfg.prompt.startswith('FILE:'):
+        cfg.prompt = text_of(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     try:
-        for seed in range(cfg.seed, cfg.seed + cfg.samples):
-            text = sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
-                               cfg.top_k, seed)
-            say(text + '\n---')
+        say(sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
+                        cfg.top_k, cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
     except ValueError as error:
         fail(str(error))
 

@@ -1,7 +1,7 @@
 """Generation with a cache: D numbers a token and layer for CEM, half of Llama's (with a diagonal
 and rope, or the exact update, 2 D)."""
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -92,10 +92,10 @@ def bias_at_hand(bias: Any, last: Tensor, pos: Any) -> Tensor:
 @torch.no_grad()
 def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int | None = None, generator: torch.Generator | None = None,
-             use_cache: bool = True) -> Tensor:
+             use_cache: bool = True, show: Callable[[Tensor], None] | None = None) -> Tensor:
     """Continue idx (B, J) to (B, J + max_new_tokens). Temperature 0 takes the likeliest token. When
-    the context is full, it starts again from the last half of it. ValueError for a temperature
-    below 0 or a top_k below 1."""
+    the context is full, it starts again from the last half of it. `show` gets the tokens of each
+    step, (B, 1). ValueError for a temperature below 0 or a top_k below 1."""
     if not temperature >= 0 or (top_k is not None and top_k < 1):
         raise ValueError(f'temperature={temperature}, top_k={top_k}: expected at least 0, and 1')
     length = model.cfg.context_length
@@ -120,4 +120,6 @@ def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 
                 p = (logits / temperature).softmax(dim=-1)
                 new = torch.multinomial(p, 1, generator=generator)
             idx = torch.cat([idx, new], dim=1)
+            if show is not None:
+                show(new)
     return idx

@@ -9,11 +9,11 @@ import sys
 from typing import Any
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = '\n') -> None:
     """Print a line, at once. A closed pipe, a full disk behind stdout, or a locale that lacks a
     character costs the line at most, never the program."""
     stream = sys.stdout
-    line = (text + '\n').encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
+    line = (text + end).encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
         stream.flush()
         try:
@@ -21,6 +21,11 @@ def say(text: str) -> None:
                 line = line[os.write(stream.fileno(), line):]
         except io.UnsupportedOperation:  # a notebook's or a test's stdout
             stream.write(line.decode(stream.encoding or 'utf-8'))
+
+
+def on_terminal() -> bool:
+    """Whether what is said is read as it comes."""
+    return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

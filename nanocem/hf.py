@@ -1,13 +1,21 @@
-"""Hugging Face: Llama's weights in ours, and our models in the hub's form."""
-import os
+"""Hugging Face: Llama's weights in ours, and our models as folders that transformers loads."""
+import json
+import re
+from pathlib import Path
 from typing import Any
 
-from huggingface_hub import PyTorchModelHubMixin
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from configurator import fail
 from model import ModelConfig, Transformer
+from nanocem.files import say
+from nanocem.tokenizers import ByteTokenizer, load_tokenizer, tokenizer_json
+
+ROOT = Path(__file__).parents[1]
+CODE = ('model.py', 'configurator.py', 'nanocem/fast.py', 'nanocem/triton_attention.py',
+        'nanocem/modeling_nanocem.py')  # what an exported folder holds of this repository
 
 OURS = {  # in a block -> in a Hugging Face layer
     'attn.norm.gain': 'input_layernorm',
@@ -72,44 +80,75 @@ def in_our_shape(name: str, w: Tensor, D: int, R: int) -> Tensor:
 
 
 CARD = """---
-{{ card_data }}
+library_name: transformers
+pipeline_tag: text-generation
 ---
-A language model by nanoCEM, the reference implementation of
-[Causal Energy Minimization]({{ paper_url }}). With that code at hand:
+A language model by nanoCEM, an implementation of
+[Causal Energy Minimization](https://arxiv.org/abs/2605.07588). It needs torch, transformers, numpy
+and scipy:
 
-    from nanocem.hf import HubTransformer
-    model = HubTransformer.from_pretrained('this folder, or OWNER/NAME on the hub')
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=True)
 
-{{ about | default('', true) }}
+Tokenizer: {tokenizer}, vocabulary {vocab_size}.
 """
 
 
-class HubTransformer(
-        Transformer, PyTorchModelHubMixin, model_card_template=CARD, library_name='nanocem',
-        pipeline_tag='text-generation', paper_url='https://arxiv.org/abs/2605.07588'):
-    """A Transformer with save_pretrained, from_pretrained and push_to_hub: model.safetensors and
-    config.json, {"cfg": the ModelConfig's fields}."""
-    @classmethod
-    def _from_pretrained(cls, *, strict: bool = True, **rest: Any) -> 'HubTransformer':
-        return super()._from_pretrained(strict=strict, **rest)  # the hub's default: anything fits
-
-
-def to_hub(model: Transformer) -> HubTransformer:
-    """The same model with the hub's methods; the two share their weights."""
-    shared = HubTransformer(model.cfg)
-    shared.load_state_dict(model.state_dict(), assign=True)
-    return shared.eval()
-
-
-def export(model: Transformer, folder: str, data: dict[str, Any]) -> None:
-    """Write the model to a new or empty folder as the hub has it; `data`, a checkpoint's, names its
-    tokenizer. SystemExit."""
-    about = f'Tokenizer: {data["tokenizer"]}, vocabulary {data["vocab_size"]}.'
+def export(model: Transformer, folder: str, state: dict[str, Any]) -> None:
+    """Write the model to a new or empty folder that transformers loads; `state`, its checkpoint,
+    names the tokenizer. SystemExit."""
+    path = Path(folder)
     try:
-        os.makedirs(folder, exist_ok=True)
-        if os.listdir(folder):
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
             fail(f'export={folder} is not empty; expected a new folder')
-        to_hub(model).save_pretrained(folder, model_card_kwargs={'about': about})
+        save_file({f'model.{name}': w.contiguous() for name, w in model.state_dict().items()},
+                  path / 'model.safetensors', {'format': 'pt'})
+        for source in CODE:
+            code = (ROOT / source).read_text(encoding='utf-8')
+            (path / Path(source).name).write_text(beside(code), encoding='utf-8')
+        (path / 'README.md').write_text(CARD.format(**state['data']), encoding='utf-8')
+        auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
+                'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
+        begin = {'bos_token_id': write_tokenizer(path, state)}
+        write_json(path / 'config.json', model_type='nanocem', dtype='float32', auto_map=auto,
+                   architectures=['NanocemForCausalLM'], **begin, **vars(model.cfg))
+        write_json(path / 'generation_config.json', use_cache=False, **begin)
     except (OSError, SafetensorError) as error:  # a full disk is safetensors' own error
         words = getattr(error, 'strerror', None) or error
         fail(f'export={folder}: {words}; expected a folder to write in')
+
+
+def beside(code: str) -> str:
+    """A file of ours with imports from the folder it is in, the only ones transformers follows."""
+    code = re.sub(r'^( *)from nanocem import', r'\1from . import', code, flags=re.M)
+    return re.sub(r'^( *)from (?:nanocem\.)?(configurator|model|fast|triton_attention) import',
+                  r'\1from .\2 import', code, flags=re.M)
+
+
+def write_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+
+
+def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
+    """The files of transformers' fast tokenizers, or of the one in modeling_nanocem.py for bytes.
+    Returns BOS; None, and a warning, where the tokenizer is not at hand."""
+    try:
+        by_bytes = state['data']['tokenizer'] == 'byte'
+        tokenizer = ByteTokenizer() if by_bytes else load_tokenizer(state['data_dir'])
+    except SystemExit as error:
+        say(f'WARNING: no tokenizer in {path}: {str(error).partition(": ")[2]}')
+        return None
+    options: dict[str, Any]
+    if by_bytes:
+        kind = 'NanocemTokenizer'
+        options = {'auto_map': {'AutoTokenizer': [f'modeling_nanocem.{kind}', None]}}
+    else:
+        kind = 'PreTrainedTokenizerFast'
+        bpe, special = tokenizer_json(tokenizer)
+        write_json(path / 'tokenizer.json', **bpe)
+        options = {'split_special_tokens': True, 'clean_up_tokenization_spaces': False, **special}
+    write_json(path / 'tokenizer_config.json', tokenizer_class=kind, **options,
+               model_max_length=state['model_config']['context_length'])
+    return tokenizer.bos

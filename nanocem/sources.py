@@ -183,6 +183,18 @@ def read_text(path: str, encoding: str = 'utf-8') -> str:
         return ''.join(decode(file, encoding))
 
 
+def text_of(path: str, option: str) -> str:
+    """The text file that an option (text=) names. SystemExit where it is none, or not in UTF-8."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
+        fail(f'{option}{path} is no file; expected a text file')
+    try:
+        return read_text(path)
+    except OSError as error:
+        fail(f'{option}{path}: {error.strerror}; expected a text file')
+    except ValueError as error:
+        fail(f'{option}{path}: {error}')
+
+
 def decode(file: BinaryIO, encoding: str) -> Iterator[str]:
     """A text file from its beginning, a chunk at a time. Bad where it is of another encoding."""
     # Python's own library comes as it is

@@ -2,12 +2,14 @@
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from configurator import fail
+from nanocem.files import say
 from nanocem.shards import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
@@ -91,7 +93,7 @@ class LlamaTokenizer:
         return [i if part.begins else i[2:] for i, part in zip(ids, parts, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
-        return self.model.decode(ids)
+        return self.model.decode([i for i in ids if i < self.vocab_size])
 
     def token_bytes(self) -> torch.Tensor:
         """How many bytes of text each token spells, (vocabulary,): BOS and its like none."""
@@ -123,3 +125,66 @@ def load_tokenizer(data_dir: str) -> Any:
         fail(f'{data_dir}/meta.json names another {tokenizer.name} tokenizer: vocabulary '
              f'{vocab_size}, SHA-256 {sha256}; prepare the data again')
     return tokenizer
+
+
+def as_it_comes(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], None]:
+    """A function that takes one more token at a time: it prints the text of `ids`, and then of
+    these, once their last character is whole, or they are `total` in all."""
+    begin = end = 0  # of what was printed last; the next is decoded behind it, for a word may lose
+    # its space where a text begins
+
+    def take(token: Any) -> None:
+        nonlocal begin, end
+        ids.append(int(token))
+        printed = tokenizer.decode(ids[begin:end])
+        text = tokenizer.decode(ids[begin:])
+        if not text.endswith('\ufffd') or len(ids) == total:
+            say(text[len(printed):], end='')
+            begin, end = end, len(ids)
+    return take
+
+
+def tokenizer_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """gpt2 or llama as Hugging Face's tokenizer.json has them, and their special tokens by role."""
+    if tokenizer.name == 'gpt2':
+        shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # these bytes as they are
+        rest = [i for i in range(256) if i not in shown]
+        letters = [chr(i) if i in shown else chr(256 + rest.index(i)) for i in range(256)]
+        ranks = tokenizer.bpe._mergeable_ranks
+        words = {''.join(letters[i] for i in word): rank
+                 for word, rank in sorted(ranks.items(), key=lambda item: item[1])}
+        special = ['<|endoftext|>'] * 3
+        words[special[0]] = tokenizer.bos
+        by_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
+        steps = {'pre_tokenizer': by_bytes, 'decoder': by_bytes}
+    else:
+        model = tokenizer.model
+        ids = sorted(range(tokenizer.vocab_size), key=model.get_score, reverse=True)
+        words = {model.id_to_piece(i): i for i in ids}
+        special = ['<s>', '</s>', '<unk>']
+        spaces = [{'type': 'Prepend', 'prepend': '\u2581'},
+                  {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}]
+        back = [{'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '},
+                {'type': 'ByteFallback'}, {'type': 'Fuse'},
+                {'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0}]
+        steps = {'normalizer': {'type': 'Sequence', 'normalizers': spaces},
+                 'decoder': {'type': 'Sequence', 'decoders': back}}
+    # neighbours that are a word together are joined, the first such word of all first
+    merges = [[word[:n], word[n:]] for word in words for n in range(1, len(word))
+              if word[:n] in words and word[n:] in words]
+    bos = special[0]
+    begin = {'SpecialToken': {'id': bos, 'type_id': 0}}
+    text = {'Sequence': {'id': 'A', 'type_id': 0}}
+    more = {'Sequence': {'id': 'B', 'type_id': 0}}
+    return {
+        'version': '1.0',
+        'added_tokens': [
+            {'id': words[word], 'content': word, 'special': True, 'normalized': False,
+             'single_word': False, 'lstrip': False, 'rstrip': False} for word in set(special)],
+        'post_processor': {
+            'type': 'TemplateProcessing', 'single': [begin, text], 'pair': [begin, text, more],
+            'special_tokens': {bos: {'id': bos, 'ids': [tokenizer.bos], 'tokens': [bos]}}},
+        'model': {'type': 'BPE', 'vocab': words, 'merges': merges, 'byte_fallback': True,
+                  'fuse_unk': True, 'unk_token': special[2]},
+        **steps,
+    }, dict(zip(('bos_token', 'eos_token', 'unk_token'), special, strict=True))

@@ -31,7 +31,8 @@ VOCAB, LENGTH, BATCH = 30, 8, 4
 TINY = (
     f'--d_model=8 --n_layer=1 --n_head=2 --d_mlp=8 --context_length={LENGTH} --batch_size={BATCH} '
     '--micro_batch_size=2 --log_interval=1 --eval_interval=10 --eval_tokens=200 --test_tokens=200 '
-    '--tensorboard=False --sample_tokens=0 --device=cpu --compile=False'
+    '--tensorboard=False --sample_tokens=0 --device=cpu --compile=False --optimizer=adamw '
+    '--learning_rate=8e-3 --attn_steps=2 --mlp_steps=2'
 ).split()
 RESUME = '--init_from=resume'
 

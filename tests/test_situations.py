@@ -143,8 +143,9 @@ COMMANDS: dict[str, list[str]] = {
     ],
     'sample': [
         '--out_dir=run --tokens=3', '--out_dir=run/best.pt --tokens=3', '--tokens=3',
-        '--out_dir=run --checkpoint=last --tokens=3 --prompt=caf\udce9 --samples=2',
-        '--out_dir=run --temperature=0 --tokens=3', '--out_dir=run --seed=99999999999999999999',
+        '--out_dir=run --checkpoint=last --tokens=3 --prompt=caf\udce9 --num_samples=2',
+        '--out_dir=run --temperature=0 --tokens=3 --prompt=FILE:run/config.json',
+        '--out_dir=run --seed=99999999999999999999', '--out_dir=run --prompt=FILE:gone',
         '--out_dir=run --tokens=3 --top_k=1000000 --attn_steps=5', '--out_dir=run --attn_steps=0',
     ],
     'evaluate': [

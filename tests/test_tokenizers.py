@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from running import ROOT
 
 from nanocem.sources import ANYWHERE, Part, cut
-from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer
+from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer, as_it_comes
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
@@ -96,3 +96,18 @@ def test_decoding_gives_the_text_back() -> None:
         for text in ('naïve 世界 👍', 'a\n b\n\n  c', '<|endoftext|> <s>'):
             ids = [tokenizer.bos, *tokenizer.encode(text)]
             assert tokenizer.decode(ids) == text and tokenizer.bos not in ids[1:]
+
+
+@pytest.mark.parametrize('name', ['byte', 'gpt2', pytest.param('llama', marks=needs_llama)])
+def test_text_as_it_comes_is_the_whole_text(name: str, capfd: pytest.CaptureFixture) -> None:
+    tokenizer = {'byte': ByteTokenizer, 'gpt2': small_gpt2,
+                 'llama': lambda: LlamaTokenizer(LLAMA)}[name]()
+    for text in [*NASTY[:-10], ' '.join(documents(5, seed=2))]:
+        ids = [tokenizer.bos, *tokenizer.encode(text)]
+        take = as_it_comes(tokenizer, ids[:2], len(ids) + 1)
+        parts = []
+        for token in [*ids[2:], 240]:  # at the end, for bytes, the beginning of a character
+            take(token)
+            parts.append(capfd.readouterr().out)
+        assert ''.join(parts) == tokenizer.decode([*ids, 240]) or len(ids) < 2
+        assert not any('\ufffd' in part for part in parts[:-1])
