@@ -130,8 +130,8 @@ def test_small_sizes_bring_their_settings(size: str) -> None:
     assert given['data'] == 'data/builtin' and given['context_length'] <= 128
     given = new_options({'size': size, 'tokens_per_param': 3.0}, TrainConfig)
     assert given['tokens'] is None
-    given = new_options({'size': size, 'tokens_per_param': 3.0, 'tokens': 5}, TrainConfig)
-    assert given['tokens'] == 5
+    with pytest.raises(SystemExit, match='two budgets'):
+        new_options({'size': size, 'tokens_per_param': 3.0, 'tokens': 5}, TrainConfig)
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'config').glob('*.py')), ids=lambda p: p.name)

@@ -307,7 +307,7 @@ def test_damaged_runs_are_passed_over(place: Path, capsys: pytest.CaptureFixture
 
 BAD = [
     (['--text=nowhere.txt'], 'text=nowhere.txt: No such file'),
-    (['--text=pipe'], 'text=pipe: no such file'),
+    (['--text=pipe'], 'text=pipe is no file'),
     (['--text=empty.txt'], 'empty.txt is empty'),
     (['--text=latin1.txt'], 'byte 1 is not UTF-8'),
     (['--text=text.txt', '--data=data'], 'give one'),
