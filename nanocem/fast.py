@@ -150,23 +150,21 @@ def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | No
     where it is multiplied in hardware (AMX) and what lies between the products is compiled.
     ValueError where compile=True cannot be."""
     on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
-    asked_for = compiled
     if compiled is None:
-        compiled = on_gpu or (on_cpu and flops > WORTH_COMPILING)
-    if compiled and not compiles(device):
-        if asked_for:
-            raise ValueError(f'compile=True: torch.compile does not work here on {device.type}; '
-                             'does it find a C++ compiler?')
-        print('Not compiled: torch.compile does not work here; does it find a C++ compiler?',
-              file=sys.stderr)
-        compiled = False
+        compiled = (on_gpu or (on_cpu and flops > WORTH_COMPILING)) and compiles(device)
+    elif compiled and not compiles(device):
+        raise ValueError(f'compile=True: torch.compile does not work here on {device.type}; does '
+                         'it find a C++ compiler?')
     if dtype == 'auto':
         bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
         dtype = 'bfloat16' if bf16 else 'float32'
-    elif dtype == 'bfloat16' and on_cpu and (times := bfloat16_slowdown(device)) > 1.5:
-        print(f'bfloat16: this CPU multiplies it {times:.0f} times slower than float32',
-              file=sys.stderr)
+    elif dtype == 'bfloat16' and on_cpu:
+        slow = product_seconds(128, device, torch.bfloat16, repeats=1)  # some ms, on any CPU
+        quick = product_seconds(128, device, torch.float32, repeats=5)
+        if slow > 1.5 * quick:
+            print(f'bfloat16: this CPU multiplies it {slow / quick:.0f} times slower than float32',
+                  file=sys.stderr)
     return getattr(torch, dtype), compiled
 
 
@@ -181,8 +179,7 @@ def compiles(device: torch.device) -> bool:
 
 
 def compile_for(device: torch.device, model: Any) -> Any:
-    """The compiled model: on a GPU all of it; elsewhere its blocks, which are alike, so that what
-    is compiled for one serves all."""
+    """The compiled model: on a GPU all of it; elsewhere its blocks, alike, by one graph for all."""
     if device.type == 'cuda':
         return torch.compile(model, dynamic=False)
     for block in model.blocks:
@@ -201,8 +198,7 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy of the logits x W^T: x (B, J, D), W (vocabulary, D), targets (B, J), of
     which those of -100 do not count. ValueError where the shapes differ."""
     if x.shape[:-1] != targets.shape:
-        raise ValueError(f'targets {tuple(targets.shape)}: expected {tuple(x.shape[:-1])}, a '
-                         'target for each token')
+        raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
     x, targets = x.flatten(0, 1), targets.flatten()
     if len(x) * len(W) <= LOGITS_AT_ONCE:
         logits = F.linear(x, W)
@@ -212,8 +208,7 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """A few rows at a time: no (N, V) tensor exists. With `learn`, gradients are made along the
-    way, where the logits are at hand."""
+    """A few rows at a time. With `learn`, gradients are made where the logits are at hand."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, learn: bool) -> Tensor:
         loss, dx, dW = 0, [], torch.zeros_like(W) if learn else None
@@ -298,13 +293,6 @@ def product_seconds(n: int, device: torch.device, dtype: torch.dtype, repeats: i
         float((a @ a)[0, 0])  # waits for the device
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
-
-
-def bfloat16_slowdown(device: torch.device) -> float:
-    """How many times longer a small bfloat16 product takes than float32's. Some milliseconds, even
-    on a CPU without such instructions."""
-    slow = product_seconds(128, device, torch.bfloat16, repeats=1)
-    return slow / product_seconds(128, device, torch.float32, repeats=5)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

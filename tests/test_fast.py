@@ -195,7 +195,8 @@ def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatc
 def test_a_cpu_without_bfloat16_is_told_in_one_line(capsys: pytest.CaptureFixture,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device('cpu')
-    monkeypatch.setattr(fast, 'bfloat16_slowdown', lambda device: 300.0)
+    monkeypatch.setattr(fast, 'product_seconds', lambda n, device, dtype, repeats: (
+        300.0 if dtype == torch.bfloat16 else 1.0))
     assert fast.precision_and_compiler(cpu, 'auto', False, 1.0) == (torch.float32, False)
     assert capsys.readouterr().err == ''
     assert fast.precision_and_compiler(cpu, 'bfloat16', False, 1.0) == (torch.bfloat16, False)
