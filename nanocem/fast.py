@@ -5,7 +5,6 @@ What model.py computes, by faster ways. Same numbers; tests hold each way to the
     triton          on a GPU, without the softmax weights in memory: triton_attention.py
     absorbed        decoding behind a cache of h: W_K joins the query and the output
     cross_entropy   the loss, without a tensor of all logits
-    Phi             the integral of SiLU in closed form
 
 Shapes: B batch, I new positions, J positions attended to, D width, K heads, R = D / K.
 """
@@ -113,15 +112,15 @@ def absorbed(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any) -> Tensor:
 
 def sdpa(attn: Any, q: Tensor, u: Tensor, k: Tensor, v: Tensor, h: Tensor, pos: Any) -> Tensor:
     I, R = q.shape[2:]
-    scale = 1 / attn.tau
     if attn.rope and attn.kq_diag is None and I in (1, k.shape[2]):  # no bias but causality
-        return F.scaled_dot_product_attention(q, k, v, scale=scale, is_causal=I > 1)
+        return F.scaled_dot_product_attention(q, k, v, scale=1 / attn.tau, is_causal=I > 1)
     bias = attn.bias(pos)
     if attn.kq_diag is not None:
         bias = scaled_diagonal(attn, u) @ h[:, None].mT + bias
     if pad := -R % 8:  # with a bias, the fused kernel takes widths in steps of 8
         q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), scale=scale)[..., :R]
+    o = F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), scale=1 / attn.tau)
+    return o[..., :R]
 
 
 def heads(x: Tensor, n_head: int) -> Tensor:
@@ -261,8 +260,7 @@ DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12
 def flops_per_token(model: Any, training: bool = True) -> float:
     """FLOPs of a token at full context: 2 a multiply-add of every product with tokens in it
     (projections, scores, weighted values, the diagonal's scores, the head), T steps of them, half
-    of attention masked away; a backward pass counts as two forward ones. Not counted: elementwise
-    work, the folding of P."""
+    of attention masked away; a backward pass counts as two forward ones. No elementwise work."""
     cfg, D = model.cfg, model.cfg.d_model
     seen = (cfg.context_length + 1) / 2  # positions attended to, on average
     macs = cfg.vocab_size * D
