@@ -44,7 +44,8 @@ STOPPED = 75  # exit code of a run that can go on, checkpoint written (EX_TEMPFA
 
 @dataclass
 class TrainConfig:
-    """The run. Defaults are the paper's recipe (Table 2); the small sizes bring config/SIZE.py."""
+    """The run. Defaults are the paper's recipe (Table 2). The sizes nano, micro and mini, which is
+    the default, bring the settings of config/SIZE.py under those that are given."""
     data: str = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: str | None = None  # train on this text file or folder instead, prepared on first use
     tokenizer: str | None = None  # of --text: byte, gpt2, llama, or llama's model file
@@ -79,7 +80,7 @@ class TrainConfig:
     timeout_minutes: float = 10.0  # how long a process waits for the others
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
     sample_interval: int | None = None  # steps between samples of text; default: at the end only
-    sample_tokens: int = 400  # length of a sample
+    sample_tokens: int = 400  # length of a sample; 0: none
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -104,8 +105,10 @@ def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | 
     """AdamW, which decays matrices only; or Muon on the matrices of the blocks, and AdamW on the
     rest. The learning rate is set at every step."""
     matrices = block_matrices(model) if cfg.optimizer == 'muon' else []
-    decayed = [p for p in model.decayed_parameters() if p not in set(matrices)]
-    rest = [p for p in model.parameters() if p not in {*matrices, *decayed}]
+    taken = set(matrices)
+    decayed = [p for p in model.decayed_parameters() if p not in taken]
+    taken |= set(decayed)
+    rest = [p for p in model.parameters() if p not in taken]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
               {'params': rest, 'weight_decay': 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
@@ -157,7 +160,7 @@ class Trainer:
             world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
         self.attention = fast.attention_path(self.raw_model, world.device, self.dtype, compiled)
         self.model = self.raw_model
-        if compiled:
+        if compiled:  # on a CPU in place, a block at a time
             self.model = fast.compile_for(world.device, self.raw_model)
         if world.size > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -183,7 +186,7 @@ class Trainer:
         world, out_dir, origin = self.world, self.cfg.out_dir, self.cfg.init_from
         state = world.broadcast(runs.resumed_state, out_dir, self.identity()) if resume else None
         if state is None:
-            if origin not in ('scratch', 'resume'):
+            if origin != 'scratch':
                 source = world.broadcast(runs.read_run, origin)
                 runs.check_tokenizer(source, self.data['train'].identity, origin)
                 runs.load_state(self.raw_model, source, 'model', origin)
@@ -194,16 +197,16 @@ class Trainer:
         self.step = state['step']
         self.best = state['best']
         self.began -= state['seconds']
-        steps = self.schedule.steps
+        new_steps = self.schedule.steps
         self.schedule = Schedule(**state['schedule'])
-        if steps < self.step:
-            fail(f'tokens={steps * self.tokens_per_step}: the run in {out_dir} has seen '
+        if new_steps < self.step:
+            fail(f'tokens={new_steps * self.tokens_per_step}: the run in {out_dir} has seen '
                  f'{self.step * self.tokens_per_step} already')
         self.report(f'Resuming {out_dir} after step {self.step}')
-        if steps != self.schedule.steps:
-            self.report(f'{steps:,} steps instead of {self.schedule.steps:,}: the learning rate '
+        if new_steps != self.schedule.steps:
+            self.report(f'{new_steps:,} steps instead of {self.schedule.steps:,}: the learning rate '
                         f'goes in a new cosine from where it is, {self.schedule(self.step):.2e}')
-            self.schedule = self.schedule.extended(steps, self.step)
+            self.schedule = self.schedule.extended(new_steps, self.step)
 
     def checkpoint(self, best: bool = False) -> None:
         """Write the state after self.step steps."""
@@ -219,6 +222,8 @@ class Trainer:
     def batch(self, split: str, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these sequences, on the device."""
         x, y = self.data[split].batch(numbers)
+        if self.world.device.type == 'cuda':  # the copy then goes on beside the GPU's work
+            x, y = x.pin_memory(), y.pin_memory()
         device = self.world.device
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
@@ -237,9 +242,9 @@ class Trainer:
             if world.size > 1:  # gradients are summed over processes once, at the end
                 self.model.require_backward_grad_sync = m == len(mine) - 1
             with self.autocast:
-                loss = self.model(x, y)[1] / len(mine)
-            loss.backward()
-            total += loss.detach()
+                part = self.model(x, y)[1] / len(mine)
+            part.backward()
+            total += part.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), cfg.grad_clip)
         loss, norm = float(world.sum(total) / world.size), float(norm)
         if math.isfinite(loss) and math.isfinite(norm):
@@ -311,7 +316,7 @@ class Trainer:
             last = self.step == steps
             rate = (self.step - since) * self.tokens_per_step / spent
             mfu = fast.flops_per_token(self.raw_model) * rate / peak
-            mfu = mfu if mfu <= 1 else None  # the peak is not known
+            mfu = mfu if mfu <= 1 else None  # the peak was measured too low
             self.bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} tok/s', refresh=False)
             self.bar.update()
 
@@ -335,7 +340,7 @@ class Trainer:
                 if self.val_loss < self.best:
                     self.best = self.val_loss
                     self.checkpoint(best=True)
-            if cfg.sample_interval and self.step % cfg.sample_interval == 0 and not last:
+            if cfg.sample_interval and self.step % cfg.sample_interval == 0 and not last:  # see finish
                 self.sample()
 
             # A checkpoint, and a stop where one process or more was asked for it
@@ -361,15 +366,15 @@ class Trainer:
         self.raw_model.eval()
         try:
             with fast.eager():
-                text = sample_text(self.raw_model, cfg.data, '', cfg.sample_tokens, 0.8, None,
-                                   cfg.seed)
+                text = sample_text(self.raw_model, cfg.data, prompt='', tokens=cfg.sample_tokens,
+                                   temperature=0.8, top_k=None, seed=cfg.seed)
         except ValueError as error:  # its tokenizer is gone, say: no reason to end a run
             text = f'No sample: {error}'
         self.raw_model.train()
         self.report(text, sample=text)
 
     def finish(self) -> None:
-        """Test perplexity, result.json, a sample of text."""
+        """Test perplexity of the last weights, result.json, a sample of text."""
         cfg, seconds = self.cfg, time.monotonic() - self.began
         test_loss = self.evaluate('test', cfg.test_tokens)
         if self.val_loss is None:  # resumed after the last step
