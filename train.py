@@ -204,8 +204,8 @@ class Trainer:
                  f'{self.step * self.tokens_per_step} already')
         self.report(f'Resuming {out_dir} after step {self.step}')
         if new_steps != self.schedule.steps:
-            self.report(f'{new_steps:,} steps instead of {self.schedule.steps:,}: the learning rate '
-                        f'goes in a new cosine from where it is, {self.schedule(self.step):.2e}')
+            self.report(f'{new_steps:,} steps instead of {self.schedule.steps:,}: the learning '
+                        f'rate goes in a new cosine from where it is, {self.schedule(self.step):.2e}')
             self.schedule = self.schedule.extended(new_steps, self.step)
 
     def checkpoint(self, best: bool = False) -> None:
@@ -340,7 +340,7 @@ class Trainer:
                 if self.val_loss < self.best:
                     self.best = self.val_loss
                     self.checkpoint(best=True)
-            if cfg.sample_interval and self.step % cfg.sample_interval == 0 and not last:  # see finish
+            if cfg.sample_interval and self.step % cfg.sample_interval == 0 and not last:
                 self.sample()
 
             # A checkpoint, and a stop where one process or more was asked for it

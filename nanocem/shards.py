@@ -98,7 +98,7 @@ class Sequences:
 
     def batch(self, numbers: np.ndarray) -> 'tuple[Tensor, Tensor]':
         """Inputs and targets (B, length) of these sequences."""
-        import torch  # here: preparing data needs this file and no torch
+        import torch
         rows = []
         for number in numbers:
             shard = int(np.searchsorted(self.first, number, side='right')) - 1
