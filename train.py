@@ -204,8 +204,9 @@ class Trainer:
                  f'{self.step * self.tokens_per_step} already')
         self.report(f'Resuming {out_dir} after step {self.step}')
         if new_steps != self.schedule.steps:
+            lr = self.schedule(self.step)
             self.report(f'{new_steps:,} steps instead of {self.schedule.steps:,}: the learning '
-                        f'rate goes in a new cosine from where it is, {self.schedule(self.step):.2e}')
+                        f'rate goes in a new cosine from where it is, {lr:.2e}')
             self.schedule = self.schedule.extended(new_steps, self.step)
 
     def checkpoint(self, best: bool = False) -> None:

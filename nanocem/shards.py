@@ -3,15 +3,14 @@ import hashlib
 import os
 import re
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from configurator import fail
 from nanocem.files import read_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 FORMAT = 1
 SPLITS = ('train', 'val', 'test')
@@ -96,9 +95,8 @@ class Sequences:
                  f"{self.vocab_size}: the data is another tokenizer's or damaged "
                  '(prepare_slimpajama.py --verify checks it)', everywhere=True)
 
-    def batch(self, numbers: np.ndarray) -> 'tuple[Tensor, Tensor]':
+    def batch(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets (B, length) of these sequences."""
-        import torch
         rows = []
         for number in numbers:
             shard = int(np.searchsorted(self.first, number, side='right')) - 1
