@@ -36,8 +36,8 @@ def test_the_front_pages_code_is_model_pys() -> None:
 
 @pytest.mark.parametrize('page', PAGES + RESULTS)
 def test_links_lead_somewhere(page: str) -> None:
-    paths = [link.partition('#')[0] for link in re.findall(r'\]\(([^)]+)\)', read(page))
-             if not link.startswith('http')]
+    links = re.findall(r'\]\(([^)]+)\)|^\[\w+\]: (\S+)$', read(page), re.MULTILINE)
+    paths = [link.partition('#')[0] for link in map(''.join, links) if not link.startswith('http')]
     assert [path for path in paths if not (ROOT / page).parent.joinpath(path).exists()] == []
 
 
