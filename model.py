@@ -10,7 +10,7 @@ energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is o
         u = norm(x)
         x = x + eta * P * update(u | h)    minus dE/du, E the energy (see exact_update)
 
-Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. docs/options.md has
+Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. docs/paper.md has
 the choices where the paper is silent, nanocem/fast.py faster ways to the same numbers.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width, K

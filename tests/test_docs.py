@@ -19,6 +19,13 @@ def test_the_front_page_is_short() -> None:
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.parametrize('page', PAGES[1:])
+def test_the_other_pages_end(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding='utf-8').splitlines()
+    assert len(lines) <= 90
+    assert max(map(len, lines)) <= 120
+
+
 def test_the_front_pages_code_is_model_pys() -> None:
     code = re.search(r'```python\n(.*?)```', read('README.md'), re.DOTALL)[1].splitlines()
     there = {' '.join(line.split()) for line in read('model.py').splitlines()}
@@ -29,8 +36,8 @@ def test_the_front_pages_code_is_model_pys() -> None:
 
 @pytest.mark.parametrize('page', PAGES + RESULTS)
 def test_links_lead_somewhere(page: str) -> None:
-    paths = [link.partition('#')[0] for link in re.findall(r'\]\(([^)]+)\)', read(page))
-             if not link.startswith('http')]
+    links = re.findall(r'\]\(([^)]+)\)|^\[\w+\]: (\S+)$', read(page), re.MULTILINE)
+    paths = [link.partition('#')[0] for link in map(''.join, links) if not link.startswith('http')]
     assert [path for path in paths if not (ROOT / page).parent.joinpath(path).exists()] == []
 
 
@@ -41,13 +48,3 @@ def test_commands_have_the_options_they_are_given(page: str) -> None:
         declared = read(script) + (read('model.py') if script == 'train.py' else '')
         fields = {'help', *re.findall(r'^    (\w+): ', declared, re.MULTILINE)}
         assert set(re.findall(r'--(\w+)', rest)) <= fields, script
-
-
-def test_the_tests_that_robustness_names_exist() -> None:
-    found = re.findall(r'(test_\w+\.py)((?:,? `\w+`)*)', read('docs/robustness.md'))
-    assert len(found) > 10
-    for file, names in found:
-        text = read(f'tests/{file}')
-        missing = [name for name in re.findall(r'`(\w+)`', names)
-                   if not re.search(rf'^def test_\w*{name}', text, re.MULTILINE)]
-        assert missing == [], file
