@@ -45,11 +45,13 @@ GPU_DAY = (('train', '134m'), ('train', '162m'), ('attention', '134m'), ('attent
            ('decode', '134m'), ('cost', '134m'))
 
 
+TABLE_NAMES = ('train', 'attention', 'decode', 'cost')
+
+
 @dataclass
 class BenchConfig:
     """What to measure, and how."""
-    what: tuple[Literal['train', 'attention', 'decode', 'cost', 'gpu'], ...] = (
-        'train', 'attention', 'decode')  # tables; or gpu: all of them, at sizes of their own
+    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES[:3]  # or gpu: all in turn
     size: Literal[tuple(SIZES)] | None = None  # default: 134m on a GPU, else mini
     vocab_size: int | None = None  # default: 32,000, or 257 at mini and below
     context_length: int | None = None  # J of training; default: 2048 on a GPU, else 128

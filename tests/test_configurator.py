@@ -6,9 +6,15 @@ from typing import Any, Literal
 import pytest
 from running import ROOT
 
+from bench import BenchConfig
 from configurator import build, check_types, check_values, in_range, read_options
+from evaluate import EvaluateConfig
 from model import ModelConfig
 from nanocem.runs import new_options
+from prepare_slimpajama import PrepareConfig
+from reproduce import ReproduceConfig
+from sample import SampleConfig
+from synthetic_gp import Options
 from train import TrainConfig
 
 
@@ -50,6 +56,14 @@ def test_a_bad_option_or_config_file_is_one_clear_line(
         options_of(argument)
     assert '\n' not in error.value.code
     assert all(w in error.value.code for w in words), error.value.code
+
+
+@pytest.mark.parametrize('cls', [BenchConfig, EvaluateConfig, PrepareConfig, ReproduceConfig,
+                                 SampleConfig, Options], ids=lambda cls: cls.__name__)
+def test_every_scripts_options_have_a_line_of_help(cls: type, capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        read_options(['--help'], cls)
+    assert capfd.readouterr().out.count('\n  --') == len(cls.__dataclass_fields__)
 
 
 def test_help_lists_every_option(capfd: pytest.CaptureFixture) -> None:
