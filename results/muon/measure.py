@@ -195,7 +195,7 @@ def report(found: Found) -> None:
                 tokens, loss = zip(*curves[model, optimizer], strict=True)
                 axes.plot([t / 1e6 for t in tokens], loss, style, color=f'C{n}',
                           label=f'{NAMES[model]}, {optimizer}')
-    axes.set(xlabel='million bytes', ylabel='training loss, nats a byte', ylim=(1.3, 2.2))
+    axes.set(xlabel='million bytes', ylabel='training loss, nats a byte', ylim=(1.1, 2.2))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.tight_layout()
