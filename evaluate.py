@@ -15,6 +15,7 @@ What is asked for is done and no more. A run's tables and pictures go into its f
 import io
 import math
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -31,7 +32,7 @@ from model import MLP, Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
 from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from nanocem.hf import export
-from nanocem.runs import load_run, newest_run, perplexity, read_config
+from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced
 from nanocem.sources import text_of
 from nanocem.tokenizers import load_tokenizer
@@ -82,6 +83,9 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
         if data.identity[name] != state['data'][name]:
             fail(f'data={folder}: its {name} is {data.identity[name]}, that of the run '
                  f'{state["data"][name]}; expected data of the same tokenizer')
+    if cfg.data is None and differences(state['data'], data.identity):
+        fail(f'the {cfg.split} split of {folder} has changed since the run was trained; '
+             f'--data={shlex.quote(folder)} reads it as it is now')
     x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
     return torch.cat([x, y[:, -1:]], dim=1)
 
@@ -324,6 +328,7 @@ def compare(folders: tuple[str, ...]) -> Report:
         axes.set(xlabel=unit)
     panels[0].set_ylabel(f'training {LOSSES[0]}')
     names = [os.path.basename(run.cells[0].rstrip('/')) for run in runs]
+    names = [name.encode('utf-8', 'replace').decode() for name in names]  # what fonts can draw
     # given with their lines, names may begin with _; not parsed, they may hold $
     for text in panels[0].legend(panels[0].lines, names, fontsize=7).get_texts():
         text.set_parse_math(False)

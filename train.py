@@ -90,6 +90,8 @@ class TrainConfig:
         in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
         in_range(self, 0, 0.9999, 'warmup final_lr beta1 beta2')
         in_range(self, 0, 2**63 - 1, 'seed')
+        if self.text == '':
+            raise ValueError('text= is empty: expected a text file or folder')
         if self.tokenizer and not self.text:
             raise ValueError(f'tokenizer={self.tokenizer} is for --text=FILE: data has its own')
 
