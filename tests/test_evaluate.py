@@ -200,6 +200,8 @@ def test_a_runs_data_that_changed_is_not_read_unasked(
     with pytest.raises(SystemExit, match=r'val split of .* has changed since'):
         evaluate.main([*options, '--split=val'])
     evaluate.main([*options, '--split=val', f'--data={data}'])
+    moved = data.rename(tmp_path / 'moved')
+    evaluate.main([*options, f'--data={moved}'])  # its own tokenizer serves
 
 
 def test_a_text_is_read_whole(place: Path) -> None:

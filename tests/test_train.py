@@ -1,5 +1,6 @@
 """Training: what it computes, and what happens when things break. Runs are real processes, and the
 damage is real."""
+import importlib
 import itertools
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 import typing
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +260,22 @@ def test_signals_are_taken_in_and_a_second_interrupt_stops_at_once() -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGINT
+
+
+def interrupt(script: str, function: str) -> None:
+    """Ctrl-C while the script is in this function."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    setattr(importlib.import_module(script), function,
+            lambda *given: os.kill(os.getpid(), signal.SIGINT))
+
+
+@pytest.mark.parametrize('script, function', [
+    ('train', 'find_data'), ('sample', 'load_run'), ('evaluate', 'load_run'),
+    ('bench', 'read_options')])
+def test_an_interrupt_ends_in_one_line(script: str, function: str, tmp_path: Path) -> None:
+    options = [f'--out_dir={tmp_path}'] * (script != 'bench')
+    run = Run(tmp_path, *options, script=script, damage=partial(interrupt, script, function))
+    running.assert_one_line(run.wait(60), f'{script}.py: stopped')
 
 
 # Elastic
