@@ -278,6 +278,20 @@ def test_an_interrupt_ends_in_one_line(script: str, function: str, tmp_path: Pat
     running.assert_one_line(run.wait(60), f'{script}.py: stopped')
 
 
+def test_an_empty_text_is_no_text() -> None:
+    with pytest.raises(ValueError, match='text= is empty'):
+        TrainConfig(text='')
+
+
+@pytest.mark.parametrize('rank', ['0', '1'])
+def test_a_process_that_finds_no_others_says_so(rank: str, data: Path, tmp_path: Path) -> None:
+    env = dict(RANK=rank, WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1',
+               MASTER_PORT=str(running.free_port()))
+    run = Run(tmp_path, f'--data={data}', '--timeout_minutes=0.01', env=env).wait(60)
+    assert run.codes == [1] and 'Traceback' not in run.text
+    assert f'process {rank} of 2 finds no others' in run.text
+
+
 # Elastic
 
 KILL_ONE = """
