@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from configurator import build, fail, in_range, read_options
+from configurator import build, fail, in_range, read_options, stoppable
 from model import SIZES, ModelConfig, Transformer, position_tables
 from nanocem import fast
 from nanocem.decode import Cache, generate
@@ -341,6 +341,7 @@ TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_t
           'cost': cost_table}
 
 
+@stoppable()
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(BenchConfig, read_options(argv, BenchConfig))

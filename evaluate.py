@@ -15,6 +15,7 @@ What is asked for is done and no more. A run's tables and pictures go into its f
 import io
 import math
 import os
+import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -26,12 +27,12 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, check_values, fail, in_range, read_options
+from configurator import build, check_values, fail, in_range, read_options, stoppable
 from model import MLP, Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
 from nanocem.files import read_json, read_json_lines, say, table, write_whole
 from nanocem.hf import export
-from nanocem.runs import load_run, newest_run, perplexity, read_config
+from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced
 from nanocem.sources import text_of
 from nanocem.tokenizers import load_tokenizer
@@ -66,11 +67,11 @@ class EvaluateConfig:
 
 # What is read
 
-def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
-                   length: int) -> Tensor:
+def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], length: int) -> Tensor:
     """(n, length + 1), evenly spaced in the text or the split, cfg.tokens tokens of them at most;
     NO_TARGET behind the end of a text, all of whose tokens but BOS are targets once."""
     if cfg.text is not None:
+        tokenizer = load_tokenizer(state['data_dir'])
         ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text, 'text='))])
         length = min(length, len(ids) - 1) or fail(f'text={cfg.text} is empty')
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
@@ -82,6 +83,9 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
         if data.identity[name] != state['data'][name]:
             fail(f'data={folder}: its {name} is {data.identity[name]}, that of the run '
                  f'{state["data"][name]}; expected data of the same tokenizer')
+    if cfg.data is None and differences(state['data'], data.identity):
+        fail(f'the {cfg.split} split of {folder} has changed since the run was trained; '
+             f'--data={shlex.quote(folder)} reads it as it is now')
     x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
     return torch.cat([x, y[:, -1:]], dim=1)
 
@@ -324,6 +328,7 @@ def compare(folders: tuple[str, ...]) -> Report:
         axes.set(xlabel=unit)
     panels[0].set_ylabel(f'training {LOSSES[0]}')
     names = [os.path.basename(run.cells[0].rstrip('/')) for run in runs]
+    names = [name.encode('utf-8', 'replace').decode() for name in names]  # what fonts can draw
     # given with their lines, names may begin with _; not parsed, they may hold $
     for text in panels[0].legend(panels[0].lines, names, fontsize=7).get_texts():
         text.set_parse_math(False)
@@ -356,6 +361,7 @@ def show(folder: str, name: str, report: Report, subject: str = '') -> None:
         say(f'WARNING: {folder}: {", ".join(files)} not written ({error.strerror})')
 
 
+@stoppable()
 def main(argv: list[str]) -> None:
     """Run the command line."""
     comparing = '--compare' in argv
@@ -379,10 +385,12 @@ def main(argv: list[str]) -> None:
         folder, weights = os.path.dirname(out_dir) or '.', out_dir
     text = cfg.text or f'{cfg.split} split of {cfg.data or state["data_dir"]}'
     subject = f'{weights}, step {state["step"]}; {text}'
-    if losses or cfg.energies or cfg.attention:
-        tokenizer = load_tokenizer(state['data_dir'])
+    data = None
     if losses or cfg.energies:
-        sequences = read_sequences(cfg, state, tokenizer, model.cfg.context_length)
+        sequences, data = read_sequences(cfg, state, model.cfg.context_length), cfg.data
+    if losses or cfg.attention:
+        # once sequences are read, the tokenizer of other data is known to be the run's
+        tokenizer = load_tokenizer(data or state['data_dir'])
     if cfg.energies:
         report = report_energies(model, sequences, max(cfg.steps, default=8))
         show(folder, 'energies', report, subject)

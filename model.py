@@ -210,8 +210,9 @@ class Attention(nn.Module):
         else:
             self.W_V = drawn(D, D, std=cfg.init_std)
             self.W_O = drawn(D, D, std=cfg.init_std)  # in W_Q's shape
+        # d_k
         n = {'none': 0, 'shared': 1, 'per_head': K}[cfg.kq_diag]
-        self.kq_diag = nn.Parameter(torch.full((n, D), cfg.kq_diag_init)) if n else None  # d_k
+        self.kq_diag = nn.Parameter(torch.full((n, D), float(cfg.kq_diag_init))) if n else None
         if not self.rope:
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
@@ -390,7 +391,8 @@ class Transformer(nn.Module):
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T after training, eta as it was; None leaves T. ValueError below 1."""
         for name, steps in (('attn', attn_steps), ('mlp', mlp_steps)):
-            require(steps is None or steps >= 1, f'{name}_steps={steps}: expected at least 1')
+            whole = steps is None or (type(steps) is int and steps >= 1)
+            require(whole, f'{name}_steps={steps}: expected at least 1')
         for block in self.blocks:
             for sublayer, steps in ((block.attn, attn_steps), (block.mlp, mlp_steps)):
                 if steps is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, fail, in_range, read_options
+from configurator import build, check_types, fail, in_range, read_options, stoppable
 from nanocem.decode import generate
 from nanocem.files import on_terminal, say
 from nanocem.runs import load_run
@@ -63,6 +63,7 @@ def sample_text(model: Any, data_dir: str, prompt: str, tokens: int, temperature
     return '' if show else '\n---\n'.join(texts)
 
 
+@stoppable()
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(SampleConfig, read_options(argv, SampleConfig))

@@ -403,7 +403,14 @@ def test_steps_change_at_test_time() -> None:
     assert torch.equal(two(idx)[0], four(idx)[0])
     with pytest.raises(ValueError, match='mlp_steps=-1'):
         two.set_steps(3, -1)
+    with pytest.raises(ValueError, match=r'attn_steps=2\.5'):
+        two.set_steps(2.5)
     assert two.blocks[0].attn.steps == 4  # nothing was changed
+
+
+def test_a_whole_number_is_a_number_too() -> None:
+    model = Transformer(ModelConfig(**TINY, kq_diag_init=1))
+    assert torch.equal(model.blocks[0].attn.kq_diag, torch.ones(1, 24))
 
 
 @pytest.mark.parametrize('options', [

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import build, check_types, fail, in_range, read_options
+from configurator import build, check_types, fail, in_range, read_options, stoppable
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
 from nanocem.files import say, to_json, write_whole
@@ -91,6 +91,8 @@ class TrainConfig:
         in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
         in_range(self, 0, 0.9999, 'warmup final_lr beta1 beta2')
         in_range(self, 0, 2**63 - 1, 'seed')
+        if self.text == '':
+            raise ValueError('text= is empty: expected a text file or folder')
         if self.tokenizer and not self.text:
             raise ValueError(f'tokenizer={self.tokenizer} is for --text=FILE: data has its own')
 
@@ -395,6 +397,7 @@ class Trainer:
         self.sample()
 
 
+@stoppable()
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     given = read_options(argv, TrainConfig, ModelConfig)
@@ -410,11 +413,11 @@ def main(argv: list[str]) -> int:
 
     # Its processes; its folder, which no other run may touch; its data; and then training
     world = start_world(cfg.device, cfg.batch_size, cfg.micro_batch_size, cfg.timeout_minutes)
-    signals = runs.Signals()
     with failures_in_words(world), contextlib.ExitStack() as stack:
         if resume:
             world.broadcast(runs.lock_folder, out_dir, stack)
         cfg.data = world.broadcast(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
+        signals = runs.Signals()  # until here Ctrl-C ends it: preparing a text takes its time
         trainer, code = Trainer(cfg, options, world), 0
         if not resume:
             out_dir = world.broadcast(runs.new_folder, out_dir, trainer.model_cfg, stack)

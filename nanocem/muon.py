@@ -77,6 +77,10 @@ class MuonAndAdamW:
     def param_groups(self) -> list[dict[str, Any]]:
         return [*self.muon.param_groups, *self.adamw.param_groups]
 
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+        return {**self.muon.state, **self.adamw.state}
+
     def step(self) -> None:
         self.muon.step()
         self.adamw.step()

@@ -196,7 +196,8 @@ def check_checkpoint(state: dict[str, Any]) -> ModelConfig:
     if cfg.n_layer + cfg.extra_layers <= len(state['model']):
         with torch.device('meta'):
             sizes = {name: w.shape for name, w in Transformer(cfg).state_dict().items()}
-        if sizes == {name: w.shape for name, w in state['model'].items()}:
+        if sizes == {name: w.shape for name, w in state['model'].items()
+                     if w.is_floating_point()}:
             return cfg
     raise ValueError('its weights are not of its model_config')
 
@@ -253,10 +254,30 @@ def check_tokenizer(state: dict[str, Any], data: dict[str, Any], where: str) -> 
 def load_state(target: Any, state: dict[str, Any], name: str, where: str) -> None:
     """A checkpoint's model or optimizer into one; SystemExit where it does not fit."""
     try:
-        target.load_state_dict(state[name])
+        if name == 'optimizer':
+            load_optimizer(target, state[name])
+        else:
+            target.load_state_dict(state[name])
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
         words = ' '.join(str(error).split())[:300]
         fail(f'the {name} in {where} does not fit: {words}')
+
+
+def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+    """An optimizer's state into it; an error unless it is of these options and parameters, of
+    which PyTorch checks the number alone."""
+    before = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for old, new in zip(before, optimizer.param_groups, strict=True):
+        for name in old.keys() & new.keys() - {'params', 'lr'}:
+            if new[name] != old[name]:
+                raise ValueError(f'{name}={new[name]!r:.40}, not {old[name]}')
+    for p, moments in optimizer.state.items():
+        if set(moments) not in ({'momentum'}, {'step', 'exp_avg', 'exp_avg_sq'}):
+            raise ValueError(f'a parameter has {", ".join(map(str, moments))}')
+        for name, value in moments.items():
+            if value.shape != (() if name == 'step' else p.shape):
+                raise ValueError(f'{name} of a parameter is {list(value.shape)}')
 
 
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',

@@ -281,6 +281,16 @@ def split_of(x: float, held_out: float) -> str:
     return 'test' if x < held_out else 'val' if x < 2 * held_out else 'train'
 
 
+def longest_word(chunks: Iterable[str]) -> int:
+    """About the most characters between two places to cut at; a word may span chunks."""
+    longest = length = 0
+    for chunk in chunks:
+        first, *others = map(len, CUT.split(chunk))
+        longest = max(longest, length + first, max(others, default=0))
+        length = others[-1] if others else length + first
+    return longest
+
+
 def cut(chunks: Iterable[str], size: int, after: re.Pattern = CUT) -> Iterator[tuple[int, str]]:
     """A document as (position, text), each of `size` characters or, up to the next match of
     `after`, more."""
@@ -308,8 +318,7 @@ def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, beco
         size, after = PART, CUT
         if by_position:
             share = held_out * length
-            words = (word for chunk in chunks() for word in CUT.split(chunk))
-            rare = anywhere and max(map(len, words), default=0) > share
+            rare = anywhere and longest_word(chunks()) > share
             after = ANYWHERE if rare else CUT
             size = min(PART, max(1, round(share / (50 if rare else 2))))
         before = None

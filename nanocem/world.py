@@ -83,7 +83,12 @@ def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: floa
         torch.set_float32_matmul_precision('high')
     if size > 1:
         wait = timedelta(minutes=minutes)
-        store, rank, size = next(rendezvous('env://', rank, size, timeout=wait))
+        try:
+            store, rank, size = next(rendezvous('env://', rank, size, timeout=wait))
+        except (RuntimeError, ValueError) as error:  # ValueError: no address in the environment
+            words = str(error).partition('\n')[0]
+            fail(f'process {rank} of {size} finds no others: {words}; torchrun starts them',
+                 everywhere=True)
         if os.environ.get('LOCAL_WORLD_SIZE') == str(size):
             # On one machine torchrun keeps its store when it restarts the group, and in it the
             # addresses of the dead.

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,24 @@ def test_the_newest_run_on_its_test_split(place: Path, capsys: pytest.CaptureFix
     assert page.startswith('best checkpoint of out/run, step 2; test split of data\n\n')
 
 
+def test_a_runs_data_that_changed_is_not_read_unasked(
+    halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out, data = (Path(shutil.copytree(folder, tmp_path / folder.name))
+                 for folder in (halves[0], halves[0].parent / 'data'))
+    for path in out.glob('*.pt'):
+        torch.save({**torch.load(path, weights_only=True), 'data_dir': str(data)}, path)
+    content = (data / 'val.bin').read_bytes()
+    (data / 'val.bin').write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    options = [f'--out_dir={out}', '--tokens=100', '--device=cpu']
+    evaluate.main(options)
+    with pytest.raises(SystemExit, match=r'val split of .* has changed since'):
+        evaluate.main([*options, '--split=val'])
+    evaluate.main([*options, '--split=val', f'--data={data}'])
+    moved = data.rename(tmp_path / 'moved')
+    evaluate.main([*options, f'--data={moved}'])  # its own tokenizer serves
+
+
 def test_a_text_is_read_whole(place: Path) -> None:
     evaluate.main(['--text=text.txt', '--device=cpu', '--out_dir=out/run/best.pt'])
     assert Path('out/run/loss.md').read_text().startswith('out/run/best.pt, step 2; text.txt\n')
@@ -276,11 +295,12 @@ def test_runs_of_different_data_are_not_ranked_by_losses_a_token(place: Path) ->
 
 
 def test_names_that_matplotlib_would_read_otherwise(place: Path) -> None:
-    names = ['_x', '$', r'a $\frac$ b', 'c$_d$']
+    names = ['_x', '$', r'a $\frac$ b', 'c$_d$', 'caf\udce9']
     folders = [str(write_run(place / f'out/{name}', Path('data'), model_of())) for name in names]
     _, figure = evaluate.compare(tuple(folders))
     figure.savefig('all.png')
-    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == names
+    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert shown == [*names[:4], 'caf?']
 
 
 DAMAGE = [

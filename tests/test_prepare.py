@@ -28,7 +28,7 @@ from test_tokenizers import LLAMA, NASTY, documents, needs_llama
 import prepare_slimpajama as prep
 from nanocem import sources
 from nanocem.shards import Sequences
-from nanocem.sources import split_of, survey
+from nanocem.sources import longest_word, split_of, survey
 from nanocem.tokenizers import LLAMA_SHA256, LlamaTokenizer, load_tokenizer
 
 SCRIPT = str(ROOT / 'prepare_slimpajama.py')
@@ -327,6 +327,12 @@ def test_a_text_without_spaces_is_split_too(tmp_path: Path) -> None:
     texts = [part.decode() for part in texts_of(tmp_path / 'out')]
     assert ''.join(texts) == text
     assert all(0.04 < len(part) / len(text) < 0.06 for part in texts[1:])
+
+
+def test_a_word_may_span_chunks() -> None:
+    assert longest_word(['ab', 'cd', 'ef g', 'h']) == 5
+    assert longest_word(['a bcd', 'efg', ' h']) > 5
+    assert longest_word([]) == 0
 
 
 def test_too_little_text_leaves_nothing_behind(

@@ -13,7 +13,13 @@ from running import BATCH, RESUME, Run, losses, make_trainer, result, same, step
 
 import train
 from nanocem import runs
-from nanocem.runs import Schedule, checkpoints, read_checkpoint, resumed_state
+from nanocem.runs import (
+    Schedule,
+    checkpoints,
+    load_state,
+    read_checkpoint,
+    resumed_state,
+)
 from train import RECIPE
 
 
@@ -87,6 +93,25 @@ def test_what_would_bend_a_run_is_refused_by_name(
         with pytest.raises(SystemExit, match=f'of another data: {split} fingerprint='):
             resumed_state(out, make_trainer(data, halves[1], learning_rate=8e-3).identity())
         (data / name).write_bytes(content)
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_an_optimizer_of_other_shapes_or_options_is_refused(optimizer: str, data: Path,
+                                                            tmp_path: Path) -> None:
+    trainer = make_trainer(data, tmp_path, optimizer=optimizer)
+    trainer.train_step()
+    state = trainer.optimizer.state_dict()
+    load_state(trainer.optimizer, {'optimizer': state}, 'optimizer', 'o')
+    moments = state.get('muon', state)['state'][0]
+    for name, value in list(moments.items()):
+        for damaged in (torch.zeros(3), 'a'):
+            moments[name] = damaged
+            with pytest.raises(SystemExit, match='the optimizer in o does not fit'):
+                load_state(trainer.optimizer, {'optimizer': state}, 'optimizer', 'o')
+        moments[name] = value
+    state.get('adamw', state)['param_groups'][0]['betas'] = 'ab'
+    with pytest.raises(SystemExit, match='does not fit: betas='):
+        load_state(trainer.optimizer, {'optimizer': state}, 'optimizer', 'o')
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on_or_gives_its_weights(

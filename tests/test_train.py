@@ -1,5 +1,6 @@
 """Training: what it computes, and what happens when things break. Runs are real processes, and the
 damage is real."""
+import importlib
 import itertools
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 import typing
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +260,36 @@ def test_signals_are_taken_in_and_a_second_interrupt_stops_at_once() -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGINT
+
+
+def interrupt(script: str, function: str) -> None:
+    """Ctrl-C while the script is in this function."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    setattr(importlib.import_module(script), function,
+            lambda *given: os.kill(os.getpid(), signal.SIGINT))
+
+
+@pytest.mark.parametrize('script, function', [
+    ('train', 'find_data'), ('sample', 'load_run'), ('evaluate', 'load_run'),
+    ('bench', 'read_options')])
+def test_an_interrupt_ends_in_one_line(script: str, function: str, tmp_path: Path) -> None:
+    options = [f'--out_dir={tmp_path}'] * (script != 'bench')
+    run = Run(tmp_path, *options, script=script, damage=partial(interrupt, script, function))
+    running.assert_one_line(run.wait(60), f'{script}.py: stopped')
+
+
+def test_an_empty_text_is_no_text() -> None:
+    with pytest.raises(ValueError, match='text= is empty'):
+        TrainConfig(text='')
+
+
+@pytest.mark.parametrize('rank', ['0', '1'])
+def test_a_process_that_finds_no_others_says_so(rank: str, data: Path, tmp_path: Path) -> None:
+    env = dict(RANK=rank, WORLD_SIZE='2', LOCAL_RANK='0', MASTER_ADDR='127.0.0.1',
+               MASTER_PORT=str(running.free_port()))
+    run = Run(tmp_path, f'--data={data}', '--timeout_minutes=0.01', env=env).wait(60)
+    assert run.codes == [1] and 'Traceback' not in run.text
+    assert f'process {rank} of 2 finds no others' in run.text
 
 
 # Elastic
