@@ -107,10 +107,9 @@ class ModelConfig:
         if not attn and not mlp:
             expect(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
         # What does not go together
-        R, remainder = divmod(self.d_model, self.n_head)
-        require(remainder == 0, f'd_model={self.d_model} is not a multiple of n_head={self.n_head}')
-        require(self.positions == 'alibi' or R % 2 == 0,
-                f'positions=rope turns pairs of features: d_model / n_head = {R} is odd')
+        D, K = self.d_model, self.n_head
+        require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
+        require(self.positions == 'alibi' or D // K % 2 == 0, 'rope: d_model / n_head is odd')
         require(self.kq_diag != 'none' or not (self.exact_update or self.kq_diag_init),
                 'exact_update and kq_diag_init need the diagonal: set kq_diag=shared or per_head')
 
@@ -210,8 +209,7 @@ class Attention(nn.Module):
         else:
             self.W_V = drawn(D, D, std=cfg.init_std)
             self.W_O = drawn(D, D, std=cfg.init_std)  # in W_Q's shape
-        # d_k
-        n = {'none': 0, 'shared': 1, 'per_head': K}[cfg.kq_diag]
+        n = {'none': 0, 'shared': 1, 'per_head': K}[cfg.kq_diag]  # of the diagonals d_k
         self.kq_diag = nn.Parameter(torch.full((n, D), float(cfg.kq_diag_init))) if n else None
         if not self.rope:
             self.b_self = nn.Parameter(torch.zeros(K))
