@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from configurator import build, fail, in_range, read_options, stoppable
+from configurator import build, fail, in_range, read_options
 from model import SIZES, ModelConfig, Transformer, position_tables
 from nanocem import fast
 from nanocem.decode import Cache, generate
-from nanocem.files import say, table
+from nanocem.files import say, stoppable, table
 
 Row = dict[str, Any]
 LLAMA = dict(attn='llama', mlp='llama')

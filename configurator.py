@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, NoReturn
 
@@ -28,15 +27,6 @@ def fail(message: str, everywhere: bool = False) -> NoReturn:
     if os.environ.get('RANK', '0') != '0' and not everywhere:
         sys.exit(1)
     raise SystemExit(f'{os.path.basename(sys.argv[0])}: {message}'.replace('\n', ' '))
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Ctrl-C ends a script with one line; the decorator of its main."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        fail('stopped')
 
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:

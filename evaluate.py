@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, check_values, fail, in_range, read_options, stoppable
+from configurator import build, check_values, fail, in_range, read_options
 from model import MLP, Attention, ModelConfig, Transformer
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
-from nanocem.files import read_json, read_json_lines, say, table, write_whole
+from nanocem.files import read_json, read_json_lines, say, stoppable, table, write_whole
 from nanocem.hf import export
 from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced

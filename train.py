@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import build, check_types, fail, in_range, read_options, stoppable
+from configurator import build, check_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
-from nanocem.files import say, to_json, write_whole
+from nanocem.files import say, stoppable, to_json, write_whole
 from nanocem.muon import Muon, MuonAndAdamW, block_matrices
 from nanocem.runs import Health, Schedule, perplexity
 from nanocem.shards import Order, Sequences, evenly_spaced, read_meta

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -107,3 +108,12 @@ def lock(path: str, wait: bool = False) -> int | None:
     except OSError:
         pass
     return handle
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Ctrl-C ends a script with one line; the decorator of its main."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(f'{os.path.basename(sys.argv[0])}: stopped') from None
