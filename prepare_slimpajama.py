@@ -46,7 +46,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os
 @dataclass
 class PrepareConfig:
     """Where the text comes from and what becomes of it."""
-    input: str = SLIMPAJAMA  # file, folder, builtin, corpus, hf://datasets/OWNER/NAME[@REV][/FOLDER]
+    input: str = SLIMPAJAMA  # path, builtin, corpus, hf://datasets/OWNER/NAME[@REV][/FOLDER]
     out_dir: str | None = None  # the data folder; default: data/ and the name of the input
     tokens: int | None = None  # training tokens, or as many as there are; default 3.3B
     size: Literal['86m', '108m', '134m', '162m', '256m'] | None = None  # tokens for such a model

@@ -308,6 +308,7 @@ class Trainer:
         """The loop. Returns the exit code: 0 finished, STOPPED it can go on."""
         cfg, world, steps = self.cfg, self.world, self.schedule.steps
         peak = fast.peak_flops(world.device, self.dtype) * world.size
+        flops_per_token = fast.flops_per_token(self.raw_model)
         spent, since = 0.0, self.step  # seconds in steps since the last log line, and where it was
         while self.step < steps:
             # One step
@@ -318,7 +319,7 @@ class Trainer:
             self.check_numbers(loss, norm)
             last = self.step == steps
             rate = (self.step - since) * self.tokens_per_step / spent
-            mfu = fast.flops_per_token(self.raw_model) * rate / peak
+            mfu = flops_per_token * rate / peak
             mfu = mfu if mfu <= 1 else None  # the peak was measured too low
             self.bar.set_postfix_str(f'loss {loss:.4f}, {rate:,.0f} tok/s', refresh=False)
             self.bar.update()

@@ -333,7 +333,7 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
 
 def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
             n_head: int, scale: float) -> tuple[Tensor, Tensor]:
-    """o (B, J, D) and the scores' log-sum-exp (B, K, J), as fast.attention's; q, k contiguous."""
+    """o (B, J, D) and the scores' log-sum-exp (B, K, J), as attention's; q, k contiguous."""
     B, J, _ = q.shape
     o, lse = torch.empty_like(q), q.new_empty(B, n_head, J, dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
