@@ -41,6 +41,10 @@ COMMON = ('--size=mini --n_layer=12 --context_length=64 --data=data/builtin --to
 OPTIMIZERS = ('adamw', 'muon')
 RATES = (4e-3, 8e-3, 16e-3)
 SEEDS = (1, 2, 3)
+VARIANTS = {  # looked at once: all-CEM, T = 1, at its best rate, first seed
+    'no decay': 'train.py --optimizer=muon --weight_decay=0',
+    **{name: f'{HERE}/variants.py {name} --optimizer=muon'
+       for name in ('three_steps', 'heads', 'preconditioner')}}
 
 
 class Run(NamedTuple):
@@ -51,7 +55,7 @@ class Run(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return f'out/muon/{self.model}-{self.optimizer}-{self.rate:g}-{self.seed}'
+        return f'out/muon/{self.model}-{self.optimizer.replace(" ", "_")}-{self.rate:g}-{self.seed}'
 
 
 Found = dict[Run, tuple[float, float]]  # validation loss, test perplexity
@@ -59,8 +63,9 @@ Found = dict[Run, tuple[float, float]]  # validation loss, test perplexity
 
 def train(run: Run) -> None:
     """One run of train.py, or what is left of it. One that fails says why in the folder's .txt."""
-    command = (f'{sys.executable} train.py {MODELS[run.model]} {COMMON} --seed={run.seed} '
-               f'--optimizer={run.optimizer} --learning_rate={run.rate:g} --out_dir={run.folder}')
+    program = VARIANTS.get(run.optimizer, f'train.py --optimizer={run.optimizer}')
+    command = (f'{sys.executable} {program} {MODELS[run.model]} {COMMON} --seed={run.seed} '
+               f'--learning_rate={run.rate:g} --out_dir={run.folder}')
     if os.path.exists(f'{run.folder}/config.json'):
         command += ' --init_from=resume'
     os.makedirs('out/muon', exist_ok=True)
@@ -121,8 +126,9 @@ def next_runs(found: Found) -> list[Run]:
     beyond = [Run(*pair, edges[best], SEEDS[0]) for pair in pairs
               if (best := best_rate(found, *pair)) in edges]
     further = [Run(*pair, best_rate(found, *pair), seed) for seed in SEEDS[1:] for pair in pairs]
+    looks = [Run('cem-1', name, best_rate(found, 'cem-1', 'muon'), SEEDS[0]) for name in VARIANTS]
     return ([run for run in beyond if run not in found]
-            or [run for run in further if run not in found])
+            or [run for run in further + looks if run not in found])
 
 
 def at_best(found: Found, model: str, optimizer: str) -> dict[int, tuple[float, float]]:
@@ -185,6 +191,9 @@ def report(found: Found) -> None:
     lines += ['', '| T = 2 over T = 1, all-CEM | |', '|---|---|']
     lines += [f'| {optimizer} | {paired(found, ("cem-2", optimizer), ("cem-1", optimizer))} |'
               for optimizer in OPTIMIZERS]
+    lines += ['', '| another Muon, over Muon, all-CEM, T = 1 | |', '|---|---|']
+    lines += [f'| {name} | {paired(found, ("cem-1", name), ("cem-1", "muon"))} |'
+              for name in VARIANTS]
     print('\n'.join(lines))
     with open(f'{HERE}/table.md', 'w', encoding='utf-8') as file:
         file.write('\n'.join([*lines, '']))
@@ -204,6 +213,7 @@ def report(found: Found) -> None:
 
 def main(argv: list[str]) -> None:
     pairs = [(model, optimizer) for optimizer in OPTIMIZERS for model in MODELS]
+    pairs += [('cem-1', name) for name in VARIANTS]
     every = [Run(*pair, rate, seed) for pair in pairs for seed in SEEDS
              for rate in (RATES[0] / 2, *RATES, RATES[-1] * 2)]
     found = collect(every)
