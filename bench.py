@@ -14,6 +14,7 @@ import contextlib
 import gc
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -101,8 +102,14 @@ class BenchConfig:
         return Transformer(ModelConfig(**{**shape, **options})).to(self.device)
 
     def machine(self) -> str:
-        cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
-        return torch.cuda.get_device_name() if self.device == 'cuda' else cpu
+        if self.device == 'cuda':
+            return torch.cuda.get_device_name()
+        name = platform.machine()
+        with contextlib.suppress(OSError), open('/proc/cpuinfo', encoding='utf-8') as file:
+            name = (re.findall(r'^model name\s*: (.*)', file.read(), re.M) or [name])[0]
+        return (f'CPU {name}, {torch.backends.cpu.get_cpu_capability()}'
+                f'{" with AMX" * torch.cpu._is_amx_tile_supported()}, '
+                f'{torch.get_num_threads()} threads')
 
     def setting(self) -> str:
         return (f'{self.size}, {self.batch_size} x {self.context_length} tokens, vocabulary '

@@ -10,7 +10,8 @@ A run under the lens.
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
 What is asked for is done and no more. A run's tables and pictures go into its folder, those of
---compare into out/results/compare.
+--compare into out/results/compare. --out_dir takes a folder that --export wrote, too; its tables go
+into out/results.
 """
 import io
 import math
@@ -35,7 +36,8 @@ from nanocem.hf import export
 from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
 from nanocem.shards import Sequences, evenly_spaced
 from nanocem.sources import text_of
-from nanocem.tokenizers import load_tokenizer
+from nanocem.tokenizers import load_tokenizer, tokenizer_of
+from prepare_slimpajama import find_data
 
 Report = tuple[str, Figure | None]  # a table and a picture
 LOSSES = ['loss, nats a token', 'perplexity', 'bits a byte']
@@ -44,7 +46,7 @@ LOSSES = ['loss, nats a token', 'perplexity', 'bits a byte']
 @dataclass
 class EvaluateConfig:
     """What to report."""
-    out_dir: str | None = None  # the run; default: the newest under out/
+    out_dir: str | None = None  # the run, or an exported folder; default: the newest under out/
     checkpoint: Literal['best', 'last'] = 'best'  # best by validation, or the last one written
     data: str | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
@@ -55,6 +57,7 @@ class EvaluateConfig:
     attention: str | None = None  # a text to show the attention maps of
     compare: tuple[str, ...] = ()  # folders of runs; written --compare out/a out/b
     export: str | None = None  # a new folder for the model as transformers loads it
+    export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of its weights
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
 
     def __post_init__(self) -> None:
@@ -71,13 +74,16 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], length: int) -> T
     """(n, length + 1), evenly spaced in the text or the split, cfg.tokens tokens of them at most;
     NO_TARGET behind the end of a text, all of whose tokens but BOS are targets once."""
     if cfg.text is not None:
-        tokenizer = load_tokenizer(state['data_dir'])
+        tokenizer = tokenizer_of(state)
         ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text, 'text='))])
         length = min(length, len(ids) - 1) or fail(f'text={cfg.text} is empty')
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)
         return sequences[evenly_spaced(len(sequences), cfg.tokens // length)]
-    folder = cfg.data or state['data_dir']
+    folder = find_data(cfg.data) if cfg.data else state['data_dir']
+    if not os.path.exists(folder):
+        fail(f'{folder}, which the model was trained on, is not here: --data=data/builtin makes '
+             "this Python's source, --text=FILE reads a text")
     data = Sequences(folder, cfg.split, length)
     for name in ('tokenizer', 'tokenizer_sha256', 'vocab_size'):
         if data.identity[name] != state['data'][name]:
@@ -376,21 +382,21 @@ def main(argv: list[str]) -> None:
         fail(f'{out_dir} is all Llama; steps and energies are those of CEM sublayers')
     losses = bool(cfg.steps) or not (cfg.energies or cfg.attention or cfg.export)
     if cfg.export:
-        export(model, cfg.export, state)
+        export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
         say(f'{cfg.export}: transformers loads it, as its README.md says')
 
-    # of what the reports are, and where they go: out_dir may be a checkpoint's file
+    # of what the reports are, and where they go: out_dir may be exported, or a checkpoint's file
     folder, weights = out_dir, f'{cfg.checkpoint} checkpoint of {out_dir}'
-    if os.path.isfile(out_dir):
+    if 'folder' in state:
+        folder, weights = f'out/results/{os.path.basename(os.path.abspath(out_dir))}', out_dir
+    elif os.path.isfile(out_dir):
         folder, weights = os.path.dirname(out_dir) or '.', out_dir
     text = cfg.text or f'{cfg.split} split of {cfg.data or state["data_dir"]}'
     subject = f'{weights}, step {state["step"]}; {text}'
-    data = None
     if losses or cfg.energies:
-        sequences, data = read_sequences(cfg, state, model.cfg.context_length), cfg.data
+        sequences = read_sequences(cfg, state, model.cfg.context_length)
     if losses or cfg.attention:
-        # once sequences are read, the tokenizer of other data is known to be the run's
-        tokenizer = load_tokenizer(data or state['data_dir'])
+        tokenizer = load_tokenizer(cfg.data, state['data']) if cfg.data else tokenizer_of(state)
     if cfg.energies:
         report = report_energies(model, sequences, max(cfg.steps, default=8))
         show(folder, 'energies', report, subject)

@@ -271,10 +271,10 @@ def train_all(runs: Sequence[Run], jobs: int) -> Results:
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     children: set[subprocess.Popen] = set()
 
-    def train(run: Run) -> str:
+    def train(run: Run, words: list[str]) -> str:
         """The last line it printed."""
         pipe = None if run.scale == 'paper' else subprocess.PIPE
-        with subprocess.Popen(command(run), stdout=pipe, stderr=pipe, text=True, env=environment,
+        with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment,
                               errors='replace') as child:
             children.add(child)
             out, err = child.communicate()
@@ -284,7 +284,8 @@ def train_all(runs: Sequence[Run], jobs: int) -> Results:
     found = {}
     pool = ThreadPoolExecutor(jobs)
     try:
-        futures = {pool.submit(train, run): run for run in runs}
+        # config files are parsed in this thread alone: in Python 3.11 two of ast's parsers collide
+        futures = {pool.submit(train, run, command(run)): run for run in runs}
         for n, future in enumerate(as_completed(futures), 1):
             run = futures[future]
             text = f'FAILED: {future.result()}'

@@ -15,13 +15,13 @@ from nanocem.decode import generate
 from nanocem.files import on_terminal, say, stoppable
 from nanocem.runs import load_run
 from nanocem.sources import text_of
-from nanocem.tokenizers import as_it_comes, load_tokenizer
+from nanocem.tokenizers import as_it_comes, tokenizer_of
 
 
 @dataclass
 class SampleConfig:
     """What to generate."""
-    out_dir: str | None = None  # the run; default: the newest under out/
+    out_dir: str | None = None  # the run, or an exported folder; default: the newest under out/
     checkpoint: Literal['best', 'last'] = 'best'  # best by validation, or the last one written
     prompt: str = ''  # the text to continue; FILE:path, that of a file
     tokens: int = 500  # how many to add
@@ -42,17 +42,13 @@ class SampleConfig:
 
 
 @torch.no_grad()
-def sample_text(model: Any, data_dir: str, prompt: str, tokens: int, temperature: float,
+def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
-    """`prompt` and its continuation, n of them with --- between, by the data folder's tokenizer;
-    '' for one printed `live`. ValueError where there is no tokenizer, or no finite number."""
-    try:
-        tokenizer = load_tokenizer(data_dir)
-    except SystemExit as error:
-        raise ValueError(str(error).partition(': ')[2]) from None
+    """`prompt` and its continuation, n of them with --- between; '' for one printed `live`.
+    ValueError where the model has no such token, or no finite number."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
     if max(ids) >= model.cfg.vocab_size:
-        raise ValueError(f'the vocabulary of {data_dir} has no token {max(ids)} of its tokenizer')
+        raise ValueError(f'the model has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=model.embedding.device)
     if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
         raise ValueError('the model gives numbers that are not finite: nothing to sample from')
@@ -72,7 +68,7 @@ def main(argv: list[str]) -> None:
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     try:
-        say(sample_text(model, state['data_dir'], cfg.prompt, cfg.tokens, cfg.temperature,
+        say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
                         cfg.top_k, cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
     except ValueError as error:
         fail(str(error))

@@ -34,6 +34,7 @@ from nanocem.files import say, stoppable, to_json, write_whole
 from nanocem.muon import Muon, MuonAndAdamW, block_matrices
 from nanocem.runs import Health, Schedule, perplexity
 from nanocem.shards import Order, Sequences, evenly_spaced, read_meta
+from nanocem.tokenizers import load_tokenizer
 from nanocem.world import World, failures_in_words, start_world
 from prepare_slimpajama import find_data
 from sample import sample_text
@@ -50,7 +51,7 @@ class TrainConfig:
     text: str | None = None  # train on this text file or folder instead, prepared on first use
     tokenizer: str | None = None  # of --text: byte, gpt2, llama, or llama's model file
     out_dir: str | None = None  # where the run lives; default: a new folder; to resume: the newest
-    init_from: str = 'scratch'  # resume: the run in out_dir; or a run's folder or file: its weights
+    init_from: str = 'scratch'  # resume: the run in out_dir; or weights: a run's, or exported
     seed: int = 1337  # of the weights and of the order of the data
     tokens: int | None = None  # training tokens; default: tokens_per_param x its Llama's parameters
     tokens_per_param: float = 20.0  # Chinchilla's budget
@@ -370,9 +371,10 @@ class Trainer:
         self.raw_model.eval()
         try:
             with fast.eager():
-                text = sample_text(self.raw_model, cfg.data, prompt='', tokens=cfg.sample_tokens,
-                                   temperature=0.8, top_k=None, seed=cfg.seed)
-        except ValueError as error:  # its tokenizer is gone, say: no reason to end a run
+                text = sample_text(self.raw_model, load_tokenizer(cfg.data), prompt='',
+                                   tokens=cfg.sample_tokens, temperature=0.8, top_k=None,
+                                   seed=cfg.seed)
+        except (SystemExit, ValueError) as error:  # no tokenizer, say: no reason to end a run
             text = f'No sample: {error}'
         self.raw_model.train()
         self.report(text, sample=text)

@@ -1,19 +1,23 @@
 """Hugging Face: Llama's weights in ours, and our models as folders that transformers loads."""
 import json
 import re
+import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configurator import fail
 from model import ModelConfig, Transformer
-from nanocem.files import say
-from nanocem.tokenizers import ByteTokenizer, load_tokenizer, tokenizer_json
+from nanocem.files import read_json, say
+from nanocem.tokenizers import tokenizer_json, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
+WEIGHTS_FILE, PREFIX = 'model.safetensors', 'model.'  # in an exported folder; of its weights' names
 CODE = ('model.py', 'configurator.py', 'nanocem/fast.py', 'nanocem/triton_attention.py',
         'nanocem/modeling_nanocem.py')  # what an exported folder holds of this repository
 
@@ -95,16 +99,18 @@ Tokenizer: {tokenizer}, vocabulary {vocab_size}.
 """
 
 
-def export(model: Transformer, folder: str, state: dict[str, Any]) -> None:
+def export(model: Transformer, folder: str, state: dict[str, Any],
+           dtype: torch.dtype = torch.float32) -> None:
     """Write the model to a new or empty folder that transformers loads; `state`, its checkpoint,
-    names the tokenizer. SystemExit."""
+    names the tokenizer and the data. SystemExit."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             fail(f'export={folder} is not empty; expected a new folder')
-        save_file({f'model.{name}': w.contiguous() for name, w in model.state_dict().items()},
-                  path / 'model.safetensors', {'format': 'pt'})
+        weights = {name: w.to(dtype).contiguous() for name, w in model.state_dict().items()}
+        save_file({PREFIX + name: w for name, w in weights.items()}, path / WEIGHTS_FILE,
+                  {'format': 'pt'})
         for source in CODE:
             code = (ROOT / source).read_text(encoding='utf-8')
             (path / Path(source).name).write_text(beside(code), encoding='utf-8')
@@ -112,12 +118,25 @@ def export(model: Transformer, folder: str, state: dict[str, Any]) -> None:
         auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
         begin = {'bos_token_id': write_tokenizer(path, state)}
-        write_json(path / 'config.json', model_type='nanocem', dtype='float32', auto_map=auto,
-                   architectures=['NanocemForCausalLM'], **begin, **vars(model.cfg))
+        run = {name: state[name] for name in ('step', 'data', 'data_dir')}
+        write_json(path / 'config.json', model_type='nanocem', auto_map=auto, run=run,
+                   dtype=str(dtype).removeprefix('torch.'), architectures=['NanocemForCausalLM'],
+                   **begin, **vars(model.cfg))
         write_json(path / 'generation_config.json', use_cache=False, **begin)
     except (OSError, SafetensorError) as error:  # a full disk is safetensors' own error
         words = getattr(error, 'strerror', None) or error
         fail(f'export={folder}: {words}; expected a folder to write in')
+
+
+def read_export(folder: str) -> dict[str, Any]:
+    """What `export` wrote, as a checkpoint holds it, its weights in float32; unchecked. An error of
+    any kind where it is damaged."""
+    config = read_json(f'{folder}/config.json', 'export the model again') or {}
+    weights = load_file(f'{folder}/{WEIGHTS_FILE}')
+    names = [field.name for field in fields(ModelConfig) if field.name in config]
+    return {**config.get('run', {}), 'folder': folder,
+            'model': {name.removeprefix(PREFIX): w.float() for name, w in weights.items()},
+            'model_config': {name: config[name] for name in names}}
 
 
 def beside(code: str) -> str:
@@ -135,13 +154,12 @@ def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
     """The files of transformers' fast tokenizers, or of the one in modeling_nanocem.py for bytes.
     Returns BOS; None, and a warning, where the tokenizer is not at hand."""
     try:
-        by_bytes = state['data']['tokenizer'] == 'byte'
-        tokenizer = ByteTokenizer() if by_bytes else load_tokenizer(state['data_dir'])
+        tokenizer = tokenizer_of(state)
     except SystemExit as error:
         say(f'WARNING: no tokenizer in {path}: {str(error).partition(": ")[2]}')
         return None
     options: dict[str, Any]
-    if by_bytes:
+    if tokenizer.name == 'byte':
         kind = 'NanocemTokenizer'
         options = {'auto_map': {'AutoTokenizer': [f'modeling_nanocem.{kind}', None]}}
     else:
@@ -149,6 +167,8 @@ def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
         bpe, special = tokenizer_json(tokenizer)
         write_json(path / 'tokenizer.json', **bpe)
         options = {'split_special_tokens': True, 'clean_up_tokenization_spaces': False, **special}
+        if tokenizer.name == 'llama':  # for sample.py and evaluate.py
+            shutil.copyfile(tokenizer.path, path / 'tokenizer.model')
     write_json(path / 'tokenizer_config.json', tokenizer_class=kind, **options,
                model_max_length=state['model_config']['context_length'])
     return tokenizer.bos

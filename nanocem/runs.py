@@ -18,11 +18,13 @@ import torch
 
 from configurator import check_types, check_values, fail, has_type, read_options
 from model import ModelConfig, Transformer
+from nanocem import hf
 from nanocem.files import append_whole, lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
 
-# What every checkpoint holds, and what a run needs besides, to go on exactly
+# What every checkpoint holds, also of its data, and what a run needs besides, to go on exactly
 WEIGHTS = {'model': dict, 'model_config': dict, 'step': int, 'data': dict, 'data_dir': str}
+DATA = {'tokenizer': str, 'tokenizer_sha256': str | None, 'vocab_size': int}
 PROGRESS = {'optimizer': dict, 'schedule': dict, 'health': dict, 'seconds': float, 'best': float,
             'recipe': dict}
 
@@ -162,13 +164,17 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint's content: tensors and plain values only, every byte and every type checked, its
-    model_config completed. ValueError where it is damaged or something else."""
+    """A checkpoint's content, or that of an exported folder: tensors and plain values only, every
+    type checked, in a checkpoint every byte, its model_config completed. ValueError where it is
+    damaged or something else."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
-                raise ValueError(f'checksum of {damaged}')
-        state = torch.load(path, map_location='cpu', weights_only=True)
+        if os.path.isdir(path):
+            state = hf.read_export(path)
+        else:
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise ValueError(f'checksum of {damaged}')
+            state = torch.load(path, map_location='cpu', weights_only=True)
         return {**state, 'model_config': asdict(check_checkpoint(state))}
     except Exception as error:  # a damaged file can fail in any way
         words = str(error).partition('\n')[0][:200] or type(error).__name__
@@ -186,8 +192,9 @@ def check_checkpoint(state: dict[str, Any]) -> ModelConfig:
     for name in ('step', 'seconds'):
         if not 0 <= state.get(name, 0) < 1e15:
             raise ValueError(f'its {name} is {state[name]}')
-    if missing := {'tokenizer', 'tokenizer_sha256', 'vocab_size'} - state['data'].keys():
-        raise ValueError(f'its data has no {", ".join(sorted(missing))}')
+    data = state['data']
+    if missing := [name for name in DATA if not has_type(data.get(name, False), DATA[name])]:
+        raise ValueError(f'its data has no {", ".join(missing)}')
     if 'schedule' in state and 'health' in state:
         check_types(Schedule(**state['schedule']))
         check_types(Health(**state['health']))
@@ -213,14 +220,16 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
 
 
 def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[str, Any]:
-    """A run's checkpoint, the best by validation where there is one; or a checkpoint file.
-    SystemExit."""
-    best = path if os.path.isfile(path) else os.path.join(path, 'best.pt')
+    """A run's checkpoint, the best by validation where there is one; or a checkpoint file, or a
+    folder that evaluate.py --export wrote. SystemExit."""
+    exported = os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE))
+    best = path if exported or os.path.isfile(path) else os.path.join(path, 'best.pt')
     try:
         if os.path.exists(best) and (checkpoint == 'best' or best == path):
             return read_checkpoint(best)
     except ValueError as error:
-        fail(f'{error}; the last checkpoint of the run may be whole')
+        fail(f'{error}; ' + ('evaluate.py --export writes such folders' if exported else
+                             'the last checkpoint of the run may be whole'))
     return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
 
 
@@ -282,8 +291,9 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
              device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
-    """The model of a run (None: the newest under out/) on a device, ready to evaluate, and its
-    checkpoint: step, data (what it was trained on), data_dir, model_config. SystemExit."""
+    """The model of a run (None: the newest under out/) or an exported one on a device, ready to
+    evaluate, and its checkpoint: step, data (what it was trained on), data_dir, model_config.
+    SystemExit."""
     out_dir = out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     state = read_run(out_dir, checkpoint)
     model = Transformer(ModelConfig(**state['model_config']))

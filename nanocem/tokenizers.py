@@ -77,6 +77,7 @@ class LlamaTokenizer:
         with open(path, 'rb') as file:
             model = file.read()
         self.sha256 = hashlib.sha256(model).hexdigest()
+        self.path = path
         if self.sha256 != LLAMA_SHA256:
             fail(f"{path} is not Llama's tokenizer.model, whose SHA-256 is {LLAMA_SHA256}")
         self.model = SentencePieceProcessor(model_proto=model)
@@ -113,18 +114,24 @@ def make_tokenizer(name: str, model: str) -> Any:
     return {'byte': ByteTokenizer, 'gpt2': Gpt2Tokenizer}[name]()
 
 
-def load_tokenizer(data_dir: str) -> Any:
-    """The tokenizer that made `data_dir`. SystemExit if it is missing or another one."""
-    meta = read_meta(data_dir)
+def load_tokenizer(data_dir: str, meta: dict[str, Any] | None = None) -> Any:
+    """The tokenizer that made `data_dir`, as its meta.json says, or `meta`: then the folder is
+    needed for Llama's alone. SystemExit if it is missing or another one."""
+    meta = meta or read_meta(data_dir)
     try:
         tokenizer = make_tokenizer(meta['tokenizer'], os.path.join(data_dir, 'tokenizer.model'))
     except (OSError, KeyError) as error:
         fail(f'{data_dir}: no tokenizer {meta["tokenizer"]:.40} ({error}); prepare the data again')
     vocab_size, sha256 = meta['vocab_size'], meta.get('tokenizer_sha256')
     if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
-        fail(f'{data_dir}/meta.json names another {tokenizer.name} tokenizer: vocabulary '
+        fail(f'the data of {data_dir} is of another {tokenizer.name} tokenizer: vocabulary '
              f'{vocab_size}, SHA-256 {sha256}; prepare the data again')
     return tokenizer
+
+
+def tokenizer_of(state: dict[str, Any]) -> Any:
+    """That of a run's checkpoint, or of an exported folder, which has Llama's model file within."""
+    return load_tokenizer(state.get('folder', state['data_dir']), state['data'])
 
 
 def as_it_comes(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], None]:

@@ -1,23 +1,29 @@
 """Hugging Face's hub: an exported folder alone gives transformers the same model and tokenizer."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import running
 import torch
-from safetensors.torch import load_file, save_file
-from test_evaluate import model_of, write_data, write_run
+from safetensors.torch import load_file, save, save_file
+from test_evaluate import LENGTH, PARTS, cells, loss_of, model_of, write_data, write_run
+from test_evaluate import TEXT as LONG_TEXT
 from test_tokenizers import LLAMA, NASTY, documents, needs_llama, small_gpt2
 
 import evaluate
+import sample
 from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.decode import generate
 from nanocem.hf import export
-from nanocem.tokenizers import LlamaTokenizer
+from nanocem.runs import load_run, new_options
+from nanocem.tokenizers import LlamaTokenizer, tokenizer_of
+from train import TrainConfig
 
 transformers = pytest.importorskip('transformers')
 MODELS = [{}, dict(attn='llama', mlp='llama'), dict(positions='rope', kq_diag='none'),
@@ -61,8 +67,8 @@ torch.save(found, 'found.pt')
 
 
 def state_of(model: Transformer, tokenizer: str = 'byte') -> dict[str, Any]:
-    return {'data': {'tokenizer': tokenizer, 'vocab_size': 257}, 'data_dir': 'gone',
-            'model_config': vars(model.cfg)}
+    return {'data': {'tokenizer': tokenizer, 'tokenizer_sha256': None, 'vocab_size': 257},
+            'data_dir': 'gone', 'model_config': vars(model.cfg), 'step': 2}
 
 
 @torch.no_grad()
@@ -96,13 +102,15 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
         assert ModelConfig(**ours) == model.cfg
         assert 'Tokenizer: byte, vocabulary 257' in (Path(folder) / 'README.md').read_text()
     assert {path.name for path in (place / 'again').iterdir()} >= FILES - {'README.md'}
+    again, state = load_run(str(place / 'again'))
+    assert torch.equal(again(idx)[0], logits) and state['step'] == 2
 
 
 @pytest.mark.parametrize('name', ['gpt2', pytest.param('llama', marks=needs_llama)])
 def test_transformers_own_tokenizers_give_the_same_ids(
         name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = small_gpt2() if name == 'gpt2' else LlamaTokenizer(LLAMA)
-    monkeypatch.setattr(hf, 'load_tokenizer', lambda folder: ours)
+    monkeypatch.setattr(hf, 'tokenizer_of', lambda state: ours)
     export(model_of(), str(tmp_path / 'hub'), state_of(model_of(), name))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hub', local_files_only=True)
     assert theirs.bos_token_id == ours.bos
@@ -110,6 +118,10 @@ def test_transformers_own_tokenizers_give_the_same_ids(
         ids = theirs(text).input_ids
         assert ids == [ours.bos, *ours.encode(text)]
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+    if name == 'llama':
+        state = hf.read_export(str(tmp_path / 'hub'))
+        state['data']['tokenizer_sha256'] = ours.sha256
+        assert tokenizer_of(state).encode(TEXT) == ours.encode(TEXT)
 
 
 def test_a_tokenizer_that_is_gone_is_said_and_left_out(
@@ -149,3 +161,84 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save_file(weights, tmp_path / 'hub/model.safetensors', {'format': 'pt'})
     with pytest.raises(RuntimeError, match=r'blocks\.1\.mlp\.V'):
         NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+
+
+# An exported folder in place of a run
+
+@pytest.fixture
+def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As those in pretrained/: weights in bfloat16 and config.json alone, of data that is gone."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / 'out/run', Path('gone'), model_of())
+    evaluate.main(['--export=hub', '--export_dtype=bfloat16', '--device=cpu'])
+    folder = tmp_path / 'pretrained/cem'
+    folder.mkdir(parents=True)
+    for name in ('config.json', 'model.safetensors'):
+        shutil.copy(tmp_path / 'hub' / name, folder)
+    (tmp_path / 'text.txt').write_bytes(LONG_TEXT.encode()[:PARTS.shape[0] * LENGTH])
+    return folder
+
+
+def rounded() -> Transformer:
+    return model_of().bfloat16().float()
+
+
+def test_an_exported_folder_is_read_as_a_run_is(
+        exported: Path, capfd: pytest.CaptureFixture) -> None:
+    options = ['--out_dir=pretrained/cem', '--device=cpu']
+    model, state = load_run('pretrained/cem')
+    idx = torch.randint(257, (2, 12))
+    assert torch.equal(model(idx)[0], rounded()(idx)[0]) and model.head.dtype == torch.float32
+    assert state['step'] == 2 and state['data_dir'] == 'gone' and model.cfg == model_of().cfg
+
+    before = {path: path.read_bytes() for path in exported.iterdir()}
+    evaluate.main([*options, '--text=text.txt', '--steps=1,2', '--energies', '--attention=word'])
+    page = Path('out/results/cem/steps.md')
+    assert page.read_text().startswith('pretrained/cem, step 2; text.txt\n')
+    assert float(cells(page)[1][2]) == pytest.approx(loss_of(rounded()), abs=1e-4)
+    assert {path: path.read_bytes() for path in exported.iterdir()} == before
+    with pytest.raises(SystemExit, match='gone, which the model was trained on, is not here'):
+        evaluate.main(options)
+
+    capfd.readouterr()
+    sample.main([*options, '--tokens=9', '--temperature=0'])
+    ids = generate(rounded(), torch.tensor([[256]]), 9, temperature=0)[0]
+    assert capfd.readouterr().out == tokenizer_of(state).decode(ids.tolist()) + '\n---\n'
+
+    evaluate.main([*options, '--export=again'])
+    written = load_file('again/model.safetensors')
+    assert torch.equal(written['model.head'], rounded().head) and Path('again/model.py').exists()
+
+
+def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path) -> None:
+    options = new_options({'init_from': 'pretrained/cem'}, TrainConfig)
+    model = {name: options[name] for name in vars(model_of().cfg)}
+    data = running.write_data(tmp_path / 'data', vocab_size=257)
+    trainer = running.make_trainer(data, tmp_path / 'tuned', init_from='pretrained/cem', **model)
+    trainer.begin(resume=False)
+    weights = rounded().state_dict()
+    assert all(torch.equal(w, weights[name]) for name, w in trainer.raw_model.state_dict().items())
+
+
+def test_damaged_exports_get_one_line(exported: Path) -> None:
+    weights, config = exported / 'model.safetensors', exported / 'config.json'
+    whole = weights.read_bytes()
+    values = json.loads(config.read_text())
+    less = load_file(weights)
+    del less['model.head']
+    for content in (whole[:100], whole[:-1], b'', b'x' * 50, save(less)):
+        weights.write_bytes(content)
+        with pytest.raises(SystemExit, match='pretrained/cem is damaged') as error:
+            sample.main(['--out_dir=pretrained/cem'])
+        assert '\n' not in str(error.value)
+    weights.write_bytes(whole)
+    wrong = [dict(d_mlp=9), dict(d_mlp='9'), dict(run=None), dict(run={}), dict(run=5),
+             dict(run={**values['run'], 'data': {'tokenizer': 5}})]
+    for text in ('{', '[]', '{}', *(json.dumps({**values, **part}) for part in wrong)):
+        config.write_text(text)
+        with pytest.raises(SystemExit, match=r'pretrained/cem.* is damaged') as error:
+            evaluate.main(['--out_dir=pretrained/cem', '--text=text.txt'])
+        assert '\n' not in str(error.value)
+    weights.unlink()
+    with pytest.raises(SystemExit, match='no checkpoint in pretrained/cem'):
+        evaluate.main(['--out_dir=pretrained/cem'])

@@ -1,0 +1,93 @@
+"""The GPU's paths without a GPU. Fake tensors have a device and no numbers, and an operation on
+tensors of two devices is an error: one that is made on the wrong device is found.
+
+They stand on cuda where torch is a CUDA build, else on meta, which is not the CPU either. What the
+kernels compute is not tried, nor, on cuda, the backward pass, which asks for a GPU.
+"""
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from running import ROOT
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from configurator import build, read_options
+from model import ModelConfig, Transformer
+from nanocem import decode, fast, triton_attention
+from nanocem.muon import Muon, block_matrices
+from train import TrainConfig
+
+DEVICE = 'cuda' if torch.version.cuda else 'meta'
+SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=48, vocab_size=50, context_length=4)
+MODELS = {'CEM': {}, 'Llama': dict(attn='llama', mlp='llama'),
+          'exact RoPE': dict(positions='rope', kq_diag='none')}
+CONFIGS = sorted(f'config/{path.name}' for path in (ROOT / 'config').glob('*.py'))
+launches: list[Any] = []
+
+
+def launch(kernel: Any, *tensors: Tensor | None, **options: Any) -> None:
+    """In place of a kernel's: is all that it would be given on the device?"""
+    assert all(t is None or t.device.type == DEVICE for t in tensors)
+    launches.append(kernel)
+
+
+def with_its_code(op: Callable, code: Callable) -> Callable:
+    """Our operator, and its code, which fake tensors leave out."""
+    def run(*args: Any) -> Any:
+        with torch.no_grad():
+            assert all(t.device.type == DEVICE for t in code(*args))
+        return op(*args)
+    return run
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All tensors are, and our kernels are taken to run."""
+    monkeypatch.setattr(fast, 'runs_triton', lambda *of: True)
+    monkeypatch.setattr(triton_attention, 'launch', launch)
+    for name, code in (('attention_op', 'forward'), ('backward_op', 'backward')):
+        op, code = getattr(triton_attention, name), getattr(triton_attention, code)
+        monkeypatch.setattr(triton_attention, name, with_its_code(op, code))
+    if DEVICE == 'meta':  # which autocast does not know
+        monkeypatch.setattr(decode, 'as_multiplied', lambda x: x)
+    launches.clear()
+    with FakeTensorMode():
+        yield
+
+
+def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss both ways, gradients and a step of Muon; decoding until the context is full."""
+    with torch.device(DEVICE):
+        model = Transformer(ModelConfig(**{**options, **SMALL}))
+        idx = torch.zeros(2, 4, dtype=torch.long)
+    for at_once in (fast.LOGITS_AT_ONCE, 50):
+        monkeypatch.setattr(fast, 'LOGITS_AT_ONCE', at_once)
+        loss = model(idx, idx)[1]
+        assert loss.device.type == DEVICE
+        if DEVICE == 'meta':
+            loss.backward()
+    Muon(block_matrices(model), 0.01, 0.1).step()
+    for use_cache in (True, False):
+        new = decode.generate(model, idx[:, :2], 4, 1.0, top_k=5, use_cache=use_cache)
+        assert new.device.type == DEVICE and new.shape == (2, 6)
+
+
+@pytest.mark.parametrize('way', ['readable', 'sdpa', 'triton'])
+@pytest.mark.parametrize('name', MODELS)
+def test_every_way(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_out({**MODELS[name], 'attn_impl': way}, monkeypatch)
+    assert bool(launches) == (name == 'CEM' and way == 'triton')
+
+
+@pytest.mark.parametrize('config', CONFIGS)
+def test_every_config(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = read_options([config], TrainConfig, ModelConfig)
+    try_out(vars(build(ModelConfig, given)), monkeypatch)
+
+
+def test_a_tensor_on_the_wrong_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('model.slopes', lambda n_head, like: torch.ones(n_head))
+    with pytest.raises(RuntimeError, match='device'):
+        try_out({}, monkeypatch)
