@@ -159,7 +159,7 @@ def _convert(value: Any, hint: Any) -> Any:
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
     if hint in (int, float) and type(value) in (int, float, str):
-        text, unit = str(value), UNITS.get(str(value)[-1:])
+        text, unit = str(value), UNITS.get(str(value)[-1:].upper())
         number = Decimal(text[:-1]) * unit if unit else Decimal(text)
         if abs(float(number)) < 1e300 and (hint is float or number == int(number)):
             return hint(number)

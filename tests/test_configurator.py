@@ -25,7 +25,7 @@ def options_of(*argv: str) -> dict[str, Any]:
 def test_later_options_win_and_types_are_the_fields(tmp_path: Path) -> None:
     config = tmp_path / 'c.py'
     config.write_text('"""Doc."""\nsize = \'86m\'\nlearning_rate = 1\nattn_steps = 3\n')
-    got = options_of(str(config), '--attn_steps=4', '--tokens=3.3B', '--compile',
+    got = options_of(str(config), '--attn_steps=4', '--tokens=3.3b', '--compile',
                      '--stop_step=None', '--out_dir=123')
     assert got == {'size': '86m', 'learning_rate': 1.0, 'attn_steps': 4, 'tokens': 3_300_000_000,
                    'compile': True, 'stop_step': None, 'out_dir': '123'}
