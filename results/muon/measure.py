@@ -2,6 +2,7 @@
 Muon beside AdamW: the runs of this folder's page.
 
     python results/muon/measure.py          train what runs.csv lacks, then print the tables
+    python results/muon/measure.py --time   time a step of each, on an idle machine: seconds.csv
     python results/muon/measure.py --draw   only print and draw what there is
 
 From the project's root. Each model under each optimizer is trained at RATES with the first seed, at
@@ -15,17 +16,25 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import matplotlib
+import torch
 from scipy.stats import ttest_rel
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 HERE = os.path.dirname(os.path.relpath(__file__))
+sys.path.insert(0, os.path.join(HERE, '..', '..'))
+
+from configurator import build, read_options  # noqa: E402  after the path is set
+from model import ModelConfig, Transformer  # noqa: E402
+from train import TrainConfig, make_optimizer  # noqa: E402
+
 MODELS = {
     'llama': '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1',
     'llama-alibi': '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1 --positions=alibi',
@@ -38,6 +47,7 @@ COMMON = ('--size=mini --n_layer=12 --context_length=64 --data=data/builtin --to
           '--batch_size=32 --micro_batch_size=32 --eval_interval=1000000 --eval_tokens=300000 '
           '--test_tokens=300000 --checkpoint_interval=100 --keep_checkpoints=1 --dtype=float32 '
           '--compile=False --tensorboard=False --sample_tokens=0')
+TOKENS_A_STEP = 32 * 64
 OPTIMIZERS = ('adamw', 'muon')
 RATES = (4e-3, 8e-3, 16e-3)
 SEEDS = (1, 2, 3)
@@ -95,17 +105,17 @@ def collect(runs: Iterable[Run]) -> Found:
             with open(f'{run.folder}/log.jsonl', encoding='utf-8') as file:
                 lines = [line for line in map(json.loads, file) if 'lr' in line]
             curves[run] = [(line['tokens'], line['loss']) for line in lines]
-    write('runs', 'validation_loss,test_perplexity',
-          [(*run, f'{a:.6f}', f'{b:.5f}') for run, (a, b) in sorted(found.items())])
-    write('curves', 'tokens,training_loss',
-          [(*run, *point) for run, points in sorted(curves.items()) for point in points])
+    columns = ['model', 'optimizer', 'learning_rate', 'seed']
+    write_rows('runs', [*columns, 'validation_loss', 'test_perplexity'],
+               [(*run, f'{a:.6f}', f'{b:.5f}') for run, (a, b) in sorted(found.items())])
+    write_rows('curves', [*columns, 'tokens', 'training_loss'],
+               [(*run, *point) for run, points in sorted(curves.items()) for point in points])
     return found
 
 
-def write(name: str, columns: str, rows: list[tuple[Any, ...]]) -> None:
+def write_rows(name: str, columns: list[str], rows: list[tuple[Any, ...]]) -> None:
     with open(f'{HERE}/{name}.csv.tmp', 'w', encoding='utf-8', newline='') as file:
-        file.write(f'model,optimizer,learning_rate,seed,{columns}\n')
-        csv.writer(file, lineterminator='\n').writerows(rows)
+        csv.writer(file, lineterminator='\n').writerows([columns, *rows])
     os.replace(f'{HERE}/{name}.csv.tmp', f'{HERE}/{name}.csv')
 
 
@@ -148,6 +158,32 @@ def paired(found: Found, a: tuple[str, str], b: tuple[str, str]) -> str:
         low, high = ttest_rel(logs, [0.0] * len(logs)).confidence_interval()
         text += f' ({100 * math.expm1(low):+.1f} to {100 * math.expm1(high):+.1f})'
     return text
+
+
+def time_steps(rounds: int = 15) -> None:
+    """Seconds a step of each model under each optimizer, which take turns: medians, seconds.csv. Of
+    them, the optimizer's."""
+    pairs = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+    made, times = {}, {pair: [] for pair in pairs}
+    for model, optimizer in pairs:
+        given = read_options(f'{MODELS[model]} {COMMON} --optimizer={optimizer}'.split(),
+                             TrainConfig, ModelConfig)
+        cfg = build(TrainConfig, given)
+        net = Transformer(build(ModelConfig, {**given, 'vocab_size': 257}))
+        made[model, optimizer] = net, make_optimizer(net, cfg)
+    idx = torch.randint(257, (32, 65))
+    for _ in range(rounds):
+        for pair, (net, optimizer) in made.items():
+            began = time.perf_counter()
+            net(idx[:, :-1], idx[:, 1:])[1].backward()
+            between = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            end = time.perf_counter()
+            times[pair].append((end - began, end - between))
+    rows = [(*pair, *(f'{statistics.median(column):.4f}' for column in
+                      zip(*of[2:], strict=True))) for pair, of in times.items()]
+    write_rows('seconds', ['model', 'optimizer', 'seconds_a_step', 'of_them_the_optimizers'], rows)
 
 
 def smooth(points: list[tuple[int, float]], window: int = 5) -> list[tuple[int, float]]:
@@ -197,21 +233,34 @@ def report(found: Found) -> None:
     print('\n'.join(lines))
     with open(f'{HERE}/table.md', 'w', encoding='utf-8') as file:
         file.write('\n'.join([*lines, '']))
-    figure, axes = plt.subplots(figsize=(7, 4.2))
+    draw(curves)
+
+
+def draw(curves: dict[tuple[str, str], list[tuple[int, float]]]) -> None:
+    """curves.png: training loss against bytes, and against time by seconds.csv."""
+    with open(f'{HERE}/seconds.csv', encoding='utf-8') as file:
+        seconds = {(row['model'], row['optimizer']): float(row['seconds_a_step'])
+                   for row in csv.DictReader(file)}
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, layout='constrained')
     for n, model in enumerate(MODELS):
         for optimizer, style in (('adamw', '--'), ('muon', '-')):
             if (model, optimizer) in curves:
                 tokens, loss = zip(*curves[model, optimizer], strict=True)
-                axes.plot([t / 1e6 for t in tokens], loss, style, color=f'C{n}',
-                          label=f'{NAMES[model]}, {optimizer}')
-    axes.set(xlabel='million bytes', ylabel='training loss, nats a byte', ylim=(1.1, 2.2))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(f'{HERE}/curves.png', dpi=100)
+                steps = [t / TOKENS_A_STEP for t in tokens]
+                for axes, x in ((panels[0], [t / 1e6 for t in tokens]),
+                                (panels[1], [s * seconds[model, optimizer] for s in steps])):
+                    axes.plot(x, loss, style, color=f'C{n}', label=f'{NAMES[model]}, {optimizer}')
+    panels[0].set(xlabel='million bytes', ylabel='training loss, nats a byte', ylim=(1.15, 2.0))
+    panels[1].set(xlabel='seconds on two cores')
+    panels[0].legend(fontsize=7)
+    for axes in panels:
+        axes.grid(alpha=0.3)
+    figure.savefig(f'{HERE}/curves.png', dpi=90)
 
 
 def main(argv: list[str]) -> None:
+    if '--time' in argv:
+        return time_steps()
     pairs = [(model, optimizer) for optimizer in OPTIMIZERS for model in MODELS]
     pairs += [('cem-1', name) for name in VARIANTS]
     every = [Run(*pair, rate, seed) for pair in pairs for seed in SEEDS
