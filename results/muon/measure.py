@@ -135,7 +135,9 @@ def next_runs(found: Found) -> list[Run]:
     edges = {RATES[0]: RATES[0] / 2, RATES[-1]: RATES[-1] * 2}
     beyond = [Run(*pair, edges[best], SEEDS[0]) for pair in pairs
               if (best := best_rate(found, *pair)) in edges]
-    further = [Run(*pair, best_rate(found, *pair), seed) for seed in SEEDS[1:] for pair in pairs]
+    further = [Run(model, optimizer, best_rate(found, model, optimizer), seed)
+               for models in (('llama-alibi', 'cem-1'), ('llama', 'cem-2')) for seed in SEEDS[1:]
+               for model in models for optimizer in OPTIMIZERS]
     looks = [Run('cem-1', name, best_rate(found, 'cem-1', 'muon'), SEEDS[0]) for name in VARIANTS]
     return ([run for run in beyond if run not in found]
             or [run for run in further + looks if run not in found])
