@@ -34,25 +34,28 @@ class Run(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return f'out/layer/{self.label.replace(" ", "_").replace(",", "")}-{self.seed}'
+        return f'out/layer/{self.label.replace(" ", "_").replace(",", "").replace("'", "")}-{self.seed}'
 
 
+PLAIN = '--preconditioner=none --kq_diag=none'  # as many weights as Llama's, where it has both
 RUNS = [
     Run('all-CEM', 'cem', ONE),
     Run('Llama, ALiBi', 'cem', LLAMA),
     Run('anchored', 'anchored', ONE),
     Run('wide', 'wide', ONE),
+    Run('prior, mlp_prior, T = 2', 'prior+mlp_prior', f'{TWO} {PLAIN}'),
+    Run('anchored, mlp_prior', 'anchored+mlp_prior', f'{ONE} {PLAIN}'),
     Run('P of rank 16 in attention', 'cem', f'{ONE} --attn_rank=16'),
-    Run('prior, T = 2', 'prior+mlp_prior', f'{TWO} --preconditioner=none --kq_diag=none'),
-    Run('anchored, T = 2', 'anchored', TWO),
+    Run('MLP of Llama\'s weights', 'cem', f'{ONE} --mlp_match=params'),
     Run('gate', 'gate', ONE),
     Run('shift', 'shift', ONE),
     Run('Llama, ALiBi, shift', 'shift', LLAMA),
     Run('x0', 'x0', ONE),
     Run('Llama, ALiBi, x0', 'x0', LLAMA),
-    Run('P of rank 64 in the MLP', 'cem', f'{ONE} --mlp_rank=64'),
-    Run('head_gate', 'head_gate', ONE),
     Run('relu2', 'relu2', ONE),
+    Run('head_gate', 'head_gate', ONE),
+    Run('P of rank 64 in the MLP', 'cem', f'{ONE} --mlp_rank=64'),
+    Run('anchored, T = 2', 'anchored', TWO),
     Run('forget', 'forget', ONE),
     Run('qknorm', 'qknorm', ONE),
     Run('first', 'first', ONE),
@@ -116,7 +119,8 @@ def main(argv: list[str]) -> None:
     found = collect()
     if '--table' not in argv:
         with ThreadPoolExecutor(2) as pool:
-            for _ in pool.map(train, [run for run in RUNS if run[::3] not in found]):
+            missing = [run for run in RUNS if (run.label, run.seed) not in found]
+            for _ in pool.map(train, missing):
                 found = collect()
     print(table(found))
 
