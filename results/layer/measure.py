@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ class Run(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return f'out/layer/{self.label.replace(" ", "_").replace(",", "").replace("'", "")}-{self.seed}'
+        return f'out/layer/{re.sub("[^a-zA-Z0-9]+", "_", self.label)}-{self.seed}'
 
 
 PLAIN = '--preconditioner=none --kq_diag=none'  # as many weights as Llama's, where it has both
