@@ -39,6 +39,7 @@ NAMES = {
     'own_p': 'a P of its own for each step',
     'anchored': 'scores also read v_j . W_O (u - h_i): values of their own, W_V h_j, by W_O^T',
     'prior': 'scores k_j . W_Q h_i + v_j . W_O (u - h_i): at u = h it is Llama\'s attention',
+    'offset': 'q = W_Q u + W_B h_i: the output matrix need not be the one that asks',
     'mlp_prior': 'z = V h + W_d (u - h): at u = h it is Llama\'s MLP',
 }
 on: set[str] = set()  # the names in force
@@ -62,6 +63,7 @@ class Attention(model.Attention):
             self.W_Q, self.W_K = (drawn(2 * D, D, std=cfg.init_std) for _ in range(2))
         if on & {'anchored', 'prior'}:
             self.W_V, self.W_O = (drawn(D, D, std=cfg.init_std) for _ in range(2))
+        self.W_B = drawn(D, D, std=cfg.init_std) if 'offset' in on else None
         self.w = nn.Parameter(torch.zeros(D)) if 'shift' in on else None
         self.first = nn.Parameter(torch.zeros(())) if 'first' in on else None
         self.W_G = nn.Parameter(torch.zeros(len(self.W_Q), D)) if 'gate' in on else None
@@ -116,6 +118,8 @@ class Attention(model.Attention):
     def query(self, u: Tensor, h: Tensor, pos: Any) -> tuple[Tensor, Any]:
         """q, (B, K, I, R), and the length it had where it is normed."""
         q, length = self.project(h if 'prior' in on else u, self.W_Q, pos), None
+        if self.W_B is not None:
+            q = q + self.project(h, self.W_B)
         if self.W_G is not None:
             q = gate_of(self.project(h, self.W_G)) * q
         if self.temper is not None:
@@ -277,7 +281,7 @@ def put_in_force(names: str) -> None:
     if on - set(NAMES):
         raise SystemExit(f'{names}: expected names of {", ".join(NAMES)}')
     model.Block = Block
-    muon.MATRICES = (*muon.MATRICES, 'W_G')
+    muon.MATRICES = (*muon.MATRICES, 'W_B', 'W_G')
 
 
 if __name__ == '__main__':

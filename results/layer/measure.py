@@ -48,6 +48,8 @@ RUNS = [
     Run('anchored, mlp_prior', 'anchored+mlp_prior', f'{ONE} {PLAIN}'),
     Run('P of rank 16 in attention', 'cem', f'{ONE} --attn_rank=16'),
     Run('MLP of Llama\'s weights', 'cem', f'{ONE} --mlp_match=params'),
+    Run('offset, mlp_prior', 'offset+mlp_prior', f'{ONE} {PLAIN}'),
+    Run('anchored, mlp_prior, T = 2', 'anchored+mlp_prior', f'{TWO} {PLAIN}'),
     Run('gate', 'gate', ONE),
     Run('shift', 'shift', ONE),
     Run('Llama, ALiBi, shift', 'shift', LLAMA),
