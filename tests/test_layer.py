@@ -13,7 +13,8 @@ from nanocem import muon
 
 PATH = Path(__file__).parents[1] / 'results/layer/candidates.py'
 IN_A_LAYER = ('cem', 'wide', 'shift', 'head_gate', 'gate', 'forget', 'qknorm', 'slice', 'relu2',
-              'offset', 'anchored', 'prior+mlp_prior', 'wide+shift+gate', 'anchored+shift+gate')
+              'offset', 'anchored', 'prior+mlp_prior',
+              'prior+mlp_prior+sharpness', 'wide+shift+gate', 'anchored+shift+gate')
 
 
 @pytest.fixture

@@ -39,6 +39,7 @@ NAMES = {
     'own_p': 'a P of its own for each step',
     'anchored': 'scores also read v_j . W_O (u - h_i): values of their own, W_V h_j, by W_O^T',
     'prior': 'scores k_j . W_Q h_i + v_j . W_O (u - h_i): at u = h it is Llama\'s attention',
+    'sharpness': 'u - h counts beta times in prior, mlp_prior: learned, one a head, a hidden unit',
     'offset': 'q = W_Q u + W_B h_i: the output matrix need not be the one that asks',
     'mlp_prior': 'z = V h + W_d (u - h): at u = h it is Llama\'s MLP',
 }
@@ -63,6 +64,7 @@ class Attention(model.Attention):
             self.W_Q, self.W_K = (drawn(2 * D, D, std=cfg.init_std) for _ in range(2))
         if on & {'anchored', 'prior'}:
             self.W_V, self.W_O = (drawn(D, D, std=cfg.init_std) for _ in range(2))
+        self.beta = nn.Parameter(torch.ones(K, 1, 1)) if 'sharpness' in on else 1.0
         self.W_B = drawn(D, D, std=cfg.init_std) if 'offset' in on else None
         self.w = nn.Parameter(torch.zeros(D)) if 'shift' in on else None
         self.first = nn.Parameter(torch.zeros(())) if 'first' in on else None
@@ -110,7 +112,7 @@ class Attention(model.Attention):
         if self.kq_diag is not None:
             a = a + (u[:, None] * (self.kq_diag[:, None] / self.tau)) @ c[:, None].mT
         if v is not None:
-            a = a + self.project(u - h, self.W_O) / self.tau @ v.mT
+            a = a + self.project(u - h, self.W_O) * (self.beta / self.tau) @ v.mT
         if self.d is not None:
             a = a + self.project_slice(self.d * u) / self.tau @ self.project_slice(h).mT
         return a
@@ -164,6 +166,8 @@ class Attention(model.Attention):
         pos = model.position_tables(self.cfg, h)
         a = self.scores(u, h, self.context(h, pos), pos)
         gates = 1.0 if self.w_head is None else self.gates(h)[..., 0]
+        if 'sharpness' in on:
+            gates = gates / self.beta[..., 0]
         return -self.tau * (gates * a.logsumexp(dim=-1)).sum(dim=1)
 
 
@@ -173,6 +177,7 @@ class MLP(model.MLP):
         D = cfg.d_model
         if 'mlp_prior' in on:
             self.W_d = drawn(*self.V.shape, std=cfg.init_std)
+        self.beta = nn.Parameter(torch.ones(len(self.V))) if 'sharpness' in on else 1.0
         self.w = nn.Parameter(torch.zeros(D)) if 'shift' in on else None
         self.norms = nn.ModuleList(
             model.RMSNorm(D, cfg.norm_eps) for _ in range(self.steps)) if 'own_gain' in on else None
@@ -196,7 +201,7 @@ class MLP(model.MLP):
 
     def hidden(self, u: Tensor, h: Tensor) -> Tensor:
         if 'mlp_prior' in on:
-            return F.linear(h, self.V) + F.linear(u - h, self.W_d)
+            return F.linear(h, self.V) + self.beta * F.linear(u - h, self.W_d)
         return F.linear(u, self.V)
 
     def update(self, u: Tensor, h: Tensor, gamma: Tensor, P: Any) -> Tensor:
@@ -208,7 +213,7 @@ class MLP(model.MLP):
         """Of normed u and h, (B, J, D) -> (B, J)."""
         z = self.hidden(u, h)
         phi = F.relu(z) ** 3 / 3 if 'relu2' in on else fast.Phi.apply(z)
-        return -(self.context(h) * phi).sum(dim=-1)
+        return -(self.context(h) * phi / self.beta).sum(dim=-1)
 
 
 class LlamaAttention(model.Attention):

@@ -49,7 +49,8 @@ RUNS = [
     Run('P of rank 16 in attention', 'cem', f'{ONE} --attn_rank=16'),
     Run('MLP of Llama\'s weights', 'cem', f'{ONE} --mlp_match=params'),
     Run('offset, mlp_prior', 'offset+mlp_prior', f'{ONE} {PLAIN}'),
-    Run('anchored, mlp_prior, T = 2', 'anchored+mlp_prior', f'{TWO} {PLAIN}'),
+    Run('prior, mlp_prior, sharpness, T = 2', 'prior+mlp_prior+sharpness', f'{TWO} {PLAIN}'),
+    Run('Llama, ALiBi, MLP of 96', 'cem', f'{LLAMA} --d_mlp=96'),  # as many weights as all-CEM
     Run('gate', 'gate', ONE),
     Run('shift', 'shift', ONE),
     Run('Llama, ALiBi, shift', 'shift', LLAMA),
