@@ -55,18 +55,10 @@ RUNS = [
     Run('shift', 'shift', ONE),
     Run('Llama, ALiBi, shift', 'shift', LLAMA),
     Run('x0', 'x0', ONE),
-    Run('Llama, ALiBi, x0', 'x0', LLAMA),
+    Run('wide, shift, MLP of 220', 'wide+shift', f'{ONE} --d_mlp=220'),  # Llama's weights
     Run('relu2', 'relu2', ONE),
+    Run('Llama, ALiBi, x0', 'x0', LLAMA),
     Run('head_gate', 'head_gate', ONE),
-    Run('P of rank 64 in the MLP', 'cem', f'{ONE} --mlp_rank=64'),
-    Run('anchored, T = 2', 'anchored', TWO),
-    Run('forget', 'forget', ONE),
-    Run('qknorm', 'qknorm', ONE),
-    Run('first', 'first', ONE),
-    Run('velocity', 'velocity', ONE),
-    Run('slice', 'slice', f'{ONE} --kq_diag=none'),
-    Run('rounds, T = 2', 'rounds', f'{TWO} --mlp_step_size=1'),
-    Run('own_p, T = 2', 'own_p', TWO),
 ]
 Found = dict[tuple[str, int], tuple[int, float, float]]  # parameters, validation loss, perplexity
 
