@@ -58,7 +58,6 @@ RUNS = [
     Run('wide, shift, MLP of 220', 'wide+shift', f'{ONE} --d_mlp=220'),  # Llama's weights
     Run('relu2', 'relu2', ONE),
     Run('Llama, ALiBi, x0', 'x0', LLAMA),
-    Run('head_gate', 'head_gate', ONE),
 ]
 Found = dict[tuple[str, int], tuple[int, float, float]]  # parameters, validation loss, perplexity
 
