@@ -2,8 +2,10 @@
 import os
 import re
 from pathlib import Path
+from statistics import fmean
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
@@ -26,26 +28,75 @@ def outputs(cell: nbformat.NotebookNode, kind: str) -> str:
                      output.get('data', {}).get(kind, '') for output in cell.get('outputs', []))
 
 
-def test_it_runs_and_shows_what_it_says() -> None:
-    tour = run()
-    said = '\n'.join(outputs(cell, 'text/plain') for cell in tour.cells)
-    *equal, truncated = sorted(map(float, re.findall(r'\de[+-]\d\d', said)))
+@pytest.fixture(scope='module')
+def said() -> str:
+    """All that it prints, executed anew."""
+    return '\n'.join(outputs(cell, 'text/plain') for cell in run().cells)
+
+
+def numbers(pattern: str, said: str) -> list[tuple[float, ...]]:
+    """What each group of a pattern catches, wherever it matches."""
+    found = [map(float, match.groups()) for match in re.finditer(pattern, said)]
+    return list(zip(*found, strict=True))
+
+
+def test_a_layer_is_the_gradient_of_its_energy(said: str) -> None:
+    *equal, truncated = sorted(map(float, re.findall(r'\de[+-]\d\d\b', said)))
     assert len(equal) == 7
     assert equal[-1] < 1e-12  # float64
     assert truncated > 0.1  # Algorithm 1 leaves a term out
-    assert 'CEM: 96 numbers a token' in said
-    assert 'Llama: 192 numbers a token' in said
-    losses = dict(re.findall(r'T = (\d): ([\d.]+)', said))
-    assert float(losses['2']) < 3  # of 5.5: it learns
-    assert float(losses['2']) < float(losses['1'])
+
+
+def test_from_the_normed_input_a_step_turns_u_alike(said: str) -> None:
+    raw, normed = numbers(r'by ([\d.]+) degrees \(raw\), ([\d.]+)', said)
+    assert raw[0] > 3 * raw[1] > 9 * raw[2]
+    assert max(normed) - min(normed) < 1
+
+
+def test_small_models_lie_close_together(said: str) -> None:
+    found = re.findall(r'(.+): [\d,]+ weights, loss ([\d.]+)\n', said)
+    loss = {name: float(value) for name, value in found}
+    assert len(loss) == 4
+    assert max(loss.values()) < 2.5  # of 5.5: they learn
+    assert max(loss.values()) - min(loss.values()) < 0.2
+    assert min(loss, key=loss.get) == 'Llama'
+    assert abs(loss['CEM, T = 2'] - loss['CEM, T = 1']) < 0.1
+
+
+def test_energies_fall_on_while_the_loss_rises(said: str) -> None:
+    (falling,), (sublayers,) = numbers(r'falls at each of 8 steps in (\d+) of (\d+)', said)
+    assert falling == sublayers
+    T, energy, further, as_far = numbers(
+        r'T = (\d): energies (.+), loss (.+); as far as in training: loss (.+)', said)
+    assert list(energy) == sorted(energy, reverse=True)
+    trained = T.index(float(re.search(r'trained with T = (\d)', said)[1]))
+    assert trained > 0  # of section 12 there is little to see where T = 1
+    assert list(further[trained:]) == sorted(further[trained:])
+    assert min(further) == further[trained] == as_far[trained]
+    assert as_far[-1] - as_far[trained] < (further[-1] - further[trained]) / 2
+
+
+def test_attention_repeats_its_step(said: str) -> None:
+    attn, moved, mlp = numbers(r'cosine ([\d.]+), ([\d.]+)% moved; MLP, cosine ([\d.]+)', said)
+    assert fmean(attn) > 0.9
+    assert fmean(attn) > fmean(mlp)
+    assert fmean(moved) < 15
+    ((trained,),) = numbers(r'as trained: loss ([\d.]+)', said)
+    ((attn_in_one, mlp_in_one),) = numbers(r'in one step as long: loss ([\d.]+)', said)
+    assert abs(attn_in_one - trained) < mlp_in_one - trained
+
+
+def test_decoding_keeps_half(said: str) -> None:
+    cem, llama = (float(n.replace(',', '')) for n in re.findall(r'([\d,]+) numbers a token', said))
+    assert llama == 2 * cem
 
 
 def test_outputs_are_committed() -> None:
     tour = nbformat.read(TOUR, as_version=4)
     code = [cell for cell in tour.cells if cell.cell_type == 'code']
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert sum('iVBOR' in outputs(cell, 'image/png') for cell in code) == 5
-    assert TOUR.stat().st_size < 300_000
+    assert sum('iVBOR' in outputs(cell, 'image/png') for cell in code) == 7
+    assert TOUR.stat().st_size < 500_000
 
 
 if __name__ == '__main__':
