@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from configurator import fail
@@ -108,9 +107,9 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
             fail(f'export={folder} is not empty; expected a new folder')
-        weights = {name: w.to(dtype).contiguous() for name, w in model.state_dict().items()}
-        save_file({PREFIX + name: w for name, w in weights.items()}, path / WEIGHTS_FILE,
-                  {'format': 'pt'})
+        weights = {PREFIX + name: w.to(dtype).contiguous()
+                   for name, w in model.state_dict().items()}
+        (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
         for source in CODE:
             code = (ROOT / source).read_text(encoding='utf-8')
             (path / Path(source).name).write_text(beside(code), encoding='utf-8')
@@ -123,9 +122,8 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
                    dtype=str(dtype).removeprefix('torch.'), architectures=['NanocemForCausalLM'],
                    **begin, **vars(model.cfg))
         write_json(path / 'generation_config.json', use_cache=False, **begin)
-    except (OSError, SafetensorError) as error:  # a full disk is safetensors' own error
-        words = getattr(error, 'strerror', None) or error
-        fail(f'export={folder}: {words}; expected a folder to write in')
+    except OSError as error:
+        fail(f'export={folder}: {error.strerror}; expected a folder to write in')
 
 
 def read_export(folder: str) -> dict[str, Any]:
