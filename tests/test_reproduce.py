@@ -149,7 +149,8 @@ def test_bad_options(bad: str, here: Path) -> None:
 # What is drawn
 
 def test_tables_of_the_published_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a fresh clone figures and claims are there at once, and are those in results/ladder."""
+    """In a fresh clone figures and claims are there at once, and are those in results/ladder, which
+    has of tables of figures fig_gap's alone."""
     monkeypatch.chdir(tmp_path)
     os.symlink(ROOT / 'results', 'results')
     os.mkdir('data')
@@ -159,7 +160,7 @@ def test_tables_of_the_published_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     written = {path.name for path in Path('out/results/ladder').iterdir()}
     assert written == {f'{name}.{end}' for name in names for end in ('md', 'png')} | {
         'claims.md', 'claims_validation.md'}
-    for name in written:
+    for name in written - {f'{name}.md' for name in names[1:]}:
         new, old = (Path(of, 'ladder', name).read_bytes() for of in ('out/results', 'results'))
         if name.endswith('.png'):
             assert new[:4] == old[:4] == b'\x89PNG'
