@@ -314,8 +314,9 @@ class MLP(nn.Module):
             u = self.norm(x)                                 # u_i <- rms(x_i)
             z = F.linear(u, self.V)                          # V u_i
             if self.cfg.mlp_energy == 'sign_convex':
-                z = z * straight_through_sign(gamma)
-            g = gamma * F.silu(z)                            # gamma * phi'(V u_i), phi' = SiLU
+                g = gamma * torch.sigmoid(z * straight_through_sign(gamma))  # phi = softplus
+            else:
+                g = gamma * F.silu(z)                        # gamma * phi'(V u_i), phi' = SiLU
             x = x + self.eta * (g @ W_out)                   # x_i <- x_i + eta P V^T g
         return x
 
@@ -324,14 +325,14 @@ class MLP(nn.Module):
         return self.P(self.V[None])[0] if self.cem else self.W_d
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or -|gamma| . phi(sign(gamma) * V u)
-        (sign_convex): normed u and h, (B, J, D) -> (B, J). If P = I, dx = -d xi/du, h fixed."""
+        """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or -|gamma| . phi(sign(gamma) * V u),
+        phi = softplus (sign_convex): (B, J, D) -> (B, J). If P = I, dx = -d xi/du, h fixed."""
         require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set mlp=cem')
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':
-            sign = straight_through_sign(gamma)
-            gamma, z = gamma * sign, z * sign
+            z = z * straight_through_sign(gamma)
+            return -(gamma.abs() * F.softplus(z)).sum(dim=-1)
         return -(gamma * fast.Phi.apply(z)).sum(dim=-1)
 
 
