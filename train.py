@@ -192,10 +192,10 @@ class Trainer:
             if origin != 'scratch':
                 source = world.broadcast(runs.read_run, origin)
                 runs.check_tokenizer(source, self.data['train'].identity, origin)
-                runs.load_state(self.raw_model, source, 'model', origin)
+                runs.load_weights(self.raw_model, source, origin)
             return
-        runs.load_state(self.raw_model, state, 'model', out_dir)
-        runs.load_state(self.optimizer, state, 'optimizer', out_dir)
+        runs.load_weights(self.raw_model, state, out_dir)
+        self.optimizer.load_state_dict(state['optimizer'])
         self.health = Health(**state['health'])
         self.step = state['step']
         self.best = state['best']

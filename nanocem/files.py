@@ -50,18 +50,6 @@ def write_whole(path: str, data: bytes) -> None:
         raise
 
 
-def append_whole(path: str, data: bytes) -> None:
-    """Add all of `data` to the end of a file, or nothing. OSError where it does not fit."""
-    with open(path, 'ab', buffering=0) as file:
-        end = file.tell()
-        try:
-            while data:
-                data = data[file.write(data):]
-        except OSError:
-            file.truncate(end)
-            raise
-
-
 def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
     """The object in a JSON file, None where there is no file. One that cannot be read, or holds
     something else, ends the program with a line, from rank 0, that says what to do: `remedy`."""

@@ -16,17 +16,15 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import check_types, check_values, fail, has_type, read_options
+from configurator import check_values, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem import hf
-from nanocem.files import append_whole, lock, read_json, read_json_lines, say, to_json, write_whole
+from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
 
-# What every checkpoint holds, also of its data, and what a run needs besides, to go on exactly
-WEIGHTS = {'model': dict, 'model_config': dict, 'step': int, 'data': dict, 'data_dir': str}
-DATA = {'tokenizer': str, 'tokenizer_sha256': str | None, 'vocab_size': int}
-PROGRESS = {'optimizer': dict, 'schedule': dict, 'health': dict, 'seconds': float, 'best': float,
-            'recipe': dict}
+# What every checkpoint and exported folder holds, and what they hold of the training data
+NEEDED = {'model', 'model_config', 'step', 'data', 'data_dir'}
+NEEDED_OF_DATA = {'tokenizer', 'tokenizer_sha256', 'vocab_size'}
 
 
 # Folders
@@ -164,9 +162,9 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint's content, or that of an exported folder: tensors and plain values only, every
-    type checked, in a checkpoint every byte, its model_config completed. ValueError where it is
-    damaged or something else."""
+    """A checkpoint's content, of which every byte is checked, or that of an exported folder:
+    tensors and plain values only, its model_config completed. ValueError where it is damaged or
+    something else."""
     try:
         if os.path.isdir(path):
             state = hf.read_export(path)
@@ -175,38 +173,12 @@ def read_checkpoint(path: str) -> dict[str, Any]:
                 if damaged := archive.testzip():
                     raise ValueError(f'checksum of {damaged}')
             state = torch.load(path, map_location='cpu', weights_only=True)
-        return {**state, 'model_config': asdict(check_checkpoint(state))}
+        if missing := NEEDED - state.keys() or NEEDED_OF_DATA - state['data'].keys():
+            raise ValueError(f'it holds no {", ".join(sorted(missing))}')
+        return {**state, 'model_config': asdict(ModelConfig(**state['model_config']))}
     except Exception as error:  # a damaged file can fail in any way
         words = str(error).partition('\n')[0][:200] or type(error).__name__
         raise ValueError(f'{path} is damaged ({words})') from None
-
-
-def check_checkpoint(state: dict[str, Any]) -> ModelConfig:
-    """ValueError, or another error, unless a checkpoint may hold this. Returns its model's
-    configuration."""
-    if missing := WEIGHTS.keys() - state.keys():
-        raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-    for name, kind in (WEIGHTS | PROGRESS).items():
-        if name in state and not has_type(state[name], kind):
-            raise ValueError(f'its {name} is {state[name]!r:.40}')
-    for name in ('step', 'seconds'):
-        if not 0 <= state.get(name, 0) < 1e15:
-            raise ValueError(f'its {name} is {state[name]}')
-    data = state['data']
-    if missing := [name for name in DATA if not has_type(data.get(name, False), DATA[name])]:
-        raise ValueError(f'its data has no {", ".join(missing)}')
-    if 'schedule' in state and 'health' in state:
-        check_types(Schedule(**state['schedule']))
-        check_types(Health(**state['health']))
-    # Before memory is taken for a model of these sizes: are the weights of these sizes?
-    cfg = ModelConfig(**state['model_config'])
-    if cfg.n_layer + cfg.extra_layers <= len(state['model']):
-        with torch.device('meta'):
-            sizes = {name: w.shape for name, w in Transformer(cfg).state_dict().items()}
-        if sizes == {name: w.shape for name, w in state['model'].items()
-                     if w.is_floating_point()}:
-            return cfg
-    raise ValueError('its weights are not of its model_config')
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
@@ -242,9 +214,6 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
             fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
-    if missing := PROGRESS.keys() - state.keys():
-        fail(f'{out_dir} was trained by an earlier version, without {", ".join(sorted(missing))}; '
-             f'--init_from={shlex.quote(out_dir)} with another --out_dir starts from its weights')
     for part in ('model_config', 'data', 'recipe'):
         if different := differences(state[part], now[part]):
             name = {'model_config': 'architecture'}.get(part, part)
@@ -260,33 +229,13 @@ def check_tokenizer(state: dict[str, Any], data: dict[str, Any], where: str) -> 
         fail(f'the data is of another tokenizer than that of the run in {where}: {different}')
 
 
-def load_state(target: Any, state: dict[str, Any], name: str, where: str) -> None:
-    """A checkpoint's model or optimizer into one; SystemExit where it does not fit."""
+def load_weights(model: Transformer, state: dict[str, Any], where: str) -> None:
+    """A checkpoint's weights into a model; SystemExit where they do not fit."""
     try:
-        if name == 'optimizer':
-            load_optimizer(target, state[name])
-        else:
-            target.load_state_dict(state[name])
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as error:
+        model.load_state_dict(state['model'])
+    except (RuntimeError, TypeError, AttributeError) as error:
         words = ' '.join(str(error).split())[:300]
-        fail(f'the {name} in {where} does not fit: {words}')
-
-
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """An optimizer's state into it; an error unless it is of these options and parameters, of
-    which PyTorch checks the number alone."""
-    before = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(state)
-    for old, new in zip(before, optimizer.param_groups, strict=True):
-        for name in old.keys() & new.keys() - {'params', 'lr'}:
-            if new[name] != old[name]:
-                raise ValueError(f'{name}={new[name]!r:.40}, not {old[name]}')
-    for p, moments in optimizer.state.items():
-        if set(moments) not in ({'momentum'}, {'step', 'exp_avg', 'exp_avg_sq'}):
-            raise ValueError(f'a parameter has {", ".join(map(str, moments))}')
-        for name, value in moments.items():
-            if value.shape != (() if name == 'step' else p.shape):
-                raise ValueError(f'{name} of a parameter is {list(value.shape)}')
+        fail(f'the weights in {where} do not fit: {words}')
 
 
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
@@ -297,7 +246,7 @@ def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
     out_dir = out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     state = read_run(out_dir, checkpoint)
     model = Transformer(ModelConfig(**state['model_config']))
-    model.load_state_dict(state['model'])
+    load_weights(model, state, out_dir)
     return model.to(find_device(device)).eval(), state
 
 
@@ -376,7 +325,8 @@ class Log:
 
     def __call__(self, step: int, **values: Any) -> None:
         with self.failing_softly():
-            append_whole(self.path, to_json({'step': step, **values}) + b'\n')
+            with open(self.path, 'ab') as file:
+                file.write(to_json({'step': step, **values}) + b'\n')
             if self.writer:
                 for name, value in values.items():
                     if isinstance(value, (int, float)):

@@ -10,7 +10,7 @@ import pytest
 from running import ROOT
 
 from nanocem import files
-from nanocem.files import append_whole, lock, read_json, say, to_json, write_whole
+from nanocem.files import lock, read_json, say, to_json, write_whole
 
 SAYS = "from nanocem.files import say\nfor n in range(3): say('caf\\u00e9 %d' % n)\n"
 
@@ -45,10 +45,6 @@ def test_a_file_is_written_whole_or_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         write_whole(str(path), b'second')
     assert path.read_bytes() == b'first'
-    append_whole(str(path), b' and more')
-    assert path.read_bytes() == b'first and more'
-    with pytest.raises(OSError):
-        append_whole('/dev/full', b'line')
 
 
 def test_json_is_read_or_refused_in_one_line(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from nanocem import runs
 from nanocem.runs import (
     Schedule,
     checkpoints,
-    load_state,
     read_checkpoint,
     resumed_state,
 )
@@ -95,43 +94,6 @@ def test_what_would_bend_a_run_is_refused_by_name(
         (data / name).write_bytes(content)
 
 
-@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
-def test_an_optimizer_of_other_shapes_or_options_is_refused(optimizer: str, data: Path,
-                                                            tmp_path: Path) -> None:
-    trainer = make_trainer(data, tmp_path, optimizer=optimizer)
-    trainer.train_step()
-    state = trainer.optimizer.state_dict()
-    load_state(trainer.optimizer, {'optimizer': state}, 'optimizer', 'o')
-    moments = state.get('muon', state)['state'][0]
-    for name, value in list(moments.items()):
-        for damaged in (torch.zeros(3), 'a'):
-            moments[name] = damaged
-            with pytest.raises(SystemExit, match='the optimizer in o does not fit'):
-                load_state(trainer.optimizer, {'optimizer': state}, 'optimizer', 'o')
-        moments[name] = value
-    state.get('adamw', state)['param_groups'][0]['betas'] = 'ab'
-    with pytest.raises(SystemExit, match='does not fit: betas='):
-        load_state(trainer.optimizer, {'optimizer': state}, 'optimizer', 'o')
-
-
-def test_a_checkpoint_of_an_earlier_version_goes_on_or_gives_its_weights(
-    halves: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """One that knows the training data and AdamW alone; one that lacks what a resume needs."""
-    out = copied(halves[1], tmp_path)
-    for path in checkpoints(str(out)):
-        state = read_checkpoint(path)
-        state['data'] = {k: v for k, v in state['data'].items() if k[:4] not in ('val ', 'test')}
-        del state['recipe']['optimizer']
-        torch.save(state, path)
-    assert resume(out).codes == [0]
-    same(out, halves[0])
-    for path in (*checkpoints(str(out)), str(out / 'best.pt')):
-        torch.save({name: read_checkpoint(path)[name] for name in runs.WEIGHTS}, path)
-    running.assert_one_line(resume(out, steps(15)), 'without best, health', f'--init_from={out}')
-    assert runs.load_run(str(out))[0].cfg.d_model == 8
-
-
 # Another length
 
 def test_another_length_goes_on_from_the_rate_reached_without_a_jump() -> None:
@@ -201,7 +163,7 @@ def test_weights_that_do_not_fit_are_refused(halves: tuple[Path, Path], tmp_path
     run = Run(tmp_path, *common, from_run, '--size=86m').wait()
     running.assert_one_line(run, 'another size: mini (now 86m)')
     running.edit_meta(other, tokenizer='byte')
-    running.assert_one_line(Run(tmp_path, *common, from_run, '--d_model=16').wait(), 'does not fit')
+    running.assert_one_line(Run(tmp_path, *common, from_run, '--d_model=16').wait(), 'do not fit')
     run = Run(tmp_path, *common, '--init_from=nowhere').wait()
     running.assert_one_line(run, 'no checkpoint in nowhere')
 
