@@ -194,7 +194,7 @@ class Trainer:
                 runs.check_tokenizer(source, self.data['train'].identity, origin)
                 runs.load_weights(self.raw_model, source, origin)
             return
-        runs.load_weights(self.raw_model, state, out_dir)
+        self.raw_model.load_state_dict(state['model'])
         self.optimizer.load_state_dict(state['optimizer'])
         self.health = Health(**state['health'])
         self.step = state['step']

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 
 from configurator import fail
 from model import ModelConfig, Transformer
-from nanocem.files import read_json, say
+from nanocem.files import read_json, say, write_whole
 from nanocem.tokenizers import tokenizer_json, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
             fail(f'export={folder} is not empty; expected a new folder')
         weights = {PREFIX + name: w.to(dtype).contiguous()
                    for name, w in model.state_dict().items()}
-        (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
+        write_whole(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
         for source in CODE:
             code = (ROOT / source).read_text(encoding='utf-8')
             (path / Path(source).name).write_text(beside(code), encoding='utf-8')

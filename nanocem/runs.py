@@ -175,10 +175,23 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             state = torch.load(path, map_location='cpu', weights_only=True)
         if missing := NEEDED - state.keys() or NEEDED_OF_DATA - state['data'].keys():
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-        return {**state, 'model_config': asdict(ModelConfig(**state['model_config']))}
+        cfg = ModelConfig(**state['model_config'])
+        if not are_weights_of(state['model'], cfg):
+            raise ValueError('its weights are not of its model_config')
+        return {**state, 'model_config': asdict(cfg)}
     except Exception as error:  # a damaged file can fail in any way
         words = str(error).partition('\n')[0][:200] or type(error).__name__
         raise ValueError(f'{path} is damaged ({words})') from None
+
+
+def are_weights_of(weights: dict[str, torch.Tensor], cfg: ModelConfig) -> bool:
+    """Whether a model's weights have these names and sizes, before memory is taken for them."""
+    if cfg.n_layer + cfg.extra_layers > len(weights):
+        return False
+    with torch.device('meta'):
+        model = Transformer(cfg)
+    return ({name: w.shape for name, w in model.state_dict().items()}
+            == {name: w.shape for name, w in weights.items()})
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
@@ -230,12 +243,12 @@ def check_tokenizer(state: dict[str, Any], data: dict[str, Any], where: str) -> 
 
 
 def load_weights(model: Transformer, state: dict[str, Any], where: str) -> None:
-    """A checkpoint's weights into a model; SystemExit where they do not fit."""
+    """Another run's weights into a model; SystemExit where it is of another architecture."""
     try:
         model.load_state_dict(state['model'])
-    except (RuntimeError, TypeError, AttributeError) as error:
+    except RuntimeError as error:
         words = ' '.join(str(error).split())[:300]
-        fail(f'the weights in {where} do not fit: {words}')
+        fail(f'the model in {where} does not fit: {words}')
 
 
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
@@ -246,7 +259,7 @@ def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
     out_dir = out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     state = read_run(out_dir, checkpoint)
     model = Transformer(ModelConfig(**state['model_config']))
-    load_weights(model, state, out_dir)
+    model.load_state_dict(state['model'])
     return model.to(find_device(device)).eval(), state
 
 

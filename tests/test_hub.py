@@ -228,7 +228,7 @@ def test_damaged_exports_get_one_line(exported: Path) -> None:
     del less['model.head']
     for content in (whole[:100], whole[:-1], b'', b'x' * 50, save(less)):
         weights.write_bytes(content)
-        with pytest.raises(SystemExit, match=r'pretrained/cem (is damaged|do not fit)') as error:
+        with pytest.raises(SystemExit, match='pretrained/cem is damaged') as error:
             sample.main(['--out_dir=pretrained/cem'])
         assert '\n' not in str(error.value)
     weights.write_bytes(whole)
@@ -236,7 +236,7 @@ def test_damaged_exports_get_one_line(exported: Path) -> None:
              dict(run={**values['run'], 'data': {'tokenizer': 5}})]
     for text in ('{', '[]', '{}', *(json.dumps({**values, **part}) for part in wrong)):
         config.write_text(text)
-        with pytest.raises(SystemExit, match=r'pretrained/cem.* (is damaged|do not fit)') as error:
+        with pytest.raises(SystemExit, match=r'pretrained/cem.* is damaged') as error:
             evaluate.main(['--out_dir=pretrained/cem', '--text=text.txt'])
         assert '\n' not in str(error.value)
     weights.unlink()

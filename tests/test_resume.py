@@ -163,7 +163,7 @@ def test_weights_that_do_not_fit_are_refused(halves: tuple[Path, Path], tmp_path
     run = Run(tmp_path, *common, from_run, '--size=86m').wait()
     running.assert_one_line(run, 'another size: mini (now 86m)')
     running.edit_meta(other, tokenizer='byte')
-    running.assert_one_line(Run(tmp_path, *common, from_run, '--d_model=16').wait(), 'do not fit')
+    running.assert_one_line(Run(tmp_path, *common, from_run, '--d_model=16').wait(), 'does not fit')
     run = Run(tmp_path, *common, '--init_from=nowhere').wait()
     running.assert_one_line(run, 'no checkpoint in nowhere')
 

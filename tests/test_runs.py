@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from model import ModelConfig
-from nanocem.runs import Log, checkpoints, new_folder, read_checkpoint, save_checkpoint
+from nanocem.runs import Log, checkpoints, load_run, new_folder, read_checkpoint, save_checkpoint
 
 # Checkpoints
 
@@ -59,6 +59,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert run.codes == [0] and f'{newest} is damaged' in run.text and 'after step 3' in run.text
     assert not (tmp_path / 'harm').exists()
     same(halves[0], out)
+
+
+SIZES = dict(d_model=10**6, n_layer=10**6, extra_layers=10**6, d_mlp=10**6, mlp_rank=10**6,
+             n_head='a', attn='gpt', size=3)
+
+
+def test_a_model_config_that_is_not_of_its_weights_is_refused(
+    halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """In one line, and without taking the memory that it asks for."""
+    path = tmp_path / 'step_00000006.pt'
+    whole = read_checkpoint(checkpoints(str(halves[1]))[-1])
+    for name, value in SIZES.items():
+        torch.save({**whole, 'model_config': {**whole['model_config'], name: value}}, path)
+        with pytest.raises(SystemExit, match=r'step_00000006\.pt is damaged') as error:
+            load_run(str(path))
+        assert '\n' not in str(error.value)
 
 
 def test_the_last_checkpoints_stay_and_the_best_apart(
@@ -136,10 +153,10 @@ def test_a_log_that_cannot_be_written_says_so_and_goes_on(
 
     log = Log(str(tmp_path), 0, True)
     log(1, loss=1.0)
-    broken = ('nanocem.runs.to_json', 'torch.utils.tensorboard.SummaryWriter.add_scalar')
+    broken = ('nanocem.runs.open', 'torch.utils.tensorboard.SummaryWriter.add_scalar')
     for step, name in enumerate(broken, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(name, full)
+            patch.setattr(name, full, raising=False)  # open is not yet a name of the module
             log(step, loss=float(step))
     assert capfd.readouterr().out.count('WARNING: the log does not get its lines') == 1
     log(5, loss=5.0)
