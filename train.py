@@ -104,9 +104,10 @@ RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'optimizer', 'learning_rate
           'final_lr', 'beta1', 'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 
 
-def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | MuonAndAdamW:
-    """AdamW, which decays matrices only; or Muon on the matrices of the blocks, and AdamW on the
-    rest. The learning rate is set at every step."""
+def make_optimizer(model: Transformer, cfg: TrainConfig,
+                   dtype: torch.dtype) -> torch.optim.AdamW | MuonAndAdamW:
+    """AdamW, which decays matrices only; or Muon, multiplying in dtype, on the matrices of the
+    blocks, and AdamW on the rest. The learning rate is set at every step."""
     matrices = block_matrices(model) if cfg.optimizer == 'muon' else []
     taken = set(matrices)
     decayed = [p for p in model.decayed_parameters() if p not in taken]
@@ -117,7 +118,8 @@ def make_optimizer(model: Transformer, cfg: TrainConfig) -> torch.optim.AdamW | 
     adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
     if cfg.optimizer == 'adamw':
         return adamw
-    return MuonAndAdamW(Muon(matrices, cfg.learning_rate, cfg.weight_decay), adamw)
+    muon = Muon(matrices, cfg.learning_rate, cfg.weight_decay, dtype=dtype)
+    return MuonAndAdamW(muon, adamw)
 
 
 class Trainer:
@@ -149,7 +151,6 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         self.raw_model = Transformer(self.model_cfg).to(world.device)
         self.raw_model.activation_checkpointing = cfg.activation_checkpointing
-        self.optimizer = make_optimizer(self.raw_model, cfg)
 
         # How the model runs: precision, compiler, processes
         if cfg.deterministic:
@@ -158,6 +159,7 @@ class Trainer:
         flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
         self.dtype, compiled = world.broadcast(
             fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
+        self.optimizer = make_optimizer(self.raw_model, cfg, self.dtype)
         self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
         self.autocast = torch.autocast(
             world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)

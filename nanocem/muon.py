@@ -6,7 +6,7 @@ matrix, near enough by five Newton-Schulz steps, so that all its directions move
 has the RMS of AdamW's (Liu et al., arXiv 2502.16982): one learning rate serves both.
 
 As torch.optim.Muon (match_rms_adamw), which takes one matrix at a time and always multiplies in
-bfloat16; here matrices of one shape go as one batch, in float32 on a CPU.
+bfloat16; here small matrices of one shape go as one batch, in the run's precision.
 """
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 MATRICES = ('W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d')  # of attention and MLP; not P's U, V
+AT_ONCE = 2**20  # entries in one batch: more of them leave a CPU's cache
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
 
@@ -26,11 +27,12 @@ def block_matrices(model: Any) -> list[Tensor]:
 
 class Muon(torch.optim.Optimizer):
     """M <- momentum M + (1 - momentum) G; W <- (1 - lr decay) W - lr 0.2 sqrt(max(m, n)) O, with O
-    the orthogonalised Nesterov momentum of an (m, n) matrix W."""
+    the orthogonalised Nesterov momentum of an (m, n) matrix W, found in dtype (default: W's)."""
     def __init__(self, params: list[Tensor], lr: float, weight_decay: float,
-                 momentum: float = 0.95, steps: int = 5):
+                 momentum: float = 0.95, steps: int = 5, dtype: torch.dtype | None = None):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
                                       steps=steps))
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -40,11 +42,14 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
-                updates = torch.stack([self.nesterov(p, group['momentum']) for p in matrices])
-                updates = orthogonal(updates, group['steps']).type_as(matrices[0])
                 rate = group['lr'] * 0.2 * max(shape) ** 0.5
                 torch._foreach_mul_(matrices, 1 - group['lr'] * group['weight_decay'])
-                torch._foreach_add_(matrices, list(updates.unbind()), alpha=-rate)
+                few = max(1, AT_ONCE // shape.numel())
+                for i in range(0, len(matrices), few):
+                    batch = matrices[i:i + few]
+                    M = torch.stack([self.nesterov(p, group['momentum']) for p in batch])
+                    O = orthogonal(M.to(self.dtype or M.dtype), group['steps']).type_as(M)
+                    torch._foreach_add_(batch, list(O.unbind()), alpha=-rate)
 
     def nesterov(self, p: Tensor, momentum: float) -> Tensor:
         """Takes the gradient into the momentum; returns what lies one step ahead of it."""
@@ -58,9 +63,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(G: Tensor, steps: int) -> Tensor:
     """Matrices G (n, rows, columns) with all singular values moved near 1 (0.7 to 1.2)."""
     a, b, c = NEWTON_SCHULZ
-    X = G.bfloat16() if G.is_cuda else G
-    if G.shape[-2] > G.shape[-1]:
-        X = X.mT
+    X = G.mT if G.shape[-2] > G.shape[-1] else G
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         A = X @ X.mT

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from model import ModelConfig, Transformer
+from nanocem import muon
 from nanocem.muon import NEWTON_SCHULZ, Muon, block_matrices, orthogonal
 
 SHAPES = ((24, 24), (20, 24), (24, 24), (40, 16), (1, 8))
@@ -14,11 +15,12 @@ def matrices(seed: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(w) for w in drawn]
 
 
-def test_five_steps_stay_near_torchs_own() -> None:
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_five_steps_stay_near_torchs_own(dtype: torch.dtype) -> None:
     """Which multiplies in bfloat16: the two part by its rounding and no more."""
     ours, theirs = matrices(1, torch.float32), matrices(1, torch.float32)
     options = dict(lr=0.02, weight_decay=0.1, momentum=0.95)
-    both = [Muon(ours, **options),
+    both = [Muon(ours, dtype=dtype, **options),
             torch.optim.Muon(theirs, adjust_lr_fn='match_rms_adamw', nesterov=True, **options)]
     start = [w.detach().clone() for w in ours]
     for step in range(5):
@@ -30,8 +32,11 @@ def test_five_steps_stay_near_torchs_own() -> None:
         assert (a - b).norm() < 0.02 * (b - w).norm()
 
 
-def test_a_step_equals_the_formula_one_matrix_at_a_time() -> None:
+@pytest.mark.parametrize('at_once', [1, 1000, muon.AT_ONCE])
+def test_a_step_equals_the_formula_one_matrix_at_a_time(
+        at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64: by the singular values, on which Newton-Schulz is a polynomial."""
+    monkeypatch.setattr(muon, 'AT_ONCE', at_once)
     weights, (a, b, c) = matrices(1, torch.float64), NEWTON_SCHULZ
     optimizer = Muon(weights, lr=0.01, weight_decay=0.2, momentum=0.9)
     momenta = [torch.zeros_like(w) for w in weights]
