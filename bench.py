@@ -3,7 +3,6 @@ Speed, memory and FLOPs, beside peers, each ratio measured in one run.
 
     python bench.py                       training, attention, decoding: 134m on a GPU, else mini
     python bench.py --what=train --json   the training table, and a line to paste into an issue
-    python bench.py --what=cost           a step's cost against T, J and size beside the formula
     python bench.py --what=gpu            every table, at the sizes that a GPU's day wants
 
 All variants of a table take turns, `repeats` rounds after a warm-up, and medians are shown: what
@@ -43,23 +42,20 @@ VARIANTS: dict[str, Row] = {
     'CEM, T = 2, exact RoPE': ROPE,
 }
 GPU_DAY = (('train', '134m'), ('train', '162m'), ('attention', '134m'), ('attention', '162m'),
-           ('decode', '134m'), ('cost', '134m'))
-
-
-TABLE_NAMES = ('train', 'attention', 'decode', 'cost')
+           ('decode', '134m'))
+TABLE_NAMES = ('train', 'attention', 'decode')
 
 
 @dataclass
 class BenchConfig:
     """What to measure, and how."""
-    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES[:3]  # or gpu: all in turn
+    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES  # or gpu: all in turn
     size: Literal[tuple(SIZES)] | None = None  # default: 134m on a GPU, else mini
     vocab_size: int | None = None  # default: 32,000, or 257 at mini and below
     context_length: int | None = None  # J of training; default: 2048 on a GPU, else 128
     batch_size: int | None = None  # sequences; default: 8 on a GPU, else 32
     decode_context: int = 1024  # tokens that are there before decoding begins
     decode_tokens: int = 32  # tokens that are timed
-    against: tuple[Literal['T', 'J', 'size'], ...] = ('T', 'J', 'size')  # panels of what=cost
     repeats: int = 5  # rounds, of which the median counts
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: bfloat16 on a GPU
@@ -298,40 +294,6 @@ def decode_table(cfg: BenchConfig) -> list[Row]:
     return rows
 
 
-def cost_table(cfg: BenchConfig) -> list[Row]:
-    """A training step's cost against T, J and size, measured and by the formula, each over its
-    first point."""
-    gpu = cfg.device == 'cuda'
-    lengths = (512, 1024, 2048, 4096, 8192) if gpu else (128, 256, 512, 1024)
-    sizes = ('86m', '108m', '134m', '162m', '256m') if gpu else ('nano', 'micro', 'mini')
-    sweeps: dict[str, dict[Any, Row]] = {
-        'T': {T: dict(attn_steps=T, mlp_steps=T) for T in (1, 2, 4, 8)},
-        'J': {J: dict(context_length=J) for J in lengths},
-        'size': {size: dict(size=size) for size in sizes},
-    }
-    rows = []
-    for against in cfg.against:
-        for kind, options in (('CEM, diagonal', {}), ('CEM, exact RoPE', ROPE)):
-            runs, flops = {}, {}
-            for at, point in sweeps[against].items():
-                model = cfg.model(**options, **point)
-                if cfg.compile:
-                    for block in model.blocks:  # one graph for all: at T = 8 twelve take minutes
-                        block.compile(dynamic=False)
-                J = model.cfg.context_length
-                n = max(1, cfg.batch_size * cfg.context_length // J)
-                x = torch.randint(cfg.vocab_size, (n, J), device=cfg.device)
-                runs[at] = partial(train_step, cfg, model, x)
-                flops[at] = fast.flops_per_token(model) * x.numel()
-            took = turns(runs, cfg)
-            first = next(iter(runs))
-            rows += [{'against': against, 'at': at, 'variant': kind, 'ms': 1e3 * took[at],
-                      'time / first': took[at] / took[first],
-                      'FLOPs / first': flops[at] / flops[first]} for at in runs]
-            gc.collect()
-    return rows
-
-
 def markdown(rows: list[Row]) -> str:
     """A table without the columns that nothing is in."""
     def cell(key: str, value: Any) -> str:
@@ -344,8 +306,7 @@ def markdown(rows: list[Row]) -> str:
     return table(keys, [[cell(key, row[key]) for key in keys] for row in rows])
 
 
-TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_table,
-          'cost': cost_table}
+TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_table}
 
 
 @stoppable()

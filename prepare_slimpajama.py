@@ -6,7 +6,6 @@ SlimPajama, or any text, to token shards that train.py reads.
     python prepare_slimpajama.py --input=FOLDER       your .parquet, .jsonl (.zst, .gz), .txt files
     python prepare_slimpajama.py --input=hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT
     python prepare_slimpajama.py --input=corpus       what results/ladder was trained on
-    python prepare_slimpajama.py --verify --out_dir=data/slimpajama      check every shard fully
 
 Documents are tokenized in their order, BOS before each, and laid end to end: train_00000.bin, ...,
 val.bin, test.bin (little-endian unsigned integers) and meta.json. A stopped run goes on, file by
@@ -22,14 +21,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 from tqdm import tqdm
 
 from configurator import build, fail, in_range, read_options, require
 from nanocem.files import lock, read_json, say, write_whole
-from nanocem.shards import FORMAT, OUR_SHARD, SPLITS, Writer, read_meta, summary
+from nanocem.shards import FORMAT, OUR_SHARD, SPLITS, Writer
 from nanocem.sources import HUB, Bad, Source, encode, find_source, hub, read_parts
-from nanocem.tokenizers import LlamaTokenizer, load_tokenizer, make_tokenizer
+from nanocem.tokenizers import LlamaTokenizer, make_tokenizer
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # a mirror of Llama 1's and 2's
@@ -54,11 +52,9 @@ class PrepareConfig:
     held_out: float | None = None  # share of val, and of test; default 0.005, builtin 0.05
     seed: int = 0  # shuffle the order of the files; 0: by name
     column: str = 'text'  # the column of .parquet files, the field of .jsonl lines
-    encoding: str = 'utf-8'  # of .txt files
     shard_tokens: int = 100_000_000  # tokens a shard of the train split
     workers: int = CORES  # threads; default: one a core
     skip_bad: bool = False  # leave damaged files out, and name them
-    verify: bool = False  # check out_dir fully
 
     def __post_init__(self) -> None:
         tokenizer, held_out = OWN_TEXTS.get(self.input, ('llama', 0.005))
@@ -68,10 +64,6 @@ class PrepareConfig:
             require(os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file, '
                     'and none of llama, gpt2, byte')
             self.model, self.tokenizer = self.tokenizer, 'llama'
-        try:
-            ' '.encode(self.encoding)
-        except (LookupError, ValueError):
-            raise ValueError(f'encoding={self.encoding}: none that Python knows') from None
         require(not (self.tokens and self.size), 'tokens and size: give one')
         if self.tokens is None:
             self.tokens = round(SIZES[self.size or '162m'])
@@ -96,8 +88,7 @@ class PrepareConfig:
 
     def identity(self) -> dict[str, Any]:
         """What a data folder's bytes depend on."""
-        names = ('input', 'tokenizer', 'tokens', 'held_out', 'seed', 'column', 'encoding',
-                 'shard_tokens')
+        names = ('input', 'tokenizer', 'tokens', 'held_out', 'seed', 'column', 'shard_tokens')
         return {name: getattr(self, name) for name in names}
 
 
@@ -230,8 +221,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer,
             try:
                 with open(path, 'rb', 1 << 20) as opened:
                     progress.files.append(file.name)
-                    parts = read_parts(opened, o.column, o.encoding, held_out, become,
-                                       progress.by_position, tokenizer.name == 'byte')
+                    parts = read_parts(opened, o.column, held_out, become, progress.by_position)
                     for split, ids in encode(parts, tokenizer, o.workers):
                         writer.append(split, ids[:limit[split] - writer.tokens[split]])
                         bar.update(len(ids))
@@ -317,27 +307,10 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
     return o.out_dir
 
 
-def verify(folder: str) -> None:
-    """Compare every shard of a folder with what meta.json says of it. SystemExit."""
-    meta = read_meta(folder)
-    dtype = np.dtype(meta['dtype']).newbyteorder('<')
-    bos = load_tokenizer(folder).bos
-    for split in meta['splits'].values():
-        for shard in split.get('shards', []):
-            path = os.path.join(folder, shard['file'])
-            found = summary(path, dtype, bos) if os.path.isfile(path) else {}
-            if {'file': shard['file'], **found} != shard:
-                fail(f'{path}: {found or "missing"}, meta.json says {shard}')
-    say(f'{folder}: all shards are what meta.json says')
-
-
 def main(argv: list[str]) -> None:
     o = build(PrepareConfig, read_options(argv, PrepareConfig))
     with in_one_line(o.out_dir):
-        if o.verify:
-            verify(o.out_dir)
-        else:
-            run(o)
+        run(o)
 
 
 if __name__ == '__main__':

@@ -92,8 +92,8 @@ class Sequences:
         highest = int(tokens.max())
         if highest >= self.vocab_size:
             fail(f'{tokens.filename} holds token {highest}, outside the vocabulary of '
-                 f"{self.vocab_size}: the data is another tokenizer's or damaged "
-                 '(prepare_slimpajama.py --verify checks it)', everywhere=True)
+                 f"{self.vocab_size}: the data is another tokenizer's or damaged",
+                 everywhere=True)
 
     def batch(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets (B, length) of these sequences."""

@@ -22,7 +22,6 @@ SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 CORPUS_SUFFIXES = ('.py', '.md', '.rst', '.txt')
 LIBRARY = sysconfig.get_paths()['stdlib']
 NO_LIBRARY = {'site-packages', 'dist-packages', '__pycache__'}
-ANYWHERE = re.compile('.', re.DOTALL)  # in the place of CUT: between any two characters
 PART = 1 << 16  # characters a thread gets at a time; longer documents are cut
 BATCH = 1 << 21  # characters all threads get at a time
 SPLIT_IN_PATH = re.compile(r'(?:^|/)(train|val|test)(?:(?<=val)id(?:ation)?)?(?=[/._-])')
@@ -177,29 +176,24 @@ class Bad(ValueError):
     """A file that cannot be read to its end."""
 
 
-def read_text(path: str, encoding: str = 'utf-8') -> str:
-    """A text file. Bad where it is of another encoding."""
-    with open(path, 'rb') as file:
-        return ''.join(decode(file, encoding))
-
-
 def text_of(path: str, option: str) -> str:
     """The text file that an option (text=) names. SystemExit where it is none, or not in UTF-8."""
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
         fail(f'{option}{path} is no file; expected a text file')
     try:
-        return read_text(path)
+        with open(path, 'rb') as file:
+            return ''.join(decode(file))
     except OSError as error:
         fail(f'{option}{path}: {error.strerror}; expected a text file')
     except ValueError as error:
         fail(f'{option}{path}: {error}')
 
 
-def decode(file: BinaryIO, encoding: str) -> Iterator[str]:
-    """A text file from its beginning, a chunk at a time. Bad where it is of another encoding."""
+def decode(file: BinaryIO) -> Iterator[str]:
+    """A text file from its beginning, a chunk at a time. Bad where it is not UTF-8."""
     # Python's own library comes as it is
     errors = 'replace' if file.name.endswith('.py') else 'strict'
-    decoder = codecs.getincrementaldecoder(encoding)(errors)
+    decoder = codecs.getincrementaldecoder('utf-8')(errors)
     file.seek(0)
     try:
         while data := file.read(1 << 20):
@@ -207,17 +201,17 @@ def decode(file: BinaryIO, encoding: str) -> Iterator[str]:
         yield decoder.decode(b'', True)
     except UnicodeDecodeError as error:
         place = file.tell() - len(error.object) + error.start
-        raise Bad(f'byte {place:,} is not {encoding.upper()}: no text, or of another --encoding '
-                  'of prepare_slimpajama.py, latin-1 or utf-16 perhaps') from None
+        raise Bad(f'byte {place:,} is not UTF-8: no text, or of another encoding (iconv -f latin1 '
+                  '-t utf-8 makes it UTF-8)') from None
 
 
-def read_documents(file: BinaryIO, column: str, encoding: str) -> Iterator[Callable[[], Any]]:
+def read_documents(file: BinaryIO, column: str) -> Iterator[Callable[[], Any]]:
     """The documents of a file: functions that give the text a chunk at a time, from its beginning
     at each call. Bad where it is damaged."""
     import pyarrow
     kind = os.path.splitext(file.name.lower())[1]
     if kind not in ('.parquet', '.jsonl', '.zst', '.gz'):
-        yield partial(decode, file, encoding)  # it may be larger than memory
+        yield partial(decode, file)  # it may be larger than memory
         return
     texts = read_parquet(file, column) if kind == '.parquet' else read_jsonl(file, column, kind)
     try:
@@ -281,25 +275,15 @@ def split_of(x: float, held_out: float) -> str:
     return 'test' if x < held_out else 'val' if x < 2 * held_out else 'train'
 
 
-def longest_word(chunks: Iterable[str]) -> int:
-    """About the most characters between two places to cut at; a word may span chunks."""
-    longest = length = 0
-    for chunk in chunks:
-        first, *others = map(len, CUT.split(chunk))
-        longest = max(longest, length + first, max(others, default=0))
-        length = others[-1] if others else length + first
-    return longest
-
-
-def cut(chunks: Iterable[str], size: int, after: re.Pattern = CUT) -> Iterator[tuple[int, str]]:
-    """A document as (position, text), each of `size` characters or, up to the next match of
-    `after`, more."""
+def cut(chunks: Iterable[str], size: int) -> Iterator[tuple[int, str]]:
+    """A document as (position, text), each of `size` characters or, up to the next place to cut at,
+    more."""
     rest, position = '', 0
     for chunk in chunks:
         searched = len(rest) - 1  # all but the last character, which had nothing after it yet
         rest += chunk
         at = 0
-        while found := after.search(rest, max(at + size - 1, searched)):
+        while found := CUT.search(rest, max(at + size - 1, searched)):
             yield position + at, rest[at:found.end()]
             at = found.end()
         rest = rest[at:]
@@ -308,21 +292,16 @@ def cut(chunks: Iterable[str], size: int, after: re.Pattern = CUT) -> Iterator[t
         yield position, rest
 
 
-def read_parts(file: BinaryIO, column: str, encoding: str, held_out: float, become: dict[str, str],
-               by_position: bool, anywhere: bool) -> Iterator[Part]:
-    """The documents of a file in parts. A document is of the split that its hash says, or, where
-    they are cut `by_position`, its end is test, as much before that val; `become` renames. Cuts are
-    at spaces and line ends, or where these are rare, and `anywhere`, between any characters."""
-    for chunks in read_documents(file, column, encoding):
+def read_parts(file: BinaryIO, column: str, held_out: float, become: dict[str, str],
+               by_position: bool) -> Iterator[Part]:
+    """The documents of a file in parts, cut at spaces and line ends. A document is of the split
+    that its hash says, or, where they are cut `by_position`, its end is test, as much before that
+    val; `become` renames."""
+    for chunks in read_documents(file, column):
         hashed, length = survey(chunks())
-        size, after = PART, CUT
-        if by_position:
-            share = held_out * length
-            rare = anywhere and longest_word(chunks()) > share
-            after = ANYWHERE if rare else CUT
-            size = min(PART, max(1, round(share / (50 if rare else 2))))
+        size = min(PART, max(1, round(held_out * length / 2))) if by_position else PART
         before = None
-        for at, text in cut(chunks(), size, after):
+        for at, text in cut(chunks(), size):
             split = become[split_of(1 - at / length if by_position else hashed, held_out)]
             yield Part(split, text, split != before)
             before = split

@@ -35,18 +35,15 @@ def test_training_beside_peers() -> None:
         assert row['hours'] == pytest.approx(20 * 41_312 / row['tokens/s'] / 3600)
 
 
-def test_attention_decoding_and_cost() -> None:
-    cfg = bench.BenchConfig(**TINY, against=('T',))
+def test_attention_and_decoding() -> None:
+    cfg = bench.BenchConfig(**TINY)
     attention = {row['attention']: row for row in bench.attention_table(cfg)}
     assert set(attention) == {'Llama', 'CEM, exact RoPE', 'CEM, readable', 'CEM, sdpa'}
     assert attention['CEM, readable']['path'] == 'readable'
     cache = {row['decoding']: row['cache, bytes a token'] for row in bench.decode_table(cfg)}
     # keys and values, of two layers, in float32
     assert cache['Llama'] == 2 * cache['CEM, T = 2, diag_lowrank'] == 4 * 2 * 2 * 32
-    cost = bench.cost_table(cfg)
-    assert all(row['ms'] > 0 for row in [*attention.values(), *cost])
-    of_T = [row['FLOPs / first'] for row in cost]
-    assert of_T[:4] == sorted(of_T[:4]) and of_T[0] == 1 and 4 < of_T[3] < 8
+    assert all(row['ms'] > 0 for row in attention.values())
 
 
 def test_turns_are_taken_in_turn() -> None:

@@ -159,7 +159,6 @@ COMMANDS: dict[str, list[str]] = {
         f'{PREPARE} --out_dir=new --skip_bad --seed=3 --tokens=500 --shard_tokens=100', PREPARE,
         f'{PREPARE}/c.jsonl.gz --out_dir=new', f'{PREPARE}/a.txt --out_dir=new --held_out=0',
         '--tokenizer=byte --input=prepared --out_dir=prepared', f'{PREPARE} --workers=0',
-        '--verify --out_dir=prepared', '--verify --out_dir=data',
     ],
     'synthetic_gp': [
         f'{GP} --out_dir=gp', f'{GP} --out_dir=gp --models=CEM-T2,Gated', GP, f'{GP} --models=CEM',

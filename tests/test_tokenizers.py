@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import ROOT
 
-from nanocem.sources import ANYWHERE, Part, cut
+from nanocem.sources import Part, cut
 from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer, as_it_comes
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
@@ -87,8 +87,6 @@ def test_a_document_in_parts_has_the_ids_of_the_whole(
     for tokenizer in TOKENIZERS:
         ids = tokenizer.encode_parts(made, threads)
         assert np.concatenate([[], *ids]).tolist() == tokenizer.encode(text), tokenizer.name
-    anywhere = [part for _, part in cut(chunks, size, ANYWHERE)]
-    assert ''.join(anywhere) == text and all(len(part) == size for part in anywhere[:-1])
 
 
 def test_decoding_gives_the_text_back() -> None:
