@@ -20,7 +20,6 @@ from scipy.stats import t as student
 from nanocem.files import table
 
 SPLITS = {'test': 'Test', 'val': 'Validation'}  # the texts whose perplexity a run has
-LARGE = 43.4e6  # weights of the paper's smallest Llama, 86m, without its embeddings
 LITTLE, CLOSE = 0.01, 0.02
 
 Results = Mapping[Any, dict[str, Any]]  # a run (its size, model, rate and seed) -> its numbers
@@ -203,7 +202,6 @@ class Row(NamedTuple):
     cells: list[str]  # at each size
     line: str = ''
     slope: str = ''
-    large: str = ''
     said: str = 'not run'
     p: float | None = None
 
@@ -224,9 +222,7 @@ def answer(key: str, test: Comparison, sizes: Mapping[str, float], own: Results,
     line, slope = line_through(N, d, max(N))
     said, p = verdict(test.kind, line)
     row = row._replace(line=str(line), said=direction(test.kind, said, line, slope), p=p)
-    if len(set(N)) == 1:
-        return row
-    return row._replace(slope=str(slope), large=str(line_through(N, d, LARGE)[0]))
+    return row if len(set(N)) == 1 else row._replace(slope=str(slope))
 
 
 def recursion_on_gp(sizes: Iterable[str], path: str = 'results/gp/blind/table.csv') -> Row:
@@ -262,23 +258,21 @@ def pages(sizes: Mapping[str, float], own: Results, swept: Results, split: str,
 
     tested = [n for n, row in enumerate(rows) if row.p is not None]
     adjusted = dict(zip(tested, holm([rows[n].p for n in tested]), strict=True))
-    large = f'{LARGE / 1e6:.1f} M'
     introduction = (
         f'{SPLITS[split]} perplexity of A over that of B, less one, with its 95% interval, paired '
         'by seed; below zero A is better. "No better": by less than 1%; "close": at most 2% worse; '
-        '"alike": within 2% either way; "higher": the best rates. At the largest size, a tenfold '
-        f'and {large} weights are read off the straight line through all pairs over log N; the '
-        'last lies far outside what was run and promises nothing. Claim i takes the best rate that '
-        'was run; rates lie a factor of two apart. Holm: the p of what is said, adjusted for '
-        f'{len(tested)} comparisons.')
+        '"alike": within 2% either way; "higher": the best rates. What holds at the largest size '
+        'and what a tenfold N adds are read off the straight line through all pairs over log N. '
+        'Claim i takes the best rate that was run; rates lie a factor of two apart. Holm: the p of '
+        f'what is said, adjusted for {len(tested)} comparisons.')
     lines = []
     for n, row in enumerate(rows):
         new = n == 0 or row.key != rows[n - 1].key
         claim = [row.key, CLAIMS[row.key][0]] if new else ['', '']
         firm = f'{adjusted[n]:.3f}' if n in adjusted else ''
-        lines.append([*claim, row.text, *row.cells, row.line, row.slope, row.large, row.said, firm])
+        lines.append([*claim, row.text, *row.cells, row.line, row.slope, row.said, firm])
     words = ['', 'claim', 'A against B', *sizes, 'at the largest size', 'a tenfold N adds',
-             f'the line at {large}', '', 'Holm']
+             '', 'Holm']
     short = table(['', 'A against B', 'at the largest size', ''],
                   [[row.key, row.text, row.line, row.said] for row in rows])
     return f'{introduction}\n\n{table(words, lines)}\n', short

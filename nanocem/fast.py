@@ -159,8 +159,8 @@ def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | No
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
         dtype = 'bfloat16' if bf16 else 'float32'
     elif dtype == 'bfloat16' and on_cpu:
-        slow = product_seconds(128, device, torch.bfloat16, repeats=1)  # some ms, on any CPU
-        quick = product_seconds(128, device, torch.float32, repeats=5)
+        slow = product_seconds(256, device, torch.bfloat16, repeats=1)  # 0.1 s, at the slowest
+        quick = product_seconds(256, device, torch.float32, repeats=5)
         if slow > 1.5 * quick:
             print(f'bfloat16: this CPU multiplies it {slow / quick:.0f} times slower than float32',
                   file=sys.stderr)
