@@ -225,15 +225,16 @@ class Attention(nn.Module):
         if cache is not None:
             h, k, v = cache.update(self, h, k, v)            # the past, then these; see Cache
         W_out = self.output_weight()                         # (P_k W_k^Q^T)^T of all heads, (D, D)
+        way = fast.way(self, k, pos)                         # to the o_i: this, or a faster one
         for _ in range(self.steps):
             u = self.norm(x)                                 # u_i <- rms(x_i)
             q = self.project(u, self.W_Q, pos)               # q_i <- W_k^Q u_i, (B, K, I, R)
-            if fast.takes(self, k, pos):
-                o = fast.attend(self, q, u, k, v, h, pos)    # the same o_i
-            else:
+            if way == 'readable':
                 a = self.scores(q, u, k, h, pos)             # a_ijk, (B, K, I, J)
                 alpha = a.softmax(dim=-1).type_as(v)         # softmax_j(a_ijk)
                 o = alpha @ v                                # o_i <- sum_j alpha_ijk v_j
+            else:
+                o = fast.attend(way, self, q, u, k, v, h, pos)  # the same o_i, faster
             dx = self.merge(o, pos) @ W_out                  # dx_i <- sum_k P_k W_k^Q^T o_i
             if self.cfg.exact_update:
                 # sum_k P_k (d_k * sum_j alpha_ijk h_j), which Algorithm 1 leaves out

@@ -31,29 +31,28 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 # Attention
 
-def takes(attn: Any, k: Tensor | None, pos: Any) -> bool:
-    """Whether `attend` computes this attention: k (B, K, J, R), or None behind a cache of h."""
-    return k is None or impl_for(attn, k, pos) != 'readable'
+def way(attn: Any, k: Tensor | None, pos: Any) -> str:
+    """How to attend: readable, as model.py has it, or by `attend`. k (B, K, J, R), or None behind a
+    cache of h."""
+    if k is None:
+        return 'absorbed'
+    I, J = pos.mask.shape
+    return choose_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
 
 
-def attend(attn: Any, q: Tensor, u: Tensor, k: Tensor | None, v: Tensor | None, h: Tensor,
+def attend(way: str, attn: Any, q: Tensor, u: Tensor, k: Tensor | None, v: Tensor | None, h: Tensor,
            pos: Any) -> Tensor:
     """o (B, K, I, R) = sum_j softmax_j(attn.scores)_ijk v_j, of q, k, v (B, K, ., R), u (B, I, D)
     and h (B, J, D)."""
-    if k is None:
+    if way == 'absorbed':
         return absorbed(attn, q, u, h, pos)
-    if impl_for(attn, k, pos) == 'sdpa':
+    if way == 'sdpa':
         return sdpa(attn, q, u, k, v, h, pos)
     from nanocem import triton_attention
     b = None if attn.rope else attn.b_self - attn.b_cross  # softmax sees no more of the two
     du = scaled_diagonal(attn, u)
     o = triton_attention.attention(merge(q), merge(k), attn.K, 1 / attn.tau, du, h, b)
     return heads(o, attn.K)
-
-
-def impl_for(attn: Any, k: Tensor, pos: Any) -> str:
-    I, J = pos.mask.shape
-    return choose_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
 
 
 def choose_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
