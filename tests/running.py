@@ -5,6 +5,8 @@ import json
 import multiprocessing
 import os
 import random
+import resource
+import signal
 import socket
 import sys
 import time
@@ -122,6 +124,12 @@ class Run:
     @property
     def text(self) -> str:
         return ''.join(p.read_text(errors='replace') for p in self.outputs if p.exists())
+
+
+def without_room(size: int) -> None:
+    """No file of this process may grow beyond so many bytes: writing fails as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def free_port() -> int:

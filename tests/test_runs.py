@@ -6,15 +6,14 @@ import json
 import math
 import os
 import random
-import resource
 import shutil
-import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from running import RESUME, Run, log, losses, same
+from running import RESUME, Run, log, losses, same, without_room
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -99,13 +98,6 @@ def test_the_last_checkpoints_stay_and_the_best_apart(
     assert {'step_mine.pt', 'step_1.pt'} <= set(os.listdir(out))
 
 
-class FullDisk:
-    """No file of this process may grow beyond 6,000 bytes: writing fails as on a full disk."""
-    def __call__(self) -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-
-
 def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint_whole(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -113,7 +105,7 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint_whole(
     before = {p: Path(p).read_bytes() for p in checkpoints(str(out))}
     options = [f'--out_dir={out}', RESUME]
     run = Run(tmp_path, *options, '--stop_step=10', '--tensorboard=True', '--eval_interval=1',
-              damage=FullDisk()).wait()
+              damage=partial(without_room, 6000)).wait()
     assert 'not written (File too large)' in run.text and run.codes == [train.STOPPED], run.text
     assert 'Traceback' not in run.text and not list(out.glob('*.tmp'))
     assert {p: Path(p).read_bytes() for p in checkpoints(str(out))} == before
