@@ -40,15 +40,17 @@ RESUME = '--init_from=resume'
 
 
 def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2,
-               vocab_size: int = VOCAB) -> Path:
-    """A folder of random shards as prepare_slimpajama.py writes them, byte tokenizer by name."""
+               vocab_size: int = VOCAB, ids: list[int] | None = None) -> Path:
+    """A folder of random shards as prepare_slimpajama.py writes them, byte tokenizer by name; or
+    of `ids`."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     splits = {}
     for split, n in (('train', shards), ('val', 1), ('test', 1)):
         entries = []
         for s in range(n):
-            data = rng.integers(0, VOCAB, tokens + 13 * s).astype('<u2').tobytes()
+            drawn = rng.integers(0, VOCAB, tokens + 13 * s) if ids is None else np.array(ids)
+            data = drawn.astype('<u2').tobytes()
             name = f'train_{s:05d}.bin' if split == 'train' else f'{split}.bin'
             (folder / name).write_bytes(data)
             sha256 = hashlib.sha256(data).hexdigest()
