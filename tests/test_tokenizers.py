@@ -89,11 +89,13 @@ def test_a_document_in_parts_has_the_ids_of_the_whole(
         assert np.concatenate([[], *ids]).tolist() == tokenizer.encode(text), tokenizer.name
 
 
-def test_decoding_gives_the_text_back() -> None:
+def test_decoding_gives_the_text_back_and_tokens_spell_its_bytes() -> None:
     for tokenizer in TOKENIZERS:
         for text in ('naïve 世界 👍', 'a\n b\n\n  c', '<|endoftext|> <s>'):
             ids = [tokenizer.bos, *tokenizer.encode(text)]
             assert tokenizer.decode(ids) == text and tokenizer.bos not in ids[1:]
+            space = tokenizer.name == 'llama'  # which SentencePiece puts in front
+            assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + space
 
 
 @pytest.mark.parametrize('name', ['byte', 'gpt2', pytest.param('llama', marks=needs_llama)])
