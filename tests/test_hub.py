@@ -11,7 +11,7 @@ import pytest
 import running
 import torch
 from safetensors.torch import load_file, save, save_file
-from test_evaluate import LENGTH, PARTS, cells, loss_of, model_of, write_data, write_run
+from test_evaluate import LENGTH, PARTS, cells, loss_of, model_of, write_run
 from test_evaluate import TEXT as LONG_TEXT
 from test_tokenizers import LLAMA, NASTY, documents, needs_llama, small_gpt2
 
@@ -131,20 +131,9 @@ def test_a_tokenizer_that_is_gone_is_said_and_left_out(
     assert {path.name for path in (tmp_path / 'hub').iterdir()} == FILES - {'tokenizer_config.json'}
 
 
-def test_evaluate_exports_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / 'out/run', tmp_path / 'gone', model_of())  # needs no data
-    evaluate.main(['--export=hub', '--device=cpu'])
-    written = load_file('hub/model.safetensors')
-    weights = model_of().state_dict()
-    assert all(torch.equal(written[f'model.{name}'], w) for name, w in weights.items())
-    assert len(written) == len(weights)
-
-
 def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    data = write_data(tmp_path / 'data', [1] * 100)
-    run = write_run(tmp_path / 'out/run', data, model_of())
+    run = write_run(tmp_path / 'out/run', running.write_data(tmp_path / 'data'), model_of())
     before = {path: path.read_bytes() for path in run.iterdir()}
     with pytest.raises(SystemExit, match='out/run is not empty; expected a new folder'):
         evaluate.main(['--export=out/run', '--device=cpu'])
@@ -222,23 +211,19 @@ def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path
 
 def test_damaged_exports_get_one_line(exported: Path) -> None:
     weights, config = exported / 'model.safetensors', exported / 'config.json'
-    whole = weights.read_bytes()
-    values = json.loads(config.read_text())
-    less = load_file(weights)
+    whole, values, less = weights.read_bytes(), json.loads(config.read_text()), load_file(weights)
     del less['model.head']
-    for content in (whole[:100], whole[:-1], b'', b'x' * 50, save(less)):
-        weights.write_bytes(content)
-        with pytest.raises(SystemExit, match='pretrained/cem is damaged') as error:
+    wrong = [dict(d_mlp=9), dict(d_mlp='9'), dict(run=None), dict(run={}),
+             dict(run={**values['run'], 'data': {'tokenizer': 5}})]
+    damages = [(weights, content) for content in (whole[:100], whole[:-1], b'', save(less))]
+    damages += [(config, json.dumps({**values, **part}).encode()) for part in wrong]
+    for path, content in (*damages, (config, b'{'), (config, b'{}')):
+        before = path.read_bytes()
+        path.write_bytes(content)
+        with pytest.raises(SystemExit, match=r'pretrained/cem.* is damaged') as error:
             sample.main(['--out_dir=pretrained/cem'])
         assert '\n' not in str(error.value)
-    weights.write_bytes(whole)
-    wrong = [dict(d_mlp=9), dict(d_mlp='9'), dict(run=None), dict(run={}), dict(run=5),
-             dict(run={**values['run'], 'data': {'tokenizer': 5}})]
-    for text in ('{', '[]', '{}', *(json.dumps({**values, **part}) for part in wrong)):
-        config.write_text(text)
-        with pytest.raises(SystemExit, match=r'pretrained/cem.* is damaged') as error:
-            evaluate.main(['--out_dir=pretrained/cem', '--text=text.txt'])
-        assert '\n' not in str(error.value)
+        path.write_bytes(before)
     weights.unlink()
     with pytest.raises(SystemExit, match='no checkpoint in pretrained/cem'):
         evaluate.main(['--out_dir=pretrained/cem'])
