@@ -1,7 +1,5 @@
 """nanocem/claims.py: what is said of made-up runs."""
 import math
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +8,24 @@ import pytest
 from scipy.stats import linregress, ttest_rel
 
 from nanocem import claims
-from nanocem.claims import Comparison, Estimate, Row, answer, direction, holm, line_through, verdict
+from nanocem.claims import Comparison, Estimate, Row, answer, holm, line_through, verdict
 from reproduce import Run
 
 SIZES = {'small': 8e4, 'middle': 3e5, 'large': 1e6}
 HOLDS, FAILS, NOISE = 'holds', 'does not hold', 'within noise'
 
 
-def runs(gaps: dict[str, float], seeds: Sequence[int] = (1, 2, 3), noise: float = 0.001,
-         draw: int | None = None) -> dict[Run, dict[str, Any]]:
-    """Results of models "a" and "b": a's log perplexity lies gaps[size] higher, give or take
-    `noise`: -1, 0, 1 times it for the seeds, or drawn. Seeds differ by 5% in both."""
-    rng = np.random.default_rng(draw)
+def runs(gaps: dict[str, float], noise: float = 0.001) -> dict[Run, dict[str, Any]]:
+    """Results of models "a" and "b", three seeds: a's log perplexity lies gaps[size] higher, and
+    -1, 0, 1 times `noise`. Seeds differ by 5% in both."""
     found = {}
     for size, gap in gaps.items():
-        offsets = rng.normal(size=len(seeds)) if draw else np.arange(len(seeds)) - len(seeds) // 2
-        for seed, offset in zip(seeds, noise * offsets, strict=True):
-            for model, more in (('a', gap + offset), ('b', 0.0)):
+        for seed in (1, 2, 3):
+            for model, more in (('a', gap + noise * (seed - 2)), ('b', 0.0)):
                 perplexity = 5 * math.exp(0.05 * seed + more)
                 found[Run('ladder', size, model, 0.01, seed)] = {
                     'test_perplexity': perplexity, 'val_perplexity': perplexity ** 2}
     return found
-
-
-def said(kind: Any, gaps: dict[str, float], **more: Any) -> Row:
-    return answer('a', Comparison('A', kind, 'a', 'b'), SIZES, runs(gaps, **more), {}, 'test')
 
 
 @pytest.mark.parametrize(('kind', 'd', 'h', 'right'), [
@@ -94,7 +85,7 @@ TO = 'does not hold, and shrinks to {} at the largest size'
 
 @pytest.mark.parametrize(('kind', 'gaps', 'right'), [
     ('better', (-0.01, -0.03), 'holds and grows'),
-    ('better', (-0.05, -0.02), 'holds, and shrinks with size'),
+    ('better', (-0.05, -0.02), 'holds, and shrinks with size'), ('better', (-0.02, -0.0205), HOLDS),
     ('better', (0.09, 0.03), TO.format('+3.0%')),
     ('better', (0.01, 0.05), 'does not hold, and grows with size'),
     ('better', (0.12, 0.0), 'within noise, nearer with size'),
@@ -102,30 +93,14 @@ TO = 'does not hold, and shrinks to {} at the largest size'
     ('alike', (0.09, 0.05), TO.format('+5.1%')), ('alike', (-0.09, -0.05), TO.format('-4.9%')),
     ('no better', (-0.06, -0.03), TO.format('-3.0%')), ('worse', (0.01, 0.03), 'holds and grows')])
 def test_trends(kind: str, gaps: tuple[float, float], right: str) -> None:
-    noise = 0.02 if right.startswith(NOISE) else 0.001
     x = np.log10(list(SIZES.values()))
     line = np.interp(x, [x[0], x[-1]], gaps)  # straight over log N
-    row = said(kind, dict(zip(SIZES, line, strict=True)), noise=noise)
-    number = r'[+-]\d\.\d'
-    assert re.sub(number, '#', row.said) == re.sub(number, '#', right)
-    if found := re.search(number, right):
-        assert float(re.search(number, row.said)[0]) == pytest.approx(float(found[0]), abs=0.3)
-
-
-def test_a_flat_gap_seldom_has_a_trend() -> None:
-    """A trend is said at 95%: of 60 flat gaps a few have one by chance."""
-    flat = dict.fromkeys(SIZES, -0.02)
-    found = [said('better', flat, draw=seed + 1).said for seed in range(60)]
-    assert 51 <= found.count(HOLDS) < 60
-    line, slope = line_through([8e4, 8e4, 1e6, 1e6], [-0.02, -0.04, -0.02, -0.04], 1e6)
-    assert direction('better', HOLDS, line, slope) == HOLDS
-
-
-def test_the_line_is_read_at_the_largest_size() -> None:
-    gaps = {size: 0.1 - 0.02 * math.log10(N) for size, N in SIZES.items()}
-    row = said('better', gaps, noise=1e-6)
-    assert row.line.startswith(f'{100 * math.expm1(0.1 - 0.12):+.1f}%')
-    assert row.slope.startswith('-2.0%')
+    found = runs(dict(zip(SIZES, line, strict=True)), 0.02 if right.startswith(NOISE) else 0.001)
+    row = answer('a', Comparison('A', kind, 'a', 'b'), SIZES, found, {}, 'test')
+    assert row.said == right
+    logs = gaps[1], (gaps[1] - gaps[0]) / (x[-1] - x[0])  # at the largest size; a tenfold N adds
+    for cell, log in zip((row.line, row.slope), logs, strict=True):
+        assert float(cell.partition('%')[0]) == pytest.approx(100 * math.expm1(log), abs=0.06)
 
 
 def test_holm() -> None:
