@@ -207,16 +207,6 @@ def test_batched_training_is_one_by_one_training(model, options):
                                                rtol=tolerance)
 
 
-@pytest.mark.parametrize('model', ['Plain', 'Gated', 'CEM-T2'])
-def test_training_learns(model):
-    o = Options(**BLIND_TINY | dict(points=500, batch_size=100, steps=300, repeats=2))
-    x, y = drawn(o, 'rbf', range(2))
-    w = gp.init(o, model, range(2))
-    gp.train(o, w, gp.steps_of(model), x, y, range(2))
-    test = gp.rmse(w, x[:, 500:], y[:, 500:], gp.steps_of(model))
-    assert (test < 0.25 * y[:, 500:].std(dim=(1, 2))).all()
-
-
 def test_the_best_epoch_is_found_for_each_repeat():
     """A learning rate that ruins a repeat now and then. The best weights are those after the epoch
     that was best on the test points, found here by training for one epoch, two, three, ..."""
