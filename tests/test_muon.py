@@ -4,7 +4,7 @@ import torch
 
 from model import ModelConfig, Transformer
 from nanocem import muon
-from nanocem.muon import NEWTON_SCHULZ, Muon, block_matrices, orthogonal
+from nanocem.muon import NEWTON_SCHULZ, Muon, block_matrices
 
 SHAPES = ((24, 24), (20, 24), (24, 24), (40, 16), (1, 8))
 
@@ -54,14 +54,6 @@ def test_a_step_equals_the_formula_one_matrix_at_a_time(
         optimizer.step()
         for w, right in zip(weights, expected, strict=True):
             torch.testing.assert_close(w.detach(), right, rtol=0, atol=1e-12)
-
-
-def test_the_update_has_the_size_of_adamws() -> None:
-    """RMS near 0.2, as AdamW's in training."""
-    for shape in ((64, 64), (172, 64), (64, 172)):
-        G = torch.randn(3, *shape, generator=torch.Generator().manual_seed(3))
-        rms = orthogonal(G, 5).square().mean().sqrt() * 0.2 * max(shape) ** 0.5
-        assert 0.15 < rms < 0.25
 
 
 @pytest.mark.parametrize('attn', ['llama', 'cem'])
