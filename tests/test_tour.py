@@ -86,11 +86,6 @@ def test_attention_repeats_its_step(said: str) -> None:
     assert abs(attn_in_one - trained) < mlp_in_one - trained
 
 
-def test_decoding_keeps_half(said: str) -> None:
-    cem, llama = (float(n.replace(',', '')) for n in re.findall(r'([\d,]+) numbers a token', said))
-    assert llama == 2 * cem
-
-
 def test_outputs_are_committed() -> None:
     tour = nbformat.read(TOUR, as_version=4)
     code = [cell for cell in tour.cells if cell.cell_type == 'code']
