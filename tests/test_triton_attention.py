@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -87,34 +86,30 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
-def needs(kernel: Any, arch: int, R: int, n_head: int = 12) -> dict[str, int]:
-    """What a kernel needs on sm_<arch> in bfloat16, with every option: registers a thread, bytes of
-    shared memory, bytes spilled a thread."""
+def print_needs(arch: int, R: int, n_head: int = 12) -> None:
+    """In a process of its own, a line a kernel: what it needs on sm_<arch> in bfloat16, with every
+    option: bytes of shared memory, bytes spilled a thread."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-    options = settings(kernel, arch, R)
-    launched = {n: options.pop(n) for n in ('num_warps', 'num_stages', 'enable_fp_fusion')}
-    constants = dict(K=n_head, N=1, R=R, BIAS=True, ALIBI=True, **options)
-    known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32', **dict.fromkeys(constants, 'constexpr'),
-             **dict.fromkeys(('B_k', 'LSE', 'Delta', 'DB'), '*fp32')}
-    types = {name: known.get(name, '*bf16') for name in kernel.arg_names}
-    constants = {name: value for name, value in constants.items() if name in types}
-    aligned = {(n,): [['tt.divisibility', 16]] for n, kind in enumerate(types.values())
-               if kind[0] == '*' or kind == 'i32'}
-    source = ASTSource(kernel, types, constants, aligned)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        target = GPUTarget('cuda', arch, 32)
-        compiled = triton.compile(source, target=target, options=launched)
-    spilled = re.findall(r'(\d+) bytes spill', said.getvalue())
-    return dict(registers=int(re.search(r'Used (\d+) registers', said.getvalue())[1]),
-                shared=compiled.metadata.shared, spilled=sum(int(n) for n in spilled))
-
-
-def print_needs(arch: int, R: int) -> None:
-    """In a process of its own: a line a kernel."""
     for kernel in TILES[80]:
-        print(kernel.__name__, *needs(kernel, arch, R).values())
+        options = settings(kernel, arch, R)
+        launched = {n: options.pop(n) for n in ('num_warps', 'num_stages', 'enable_fp_fusion')}
+        constants = dict(K=n_head, N=1, R=R, BIAS=True, ALIBI=True, **options)
+        known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32',
+                 **dict.fromkeys(constants, 'constexpr'),
+                 **dict.fromkeys(('B_k', 'LSE', 'Delta', 'DB'), '*fp32')}
+        types = {name: known.get(name, '*bf16') for name in kernel.arg_names}
+        constants = {name: value for name, value in constants.items() if name in types}
+        aligned = {(n,): [['tt.divisibility', 16]] for n, kind in enumerate(types.values())
+                   if kind[0] == '*' or kind == 'i32'}
+        source = ASTSource(kernel, types, constants, aligned)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            target = GPUTarget('cuda', arch, 32)
+            compiled = triton.compile(source, target=target, options=launched)
+        spilled = sum(map(int, re.findall(r'(\d+) bytes spill', said.getvalue())))
+        assert 'Used' in said.getvalue()  # ptxas has spoken
+        print(kernel.__name__, compiled.metadata.shared, spilled)
 
 
 @needs_triton
@@ -123,8 +118,7 @@ def test_kernels_compile_ahead_within_a_gpus_means(arch: int, width: int) -> Non
     command = f'import tests.test_triton_attention as t; t.print_needs({arch}, {width})'
     rows = [line.split() for line in python('-c', command).splitlines()]
     assert len(rows) == 4
-    for name, registers, shared, spilled in rows:
-        assert int(registers) <= 255
+    for name, shared, spilled in rows:
         assert int(shared) <= 163 * 1024, name  # bytes, an A100's
         assert int(spilled) <= 256, name  # bytes a thread, written and read; a few at odd widths
 
