@@ -1,4 +1,4 @@
-"""Files written whole or not at all, locks, and lines on the screen that cannot end a program."""
+"""Files written whole or not at all, and lines on the screen that cannot end a program."""
 import json
 import math
 import os
@@ -10,7 +10,7 @@ import pytest
 from running import ROOT
 
 from nanocem import files
-from nanocem.files import lock, read_json, say, to_json, write_whole
+from nanocem.files import read_json, say, to_json, write_whole
 
 SAYS = "from nanocem.files import say\nfor n in range(3): say('caf\\u00e9 %d' % n)\n"
 
@@ -60,13 +60,6 @@ def test_json_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
         read_json(str(tmp_path))
     path.write_bytes(b'5\n{"a": 1}\n{"a": \n\xff\n{"b": 2}')
     assert files.read_json_lines(str(path)) == [{'a': 1}, {'b': 2}]
-
-
-def test_a_lock_has_one_holder(tmp_path: Path) -> None:
-    handle = lock(str(tmp_path / 'lock'))
-    assert handle is not None and lock(str(tmp_path / 'lock')) is None
-    os.close(handle)
-    assert lock(str(tmp_path / 'lock')) is not None
 
 
 def test_a_table_is_aligned() -> None:
