@@ -45,14 +45,8 @@ def shorten(folder: Path) -> None:
     os.truncate(folder / 'val.bin', 2 * LENGTH)
 
 
-def piped(folder: Path) -> None:
-    (folder / 'val.bin').unlink()
-    os.mkfifo(folder / 'val.bin')
-
-
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
     'missing shard': (lambda f: (f / 'train_00001.bin').unlink(), r'train_00001\.bin has 0 bytes'),
-    'a pipe, which would be waited for': (piped, r'val\.bin has 0 bytes'),
     'truncated shard': (lambda f: os.truncate(f / 'test.bin', 4000), '4000 bytes.* 4000 tokens'),
     'short shard': (shorten, r'the val split .*context_length \+ 1 = 9'),
     'no split': (lambda f: edit_meta(f, splits={}), 'no shard of the train'),
