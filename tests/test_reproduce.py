@@ -18,7 +18,6 @@ from running import ROOT
 import prepare_slimpajama
 import reproduce
 from model import Transformer
-from nanocem.claims import CLAIMS
 from nanocem.fast import flops_per_token
 from nanocem.figures import FIGURES, Figure, draw_bars
 from reproduce import MODELS, SIZES, Run, configs, own_runs, read_result, read_runs, swept_runs
@@ -91,13 +90,6 @@ def test_sizes_are_named_by_the_weights_of_llamas_blocks() -> None:
             weights = sum(p.numel() for p in Transformer(cfg).blocks.parameters())
         assert weights == pytest.approx(float(size.replace('k', 'e3').replace('m', 'e6')), rel=0.01)
         assert cfg.d_model == 16 * cfg.n_head == 16 * cfg.n_layer and cfg.context_length == 128
-
-
-def test_every_model_is_drawn_or_compared() -> None:
-    """Nothing is trained for nothing."""
-    drawn = {m for figure in FIGURES.values() for of in figure.groups.values() for m in of.values()}
-    compared = {m for _, tests in CLAIMS.values() for test in tests for m in (test.A, test.B)}
-    assert set(MODELS) == drawn | compared
 
 
 def test_the_papers_scale_counts_what_it_runs(here: Path, capsys: Any) -> None:
