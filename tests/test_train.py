@@ -323,24 +323,20 @@ def test_a_process_that_answers_no_more_ends_all_in_time_with_nothing_corrupt(
 # Numbers
 
 class BadNumbers:
-    """On rank 1, the losses of some steps (counted from 0) become infinite or NaN."""
+    """On rank 1, which has one micro-batch a step, the losses of some steps (counted from 0) become
+    infinite or NaN."""
     def __init__(self, *at: int):
         self.at = at
 
     def __call__(self) -> None:
-        original, step = train.Transformer.forward, train.Trainer.train_step
-        now = [-1]
-
-        def counted(trainer: train.Trainer) -> Any:
-            now[0] = trainer.step
-            return step(trainer)
+        original, steps_begun = train.Transformer.forward, itertools.count()
 
         def forward(model: Transformer, *args: Any) -> Any:
             logits, loss = original(model, *args)
-            bad = now[0] in self.at and model.training and os.environ['RANK'] == '1'
-            return logits, loss * (math.nan if now[0] % 2 else math.inf) if bad else loss
+            step = next(steps_begun) if model.training and os.environ['RANK'] == '1' else None
+            return logits, loss * (math.nan if step % 2 else math.inf) if step in self.at else loss
 
-        train.Transformer.forward, train.Trainer.train_step = forward, counted
+        train.Transformer.forward = forward
 
 
 def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_run(
