@@ -58,17 +58,16 @@ def check_types(options: Any) -> None:
     """ValueError unless every field of a dataclass has a finite value of the type it declares."""
     for name, hint in typing.get_type_hints(type(options)).items():
         value = getattr(options, name)
-        if not has_type(value, hint) or value in (math.inf, -math.inf):
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if not (has_type(value, hint) and finite):
             raise ValueError(f'{name}={value}: expected {describe(hint)}')
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether `value` is of type `hint`: a dataclass's field's, say."""
+    """Whether `value` is of type `hint`, that of a dataclass's field; no list or tuple."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return value is None or has_type(value, args[0])
-    if kind in (tuple, list):
-        return isinstance(value, kind) and all(has_type(item, args[0]) for item in value)
     if kind is typing.Literal:
         return value in args
     if isinstance(value, bool):  # which Python takes for a whole number

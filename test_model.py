@@ -445,6 +445,7 @@ def test_energy_falls_along_small_steps(residual: str) -> None:
     (dict(kq_diag_init=True), 'kq_diag_init=True: expected a number'),
     (dict(n_layer=2.0), 'n_layer=2.0: expected a whole number'),
     (dict(kq_diag_init=math.inf), 'kq_diag_init'),
+    (dict(kq_diag_init=math.nan), 'kq_diag_init'),
     (dict(d_model=0), 'd_model=0: expected 1 to'),
     (dict(attn_steps=0), 'attn_steps=0: expected 1 to'),
     (dict(extra_layers=-1), 'extra_layers'),
