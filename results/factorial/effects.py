@@ -10,6 +10,7 @@ the median of the small ones tells how large chance makes them.
 """
 import csv
 import itertools
+import math
 import os
 
 import matplotlib
@@ -45,6 +46,10 @@ def margin(effects: list[float]) -> float:
     return float(error * student.ppf(0.975, len(effects) / 3))
 
 
+def percent(effect: float) -> float:
+    return 100 * math.expm1(effect)
+
+
 def verdict(effect: float, margin: float) -> str:
     """The rule of expectations.md."""
     if abs(effect) > margin and abs(effect) >= 0.01:
@@ -60,9 +65,9 @@ def main() -> None:
     half = {column: margin(list(effects.values())) for column, effects in both.items()}
     lines = ['| effect on perplexity | validation | test | |', '|---|---|---|---|']
     for name, effect in both['val'].items():
-        lines.append(f'| {name} | {100 * effect:+.2f}% | {100 * both["test"][name]:+.2f}% | '
+        lines.append(f'| {name} | {percent(effect):+.1f}% | {percent(both["test"][name]):+.1f}% | '
                      f'{verdict(effect, half["val"])} |')
-    lines.append(f'| margin, 95% | ± {100 * half["val"]:.2f}% | ± {100 * half["test"]:.2f}% | |')
+    lines.append(f'| margin, 95% | ± {percent(half["val"]):.1f}% | ± {percent(half["test"]):.1f}% | |')
     with open(f'{here}/effects.md', 'w', encoding='utf-8') as file:
         file.write('\n'.join(lines) + '\n')
     print('\n'.join(lines))
@@ -70,9 +75,9 @@ def main() -> None:
     names = list(both['val'])[::-1]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
     axes.axvspan(-1, 1, color='gray', alpha=0.15, lw=0, label='within 1%')
-    axes.errorbar([100 * both['val'][name] for name in names], names, xerr=100 * half['val'],
+    axes.errorbar([percent(both['val'][name]) for name in names], names, xerr=percent(half['val']),
                   fmt='o', capsize=3, label='validation, 95%')
-    axes.plot([100 * both['test'][name] for name in names], names, 'x', color='tab:orange',
+    axes.plot([percent(both['test'][name]) for name in names], names, 'x', color='tab:orange',
               label='test')
     axes.axvline(0, color='black', lw=0.8)
     axes.set(xlabel='change of perplexity, % (left is better)')
