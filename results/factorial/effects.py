@@ -75,8 +75,8 @@ def main() -> None:
     names = list(both['val'])[::-1]
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
     axes.axvspan(-1, 1, color='gray', alpha=0.15, lw=0, label='within 1%')
-    axes.errorbar([percent(both['val'][name]) for name in names], names, xerr=percent(half['val']),
-                  fmt='o', capsize=3, label='validation, 95%')
+    axes.errorbar([percent(both['val'][name]) for name in names], names, fmt='o',
+                  xerr=percent(half['val']), capsize=3, label='validation, 95%')
     axes.plot([percent(both['test'][name]) for name in names], names, 'x', color='tab:orange',
               label='test')
     axes.axvline(0, color='black', lw=0.8)
