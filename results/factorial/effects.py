@@ -67,7 +67,8 @@ def main() -> None:
     for name, effect in both['val'].items():
         lines.append(f'| {name} | {percent(effect):+.1f}% | {percent(both["test"][name]):+.1f}% | '
                      f'{verdict(effect, half["val"])} |')
-    lines.append(f'| margin, 95% | ± {percent(half["val"]):.1f}% | ± {percent(half["test"]):.1f}% | |')
+    lines.append(f'| margin, 95% | ± {percent(half["val"]):.1f}% | '
+                 f'± {percent(half["test"]):.1f}% | |')
     with open(f'{here}/effects.md', 'w', encoding='utf-8') as file:
         file.write('\n'.join(lines) + '\n')
     print('\n'.join(lines))
