@@ -6,7 +6,7 @@ matrix, near enough by five Newton-Schulz steps, so that all its directions move
 has the RMS of AdamW's (Liu et al., arXiv 2502.16982): one learning rate serves both.
 
 As torch.optim.Muon (match_rms_adamw), which takes one matrix at a time and always multiplies in
-bfloat16; here small matrices of one shape go as one batch, in the run's precision.
+bfloat16; here matrices of one shape go as one batch (on a CPU small ones), in the run's precision.
 """
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MATRICES = ('W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d')  # of attention and MLP; not P's U, V
-AT_ONCE = 2**20  # entries in one batch: more of them leave a CPU's cache
+AT_ONCE = 2**20  # entries in one batch on a CPU: more of them leave its cache
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
 
@@ -44,7 +44,8 @@ class Muon(torch.optim.Optimizer):
             for shape, matrices in by_shape.items():
                 rate = group['lr'] * 0.2 * max(shape) ** 0.5
                 torch._foreach_mul_(matrices, 1 - group['lr'] * group['weight_decay'])
-                few = max(1, AT_ONCE // shape.numel())
+                on_cpu = matrices[0].device.type == 'cpu'
+                few = max(1, AT_ONCE // shape.numel()) if on_cpu else len(matrices)
                 for i in range(0, len(matrices), few):
                     batch = matrices[i:i + few]
                     M = torch.stack([self.nesterov(p, group['momentum']) for p in batch])
