@@ -459,6 +459,21 @@ def test_energy_falls_along_small_steps(residual: str) -> None:
     (dict(d_model=12, n_head=4, positions='rope'), 'is odd'),
     (dict(exact_update=True, kq_diag='none'), 'exact_update'),
     (dict(kq_diag_init=0.5, attn='llama'), 'kq_diag_init'),
+    (dict(attn='gpt'), 'attn=gpt: expected one of llama, cem'),
+    (dict(preconditioner='low_rank'), 'preconditioner=low_rank: expected one of none'),
+    (dict(residual='post'), 'residual=post: expected one of raw, normed'),
+    (dict(attn_impl='math'), 'attn_impl=math: expected one of auto, readable'),
+    (dict(n_layer=0), 'n_layer=0'),
+    (dict(attn='llama', attn_step_size=0.5), 'set attn=cem'),
+    (dict(mlp='llama', mlp_step_size=0.5), 'set mlp=cem'),
+    (dict(kq_diag_init=0.5, kq_diag='none'), 'kq_diag_init'),
+    (dict(attn_rank=9, attn='llama'), 'set attn=cem'),
+    (dict(mlp_rank=9, mlp='llama'), 'set mlp=cem'),
+    (dict(attn_step_size=math.inf), 'attn_step_size'),
+    (dict(mlp_step_size=math.nan), 'mlp_step_size'),
+    (dict(init_std=0.0), 'init_std'),
+    (dict(init_std=math.nan), 'init_std'),
+    (dict(rope_theta=math.inf), 'rope_theta'),
 ], ids=str)
 def test_bad_configurations_say_what_would_be_right(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -258,6 +258,15 @@ def test_runs_of_different_data_are_not_ranked_by_losses_a_token(place: Path) ->
     assert [row[-2:] for row in cells(CURVES)] == [['data', '257'], ['other', '257']]
 
 
+def test_names_that_matplotlib_would_read_otherwise(place: Path) -> None:
+    names = ['_x', '$', r'a $\frac$ b', 'c$_d$', 'caf\udce9']
+    folders = [str(write_run(place / f'out/{name}', Path('data'), model_of())) for name in names]
+    _, figure = evaluate.compare(tuple(folders))
+    figure.savefig('all.png')
+    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert shown == [*names[:4], 'caf?']
+
+
 DAMAGE = [
     ('config.json', b'{'), ('config.json', b'\xff'), ('config.json', b'{"train": 1, "model": {}}'),
     ('config.json', b'{"train": {}, "model": {"n_head": 7}}'), ('result.json', b'['),

@@ -21,8 +21,9 @@ from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.decode import generate
 from nanocem.hf import export
-from nanocem.runs import load_run
+from nanocem.runs import load_run, new_options
 from nanocem.tokenizers import LlamaTokenizer, tokenizer_of
+from train import TrainConfig
 
 transformers = pytest.importorskip('transformers')
 MODELS = [{}, dict(attn='llama', mlp='llama'), dict(positions='rope', kq_diag='none'),
@@ -196,6 +197,16 @@ def test_an_exported_folder_is_read_as_a_run_is(
     evaluate.main([*options, '--export=again'])
     written = load_file('again/model.safetensors')
     assert torch.equal(written['model.head'], rounded().head) and Path('again/model.py').exists()
+
+
+def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path) -> None:
+    options = new_options({'init_from': 'pretrained/cem'}, TrainConfig)
+    model = {name: options[name] for name in vars(model_of().cfg)}
+    data = running.write_data(tmp_path / 'data', vocab_size=257)
+    trainer = running.make_trainer(data, tmp_path / 'tuned', init_from='pretrained/cem', **model)
+    trainer.begin(resume=False)
+    weights = rounded().state_dict()
+    assert all(torch.equal(w, weights[name]) for name, w in trainer.raw_model.state_dict().items())
 
 
 def test_damaged_exports_get_one_line(exported: Path) -> None:

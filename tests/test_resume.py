@@ -187,3 +187,13 @@ def test_runs_started_together_have_folders_of_their_own(data: Path, tmp_path: P
     one, other = sorted((tmp_path / 'out').iterdir())
     assert [one.name, other.name] == ['mini-cem2-cem2', 'mini-cem2-cem2-2']
     same(one, other)
+
+
+def test_names_that_are_not_utf_8_end_in_no_traceback(data: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / 'b\udcff.txt', tmp_path / 'o\udcff $x'
+    text.write_text('A line of the text, and more of it.\n' * 2000)
+    there = partial(os.chdir, tmp_path)
+    for named in ([f'--data={data}', f'--out_dir={out}'], [f'--text={text}', '--tokenizer=byte']):
+        run = Run(tmp_path, *named, steps(2), '--tensorboard=True', damage=there).wait()
+        assert run.codes in ([0], [1]) and 'Traceback' not in run.text, run.text
+    assert (out / 'result.json').exists()

@@ -45,6 +45,11 @@ def shorten(folder: Path) -> None:
     os.truncate(folder / 'val.bin', 2 * LENGTH)
 
 
+def piped(folder: Path) -> None:
+    (folder / 'val.bin').unlink()
+    os.mkfifo(folder / 'val.bin')
+
+
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
     'missing shard': (lambda f: (f / 'train_00001.bin').unlink(), r'train_00001\.bin has 0 bytes'),
     'truncated shard': (lambda f: os.truncate(f / 'test.bin', 4000), '4000 bytes.* 4000 tokens'),
@@ -56,6 +61,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
     'no folder': (shutil.rmtree, r'meta\.json is missing'),
     'a file above': (lambda f: edit_shard(f, file='../../README.md'), 'damaged'),
     'no tokens': (lambda f: edit_shard(f, tokens=0), 'damaged'),
+    'a pipe, which would be waited for': (piped, r'val\.bin has 0 bytes'),
     'another dtype': (lambda f: edit_meta(f, dtype='int16'), 'damaged'),
 }
 

@@ -42,6 +42,11 @@ def test_schedule_and_budget_are_the_papers(data: Path, tmp_path: Path) -> None:
     assert rates[-1] == pytest.approx(2e-4)
     assert rates[525] == pytest.approx(1.1e-3, rel=1e-2)  # half way down the cosine
     assert Schedule(1, 0, 2e-3, 0.1, 0)(0) == 2e-3
+    expected = {'86m': 6590, '108m': 8244, '134m': 10_232, '162m': 12_422}
+    for size, n in expected.items():
+        with torch.device('meta'):
+            params = Transformer(ModelConfig(size=size).llama()).num_params()
+        assert math.ceil(20 * params / (128 * 2048)) == n
     trainer = make_trainer(data, tmp_path)
     tokens = 20 * Transformer(trainer.model_cfg.llama()).num_params()
     assert trainer.schedule.steps == math.ceil(tokens / (BATCH * running.LENGTH))
