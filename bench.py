@@ -313,6 +313,7 @@ TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_t
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(BenchConfig, read_options(argv, BenchConfig))
+    fast.keep_freed_memory()  # as train.py does
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
     torch._dynamo.config.recompile_limit = 64  # every variant is a new graph of the same code

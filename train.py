@@ -406,6 +406,7 @@ class Trainer:
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     given = read_options(argv, TrainConfig, ModelConfig)
+    fast.keep_freed_memory()
 
     # Which run, a new one or one to go on with; and its options: what was given, over those it
     # began with, or over its size's

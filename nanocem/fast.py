@@ -8,6 +8,8 @@ What model.py computes, by faster ways. Same numbers; tests hold each way to the
 
 Shapes: B batch, I new positions, J positions attended to, D width, K heads, R = D / K.
 """
+import contextlib
+import ctypes
 import importlib.util
 import math
 import os
@@ -183,6 +185,17 @@ def compile_for(device: torch.device, model: Any) -> Any:
     for block in model.blocks:
         block.compile(dynamic=False)
     return model
+
+
+def keep_freed_memory() -> None:
+    """On a CPU: tensors take the memory of those before them. glibc would give it back to Linux,
+    which clears each page that it hands out again; other C libraries are left as they are."""
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of malloc.h
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 2**25)  # bytes, the most that glibc takes
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(top_pad, 2**28)
 
 
 def eager() -> Any:

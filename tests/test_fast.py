@@ -1,6 +1,10 @@
 """nanocem/fast.py: each faster way against the readable one, which way runs where, and the loss."""
 import math
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,3 +271,21 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
     for whole, piece, by_compiler in zip(*results, strict=True):
         for other in (piece, by_compiler):
             assert (whole - other).norm() <= (2e-2 if autocast else 1e-5) * whole.norm()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='only glibc is told to keep memory')
+def test_freed_memory_is_kept() -> None:
+    # a few tensors of 16 MB made and freed, again and again: only the first take new pages
+    code = (f'import sys; sys.path.insert(0, {str(Path(fast.__file__).parents[1])!r})\n'
+            'from resource import RUSAGE_SELF, getrusage\n'
+            'import torch; from nanocem import fast\n'
+            'fast.keep_freed_memory()\n'
+            'def faults():\n'
+            '    before = getrusage(RUSAGE_SELF).ru_minflt\n'
+            '    some = [torch.ones(2**22) for _ in range(4)]\n'
+            '    return getrusage(RUSAGE_SELF).ru_minflt - before\n'
+            'print(faults(), min(faults() for _ in range(5)))')
+    printed = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
+                             check=True, timeout=120).stdout
+    first, later = map(int, printed.split())
+    assert later < first / 10, printed
