@@ -276,8 +276,7 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='only glibc is told to keep memory')
 def test_freed_memory_is_kept() -> None:
     # a few tensors of 16 MB made and freed, again and again: only the first take new pages
-    code = (f'import sys; sys.path.insert(0, {str(Path(fast.__file__).parents[1])!r})\n'
-            'from resource import RUSAGE_SELF, getrusage\n'
+    code = ('from resource import RUSAGE_SELF, getrusage\n'
             'import torch; from nanocem import fast\n'
             'fast.keep_freed_memory()\n'
             'def faults():\n'
@@ -285,7 +284,7 @@ def test_freed_memory_is_kept() -> None:
             '    some = [torch.ones(2**22) for _ in range(4)]\n'
             '    return getrusage(RUSAGE_SELF).ru_minflt - before\n'
             'print(faults(), min(faults() for _ in range(5)))')
-    printed = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True,
-                             check=True, timeout=120).stdout
+    printed = subprocess.run([sys.executable, '-c', code], cwd=Path(fast.__file__).parents[1],
+                             capture_output=True, text=True, check=True, timeout=120).stdout
     first, later = map(int, printed.split())
     assert later < first / 10, printed
