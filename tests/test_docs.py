@@ -1,10 +1,9 @@
 """The front page and its pages: short, and true of the code beside them."""
 import re
-from pathlib import Path
 
 import pytest
+from running import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES = ['README.md', *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md')))]
 RESULTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / 'results').rglob('*.md'))]
 
