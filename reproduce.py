@@ -1,38 +1,40 @@
 """
-The paper's figures and claims, and one of our own: the runs each takes, done where missing.
+The paper's claims, from runs that are done; and the commands of those that are not.
 
-    python reproduce.py                      the figures, and what their missing runs take
-    python reproduce.py fig_attn             one figure
-    python reproduce.py claims               the paper's claims, with paired 95% intervals
-    python reproduce.py all                  all of it
-    python reproduce.py fig_attn --anew      from runs of your own alone
-    python reproduce.py all --scale=gpu      the claims at 3 and 10 M weights, on a GPU
-    python reproduce.py all --scale=paper    commands at the paper's sizes, A100-hours; --run: do it
+    python reproduce.py                           verdicts and pictures, of results/ladder/runs.csv
+    python reproduce.py --anew                    of runs of your own alone
+    python reproduce.py --todo | sh               the ladder's missing runs, one after another
+    python reproduce.py --scale=gpu --todo | sh   the claims at 3 and 10 M weights
+    python reproduce.py --scale=paper --todo      the paper's sizes, with what each run takes
 
-The runs in results/ladder/runs.csv are finished, and drawn at once. All others are train.py's, in
-out/reproduce/, where finished ones are not done again and cut-off ones go on. Pictures and tables
-go to out/results/.
+Runs are train.py's, in out/reproduce/; `| xargs -P 8 -I{} sh -c "{}"` does eight at a time. Tables
+and pictures go to out/results/.
+
+A comparison is paired: both sides have read the same data in the same order, so a seed's
+difference is one number, the log of A's perplexity over B's. At one size: its mean and 95% interval
+(the paired t-test). Over sizes: a straight line in log N, read at the largest size that was run.
+A claim holds where that interval lies within what it says, and does not hold where it lies outside.
 """
 import csv
 import json
+import math
 import os
-import signal
-import subprocess
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import matplotlib.pyplot as plt
+import numpy as np
 import torch
+from scipy.stats import linregress
+from scipy.stats import t as student
 
-from configurator import build, fail, read_options
+from configurator import build, read_options
 from model import ModelConfig, Transformer
-from nanocem import claims
 from nanocem.fast import flops_per_token
-from nanocem.figures import FIGURES, Cell, figure_files
-from nanocem.files import read_json, say, table, write_whole
+from nanocem.files import read_json, say, stoppable, table
 from train import TrainConfig
 
 
@@ -108,9 +110,6 @@ RATES = {
 }
 EVERY_SIZE = [name for name, rates in RATES.items() if len(rates) == 5]
 ONE_RATE = {'gpu': 0.004, 'paper': 0.002}  # of all models at all sizes
-# The sweeps of Llama and all-CEM, T = 2; where 0.016 was the best, 0.032 was run too
-SWEPT = {'ladder': (0.004, 0.008, 0.016), 'paper': (0.0005, 0.001, 0.002, 0.004, 0.008), 'gpu': ()}
-EDGES = [('83k', 'llama', 2), ('83k', 'cem-2', 2), ('83k', 'cem-2', 3), ('195k', 'llama', 1)]
 
 
 class Run(NamedTuple):
@@ -132,69 +131,21 @@ class Run(NamedTuple):
                 f'{self.model}_rate={self.rate:g}_seed={self.seed}')
 
 
-Results = dict[Run, dict[str, Any]]
-Cells = dict[tuple[str, str, str, str], list[Run]]  # size, group, label, model -> its runs
-
-
-# Which runs there are.
-
-def own_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
-    """Every model at its own rate, the small sizes first. Seeds: those given, or at the ladder
-    three, at the other scales one."""
-    drawn = {model for figure in FIGURES.values()
-             for labels in figure.groups.values() for model in labels.values()}
+def planned(scale: str) -> list[Run]:
+    """Every model at its own rate, the small sizes first; at the ladder with three seeds, of exact
+    RoPE at the two largest sizes with one."""
     runs = []
     for place, size in enumerate(SIZES[scale]):
         for model in MODELS:
             rates = RATES.get(model)
             if rates is None:
                 rates = next(RATES[name] for name in RATES if model.startswith(name))[:2]
-            trained = {'ladder': place < len(rates), 'gpu': model in EVERY_SIZE,
-                       'paper': model in drawn and size != '256m'}  # which is of the sweep alone
-            if not trained[scale]:
+            if (scale == 'ladder' and place >= len(rates)) or (scale == 'gpu' and len(rates) < 5):
                 continue
             rate = ONE_RATE.get(scale) or rates[place]
-            # of exact RoPE at the two largest sizes the ladder has one
-            single = model.startswith('rope') and place > 2
-            for seed in seeds or ((1,) if single or scale != 'ladder' else (1, 2, 3)):
-                runs.append(Run(scale, size, model, rate, seed))
+            three = scale == 'ladder' and not (model.startswith('rope') and place > 2)
+            runs += [Run(scale, size, model, rate, seed) for seed in range(1, 4 if three else 2)]
     return runs
-
-
-def swept_runs(scale: str, seeds: tuple[int, ...] | None = None) -> list[Run]:
-    """Llama and all-CEM, T = 2, over learning rates."""
-    runs = []
-    for size in list(SIZES[scale])[:2 if scale == 'ladder' else None]:
-        for model in ('llama', 'cem-2'):
-            for seed in seeds or ((1, 2, 3) if scale == 'ladder' else (1,)):
-                rates = SWEPT[scale] + ((0.032,) if (size, model, seed) in EDGES else ())
-                runs += [Run(scale, size, model, rate, seed) for rate in rates]
-    return runs
-
-
-def cells_of(name: str, own: Sequence[Run], swept: Sequence[Run]) -> Cells:
-    """The cells of a figure with their runs; of a figure about variants at the sizes that have
-    some. Groups of the sweep are its rates."""
-    runs = swept if name == 'fig_lr' else own
-    models = {model for labels in FIGURES[name].groups.values() for model in labels.values()}
-    variants = models - set(EVERY_SIZE) or models
-    sizes = {run.size for run in runs if run.model in variants}
-    cells: Cells = {}
-    for group, labels in FIGURES[name].groups.items():
-        for label, model in labels.items():
-            for run in runs:
-                if run.model == model and run.size in sizes:
-                    group = f'{run.rate:g}' if name == 'fig_lr' else group
-                    cells.setdefault((run.size, group, label, model), []).append(run)
-    return cells
-
-
-# What they take, and what they left.
-
-CORE_FLOPS_A_LAYER = 11e9  # a core's speed a layer of the ladder, as it was seen
-MFU, A100_FLOPS = 0.4, 312e12
-NUMBERS = ('parameters', 'tokens', 'flops_per_token', 'steps', 'test_perplexity', 'val_perplexity')
-THEIR_OWN = ('out_dir', 'init_from', 'seed', 'tensorboard', 'sample_tokens')  # options of each run
 
 
 def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
@@ -203,216 +154,252 @@ def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     return build(TrainConfig, given), build(ModelConfig, given)
 
 
-@cache
-def hours(run: Run) -> float:
-    """About how long a run takes: of a core at the ladder, of an A100 at the other scales."""
-    train, cfg = configs(run.options)
-    with torch.device('meta'):
-        model, llama = Transformer(cfg), Transformer(cfg.llama())
-    flops = train.tokens_per_param * llama.num_params() * flops_per_token(model)
-    speed = CORE_FLOPS_A_LAYER * cfg.n_layer if run.scale == 'ladder' else MFU * A100_FLOPS
-    return flops / speed / 3600
+def command(run: Run) -> str:
+    """A line of shell that trains a run or goes on with it: at the ladder on one CPU thread, so
+    that numbers depend on nothing else that runs; at the paper's scale with its A100-hours."""
+    start, note = 'python', ''
+    if run.scale == 'ladder':
+        start = 'OMP_NUM_THREADS=1 python'
+    if run.scale == 'paper':
+        train, cfg = configs(run.options)
+        with torch.device('meta'):
+            model, llama = Transformer(cfg), Transformer(cfg.llama())
+        flops = train.tokens_per_param * llama.num_params() * flops_per_token(model)
+        start = 'torchrun --nproc_per_node=8'
+        note = f'  # {flops / (0.4 * 312e12 * 3600):.1f} A100-hours at an MFU of 40%'
+    resume = ' --init_from=resume' * os.path.exists(f'{run.folder}/config.json')
+    return (f'{start} train.py {run.options} --seed={run.seed} --out_dir={run.folder} '
+            f'--tensorboard=False --sample_tokens=0{resume}{note}')
 
 
-def read_result(run: Run) -> dict[str, Any] | None:
-    """A finished run's result.json. None where a number is missing: where steps were skipped it is
-    null. SystemExit if the folder's run has other settings: a config file or a default changed."""
-    saved = read_json(f'{run.folder}/config.json')
-    if saved is None:
-        return None
-    for part, cfg in zip(('train', 'model'), configs(run.options), strict=True):
-        before = saved.get(part)
-        if not isinstance(before, dict):
-            fail(f'{run.folder}/config.json is damaged: delete the folder')
-        for key, value in asdict(cfg).items():
-            if key not in THEIR_OWN and before.get(key, value) != value:
-                fail(f'{run.folder} holds a run of another {key}: remove it to train it anew')
-    result = read_json(f'{run.folder}/result.json') or {}
-    values = [result.get(name) for name in NUMBERS]
-    finished = all(type(value) in (int, float) and value > 0 for value in values)
-    return result if finished else None
+NUMBERS = ('parameters', 'tokens', 'flops_per_token', 'steps', 'test_perplexity', 'val_perplexity')
+Results = dict[Run, dict[str, Any]]
 
 
-def read_runs(path: str, scale: str) -> Results:
-    """The runs in a runs.csv, {} where there is none."""
-    found: Results = {}
-    if os.path.exists(path):
+def read_results(scale: str, anew: bool) -> Results:
+    """Of the planned runs that are finished: in runs.csv, or here."""
+    published: Results = {}
+    path = f'results/{scale}/runs.csv'
+    if os.path.exists(path) and not anew:
         with open(path, encoding='utf-8', newline='') as file:
             for row in csv.DictReader(file):
-                run = Run(scale, row['size'], row['model'], float(row['learning_rate']),
-                          int(row['seed']))
-                found[run] = {name: json.loads(row[name] or 'NaN') for name in NUMBERS}
-    return found
+                key = row['size'], row['model'], float(row['learning_rate']), int(row['seed'])
+                numbers = {name: json.loads(row[name] or 'NaN') for name in NUMBERS}
+                published[Run(scale, *key)] = numbers
+    found = {run: published.get(run) or read_json(f'{run.folder}/result.json') or {}
+             for run in planned(scale)}
+    return {run: of for run, of in found.items() if all(of.get(name) for name in NUMBERS)}
 
 
-def show(missing: Mapping[str, Sequence[Run]], scale: str) -> None:
-    """A line a figure: what its missing runs take."""
-    rows = [[name, FIGURES[name].title if name in FIGURES else '', str(len(runs)),
-             f'{sum(map(hours, runs)):,.1f}'] for name, runs in missing.items()]
-    unit = 'core-hours' if scale == 'ladder' else f'A100-hours at an MFU of {MFU:.0%}'
-    say(table(['', '', 'runs to do', unit], rows))
+# The claims: kind, A, B. What each kind says of A's perplexity over B's, as a log
+
+KINDS = {'better': (-math.inf, 0), 'worse': (0, math.inf), 'no better': (math.log(0.99), math.inf),
+         'close': (-math.inf, math.log(1.02)), 'alike': (math.log(0.98), math.log(1.02))}
+CLAIMS: dict[str, list[tuple[str, str, str]]] = {
+    'a: CEM attention, T = 1: close to Llama with half the attention weights': [
+        ('close', 'attn-1', 'llama'), ('close', 'attn-1-none', 'llama'),
+        ('close', 'attn-1', 'llama-alibi'), ('close', 'attn-1-none', 'llama-alibi')],
+    'b: CEM MLP, T = 1: worse dimension-matched, a little better parameter-matched': [
+        ('worse', 'mlp-1-none', 'llama'), ('better', 'mlp-1-none-params', 'llama')],
+    'c: T = 2 beats T = 1 for both; attention at T = 2 can beat Llama': [
+        *(('better', f'{kind}-2{P}', f'{kind}-1{P}')
+          for kind in ('attn', 'mlp') for P in ('', '-none')),
+        ('better', 'cem-2', 'cem-1'), ('better', 'attn-2', 'llama')],
+    'd: no consistent gain at T = 3': [
+        ('no better', 'attn-3', 'attn-2'), ('no better', 'mlp-3', 'mlp-2')],
+    'e: preconditioners make little difference': [
+        ('alike', f'{kind}-{T}{P}', f'{kind}-{T}-none')
+        for kind in ('attn', 'mlp') for T in (1, 2) for P in ('-diag', '')],
+    'f: a diagonal in A_k is essential; one shared by the heads is close to one per head': [
+        ('better', 'attn-1', 'attn-1-nodiag'), ('better', 'attn-2', 'attn-2-nodiag'),
+        ('close', 'attn-1', 'attn-1-perhead')],
+    'g: plain layer reuse gives little or nothing, recursion within the layer does': [
+        ('no better', 'llama-mlp-twice', 'llama'), ('no better', 'llama-attn-twice', 'llama'),
+        ('better', 'mlp-2-params', 'mlp-1-params')],
+    'h: all-CEM, T = 2, comes near Llama with fewer weights': [
+        ('close', 'cem-2', 'llama'), ('close', 'cem-2', 'llama-alibi')],
+    'k: exact RoPE is better than ALiBi with a diagonal (ours)': [
+        ('better', 'rope-1', 'cem-1'), ('better', 'rope-2', 'cem-2'),
+        ('better', 'attn-1-rope', 'attn-1'), ('better', 'attn-2-rope', 'attn-2')],
+}
 
 
-# Training.
+class Estimate(NamedTuple):
+    """A log ratio that was read off runs."""
+    value: float
+    error: float  # its standard error
+    freedom: int  # 0: nothing is known of the error
 
-def command(run: Run) -> list[str]:
-    """The command line of a run."""
-    launcher = ['torchrun', '--nproc_per_node=8'] if run.scale == 'paper' else [sys.executable]
-    words = [*launcher, 'train.py', *run.options.split(), f'--seed={run.seed}',
-             f'--out_dir={run.folder}', '--tensorboard=False', '--sample_tokens=0']
-    begun = os.path.exists(f'{run.folder}/config.json')
-    return [*words, '--init_from=resume'] if begun else words
+    def interval(self) -> tuple[float, float]:
+        """95%."""
+        half = student.ppf(0.975, self.freedom) * self.error if self.freedom else math.inf
+        return self.value - half, self.value + half
 
-
-def train_all(runs: Sequence[Run], jobs: int) -> Results:
-    """Train these runs, `jobs` side by side, one CPU thread each, so that numbers depend on nothing
-    else that runs. Those that fail are named, the rest go on. Where this program is stopped, the
-    runs are, and write their checkpoints. torchrun's print for themselves."""
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    children: set[subprocess.Popen] = set()
-
-    def train(run: Run, words: list[str]) -> str:
-        """The last line it printed."""
-        pipe = None if run.scale == 'paper' else subprocess.PIPE
-        with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment,
-                              errors='replace') as child:
-            children.add(child)
-            out, err = child.communicate()
-            children.discard(child)
-        return (err or out or f'exit code {child.returncode}').strip().rpartition('\n')[2]
-
-    found = {}
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        # config files are parsed in this thread alone: in Python 3.11 two of ast's parsers collide
-        futures = {pool.submit(train, run, command(run)): run for run in runs}
-        for n, future in enumerate(as_completed(futures), 1):
-            run = futures[future]
-            text = f'FAILED: {future.result()}'
-            if result := read_result(run):
-                found[run] = result
-                text = f'test perplexity {result["test_perplexity"]:.3f}'
-            say(f'{n}/{len(runs)} {run.folder}: {text}')
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in list(children):
-            child.terminate()
-        pool.shutdown()
-    return found
+    def __str__(self) -> str:
+        """As a change in per cent."""
+        low, high = (100 * math.expm1(min(end, 700)) for end in self.interval())
+        interval = f' ({low:+.1f} to {high:+.1f})' if self.freedom else ''
+        return f'{100 * math.expm1(self.value):+.1f}%{interval}'
 
 
-# What comes out.
-
-def save(scale: str, name: str, content: bytes) -> None:
-    os.makedirs(f'out/results/{scale}', exist_ok=True)
-    write_whole(f'out/results/{scale}/{name}', content)
-    say(f'out/results/{scale}/{name}')
-
-
-def draw(name: str, cells: Cells, found: Results, scale: str) -> None:
-    """A figure's picture and table, of the cells that have finished runs."""
-    drawn = []
-    for key, runs in cells.items():
-        if results := [{**found[run], 'seed': run.seed} for run in runs if run in found]:
-            drawn.append(Cell(*key, results))
-    say(f'{name}: {len(drawn)} of {len(cells)} cells have finished runs')
-    if drawn:
-        picture, page = figure_files(FIGURES[name], drawn)
-        save(scale, f'{name}.png', picture)
-        save(scale, f'{name}.md', page.encode())
+def line_through(N: Sequence[float], d: Sequence[float]) -> tuple[Estimate, Estimate | str]:
+    """The line through the differences d at sizes N: its value at the largest, and what a tenfold N
+    adds. With one size it is flat, and the interval the paired t-test's."""
+    if len(set(N)) == 1:
+        error = statistics.stdev(d) / math.sqrt(len(d)) if len(d) > 1 else 0.0
+        return Estimate(statistics.fmean(d), error, len(d) - 1), ''
+    line = linregress(np.log10(N) - math.log10(max(N)), d)
+    return (Estimate(line.intercept, line.intercept_stderr, len(d) - 2),
+            Estimate(line.slope, line.stderr, len(d) - 2))
 
 
-def write_claims(scale: str, own: Results, swept: Results) -> None:
-    """A page by validation and one by test, of which a short table goes on the screen."""
-    weights = {}  # of Llama's blocks, the N of every trend
-    for size in dict.fromkeys(run.size for run in own_runs(scale)):
+def verdict(kind: str, line: Estimate) -> str:
+    (low, high), (least, most) = line.interval(), KINDS[kind]
+    if least <= low and high <= most:
+        return 'holds'
+    return 'does not hold' if high < least or low > most else 'within noise'
+
+
+def claims(scale: str, found: Results, split: str) -> str:
+    """A line a comparison: at each size, at the largest by the line, and what is said."""
+    weights = {}  # of Llama's blocks, the N of every line
+    for size, options in SIZES[scale].items():
         with torch.device('meta'):
-            llama = Transformer(configs(f'{SIZES[scale][size]} {LLAMA}')[1])
+            llama = Transformer(configs(f'{options} {LLAMA}')[1])
         weights[size] = sum(p.numel() for p in llama.blocks.parameters())
-    for split, name in (('val', 'claims_validation.md'), ('test', 'claims.md')):
-        page, short = claims.pages(weights, own, swept, split)
-        save(scale, name, page.encode())
-    say(short)
+    log_ppl = {(run.size, run.model, run.seed): math.log(result[f'{split}_perplexity'])
+               for run, result in found.items()}
+    rows = []
+    for claim, tests in CLAIMS.items():
+        for kind, A, B in tests:
+            cells, N, d = [], [], []
+            for size in weights:
+                pairs = [a - log_ppl[size, B, seed] for (of, model, seed), a in log_ppl.items()
+                         if (of, model) == (size, A) and (size, B, seed) in log_ppl]
+                here = [weights[size]] * len(pairs)
+                cells.append(str(line_through(here, pairs)[0]) if pairs else '')
+                N, d = N + here, d + pairs
+            line, slope = line_through(N, d) if d else ('', '')
+            said = verdict(kind, line) if d else 'not run'
+            rows.append([claim, f'{A} / {B}', kind, *cells, str(line), str(slope), said])
+            claim = ''
+    header = ['claim', 'A / B', 'A is', *weights, 'at the largest size', 'a tenfold N adds', '']
+    return (f'{split} perplexity of A over that of B, less one, with its 95% interval, paired by '
+            f'seed.\n\n{table(header, rows)}\n')
+
+
+# The pictures
+
+def deviation(values: Sequence[float]) -> float:
+    """The standard deviation, 0 of one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def draw_gap(found: Results, models: dict[str, str]) -> plt.Figure | None:
+    """Perplexity over Llama's, same seeds, against Llama's parameters, a panel a text; the bars
+    are standard deviations over the pairs."""
+    figure, both = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout='constrained')
+    llama = {(run.size, run.seed): of for run, of in found.items() if run.model == 'llama'}
+    for axes, split in zip(both, ('test', 'val'), strict=True):
+        for n, (label, model) in enumerate(models.items()):
+            gaps: dict[int, list[float]] = {}
+            for run, result in found.items():
+                base = llama.get((run.size, run.seed))
+                if run.model == model and base:
+                    ratio = result[f'{split}_perplexity'] / base[f'{split}_perplexity']
+                    gaps.setdefault(base['parameters'], []).append(100 * (ratio - 1))
+            if gaps:
+                means, bars = zip(*((statistics.fmean(g), deviation(g)) for g in gaps.values()),
+                                  strict=True)
+                axes.errorbar(list(gaps), means, bars, color=f'C{(n + 1) // 2}', label=label, marker='o',
+                              ms=4, capsize=2, ls='--' if 'T = 1' in label else '-')
+        axes.axhline(0, color='hotpink', lw=1)
+        axes.set(xscale='log', xlabel="Llama's parameters", title=split)
+        axes.grid(alpha=0.3)
+    both[0].set(ylabel='perplexity over Llama, %')
+    both[1].legend(loc='upper left', bbox_to_anchor=(1.02, 1), handlelength=4, fontsize=7)
+    return figure
+
+
+def draw_bars(found: Results, models: dict[str, str]) -> plt.Figure | None:
+    """A panel a size that has all the models, a bar a model; Llama is the dashed line, as in the
+    paper's 2c and 2d."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for run, result in found.items():
+        of_size = values.setdefault(run.size, {})
+        of_size.setdefault(run.model, []).append(result['test_perplexity'])
+    values = {size: of for size, of in values.items() if {*models.values(), 'llama'} <= of.keys()}
+    if not values:
+        return None
+    figure, grid = plt.subplots(1, len(values), figsize=(4.6 * len(values), 4), squeeze=False,
+                                layout='constrained')
+    for axes, (size, of) in zip(grid[0], values.items(), strict=True):
+        means = [statistics.fmean(of[model]) for model in models.values()]
+        errors = [deviation(of[model]) for model in models.values()]
+        bars = axes.bar(range(len(means)), means, yerr=errors, capsize=3,
+                        color=[f'C{int(T)}' if (T := label.partition("T = ")[2][:1]) else 'gray'
+                               for label in models])
+        axes.bar_label(bars, fmt='%.2f', fontsize=7)
+        axes.axhline(statistics.fmean(of['llama']), color='hotpink', ls='--')
+        low, high = min(means), max(means)
+        axes.set_ylim(low - 0.5 * (high - low) - 0.01, high + 0.5 * (high - low) + 0.01)
+        axes.set(title=size, ylabel='test perplexity (dashed: Llama)')
+        axes.set_xticks(range(len(models)), models, fontsize=7, rotation=30, ha='right')
+    return figure
+
+
+def by_P(kind: str) -> dict[str, str]:
+    names = {'no P': '-none', 'diagonal': '-diag', 'diagonal + low rank': ''}
+    steps = {f'T = {T}, {name}': f'{kind}-{T}{P}' for T in (1, 2) for name, P in names.items()}
+    return {**steps, 'T = 3, diagonal + low rank': f'{kind}-3'}
+
+
+FIGURES: dict[str, tuple[Any, dict[str, str]]] = {
+    'fig_gap': (draw_gap, {'Llama, ALiBi': 'llama-alibi', **{
+        f'{name}, T = {T}': f'{kind}-{T}' for name, kind in (
+            ('CEM attention', 'attn'), ('CEM MLP', 'mlp'), ('all-CEM', 'cem'),
+            ('all-CEM, exact RoPE', 'rope')) for T in (1, 2)}}),
+    'fig_attn_T': (draw_bars, by_P('attn')),
+    'fig_mlp_T': (draw_bars, by_P('mlp')),
+    'fig_kq_diag': (draw_bars, {
+        'none': 'attn-1-diag-nodiag', 'shared': 'attn-1-diag', 'per head': 'attn-1-diag-perhead'}),
+    'fig_reuse': (draw_bars, {
+        'Llama, MLP twice': 'llama-mlp-twice', 'Llama, attention twice': 'llama-attn-twice',
+        **{f'{name}, T = {T}': model.format(T) for name, model in (
+            ('CEM MLP', 'mlp-{}'), ('CEM MLP, same weights', 'mlp-{}-params'),
+            ('CEM attention', 'attn-{}')) for T in (1, 2)}}),
+}
 
 
 @dataclass
 class ReproduceConfig:
-    """Which runs, and how."""
+    """Which runs."""
     scale: Literal['ladder', 'gpu', 'paper'] = 'ladder'  # to a million weights; to ten; the paper's
-    seeds: tuple[int, ...] | None = None  # every run with each of these; default: as planned
-    sizes: tuple[str, ...] | None = None  # of the scale's model sizes; default: all
-    jobs: int | None = None  # runs side by side; default: one a core at the ladder, else one
-    anew: bool = False  # leave results/ladder/runs.csv out: all is trained here
-    run: bool = False  # scale=paper: execute what is printed; scale=gpu: even without a GPU
-
-    def __post_init__(self) -> None:
-        if self.jobs is None:
-            self.jobs = (os.cpu_count() or 1) if self.scale == 'ladder' else 1
-        if self.jobs < 1:
-            raise ValueError(f'jobs={self.jobs}: expected at least 1')
-        if unknown := set(self.sizes or ()) - set(SIZES[self.scale]):
-            raise ValueError(f'sizes={",".join(unknown)}: scale={self.scale} has '
-                             f'{", ".join(SIZES[self.scale])}')
+    todo: bool = False  # print the commands of the runs that are not finished, and no more
+    anew: bool = False  # leave results/ladder/runs.csv out
 
 
+@stoppable()
 def main(argv: list[str]) -> None:
-    names = [word for word in argv if not word.startswith('-')]
-    options = read_options([word for word in argv if word.startswith('-')], ReproduceConfig)
-    cfg = build(ReproduceConfig, options)
-    seeds = cfg.seeds and tuple(dict.fromkeys(cfg.seeds))  # each counts only once
-
-    # The figures, and their runs at the given sizes and seeds
-    own, swept = ([run for run in runs if run.size in (cfg.sizes or SIZES[cfg.scale])]
-                  for runs in (own_runs(cfg.scale, seeds), swept_runs(cfg.scale, seeds)))
-    figures = {name: cells for name, figure in FIGURES.items()
-               if (cells := cells_of(name, own, swept))}
-    if unknown := [name for name in names if name not in (*figures, 'claims', 'all')]:
-        fail(f'{", ".join(unknown)}: scale={cfg.scale} has {", ".join(figures)}, claims, all')
-    everything = 'all' in names or not names
-    figures = {name: cells for name, cells in figures.items() if everything or name in names}
-
-    # Which of them are missing: neither in runs.csv nor here
-    planned = dict.fromkeys([*own, *swept])
-    found = {} if cfg.anew else read_runs(f'results/{cfg.scale}/runs.csv', cfg.scale)
-    for run in planned:
-        if run not in found and (result := read_result(run)):
-            found[run] = result
-    missing = {name: [run for runs in cells.values() for run in runs if run not in found]
-               for name, cells in figures.items()}
-    if everything:
-        missing['claims'] = [run for run in planned if run not in found]
-    new = list(dict.fromkeys(run for runs in missing.values() for run in runs))
-
-    # What is only printed: what there is to do, and at the paper's scale its commands
-    on_paper = new and cfg.scale == 'paper' and not cfg.run
-    if not names or on_paper:
-        if names:
-            say('\n'.join(' '.join(command(run)) for run in new))
-        return show(missing | {'together': new}, cfg.scale)
-    if new and cfg.scale == 'gpu' and not (cfg.run or torch.cuda.is_available()):
-        fail('scale=gpu: torch finds no GPU here, and a CPU core would take a week; --run does it')
-
-    # Training and drawing
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-            signal.signal(number, signal.default_int_handler)  # KeyboardInterrupt
-    try:
-        if new and cfg.scale != 'paper' and not os.path.exists('data/corpus/meta.json'):
-            words = [sys.executable, 'prepare_slimpajama.py', '--input=corpus']
-            if subprocess.run(words, check=False).returncode:
-                fail('data/corpus is not made; the same command goes on')
-        found |= train_all(new, cfg.jobs)
-        for name, cells in figures.items():
-            draw(name, cells, found, cfg.scale)
-        if everything or 'claims' in names:
-            both = ({run: found[run] for run in runs if run in found} for runs in (own, swept))
-            write_claims(cfg.scale, *both)
-    except KeyboardInterrupt:
-        fail('stopped; the same command goes on')
-    except OSError as error:
-        fail(f'{error.filename}: {error.strerror}; the same command goes on')
-    if failed := [run for run in new if run not in found]:
-        fail(f'{len(failed)} runs failed; they are named above, the same command tries them again')
+    cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
+    found = read_results(cfg.scale, cfg.anew)
+    missing = [run for run in planned(cfg.scale) if run not in found]
+    if cfg.todo:
+        corpus = cfg.scale != 'paper' and missing
+        lines = ['python prepare_slimpajama.py --input=corpus'] if corpus else []
+        return say('\n'.join([*lines, *map(command, missing)]))
+    say(f'{len(found):,} runs are finished, {len(missing):,} not; --todo prints their commands')
+    folder = f'out/results/{cfg.scale}'
+    os.makedirs(folder, exist_ok=True)
+    for split in ('val', 'test'):
+        page = claims(cfg.scale, found, split)
+        with open(f'{folder}/claims_{split}.md', 'w', encoding='utf-8') as file:
+            file.write(page)
+    say(page)
+    for name, (draw, models) in FIGURES.items():
+        if figure := draw(found, models):
+            figure.savefig(f'{folder}/{name}.png', dpi=100)
+    say(f'{folder}: claims_test.md, claims_val.md, and the pictures')
 
 
 if __name__ == '__main__':
