@@ -30,12 +30,11 @@ from torch import Tensor
 
 from configurator import build, check_values, fail, in_range, read_options
 from model import MLP, Attention, ModelConfig, Transformer
+from nanocem.data import Sequences, evenly_spaced
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
-from nanocem.files import read_json, read_json_lines, say, stoppable, table, write_whole
+from nanocem.files import read_json, read_json_lines, say, stoppable, table, text_of, write_whole
 from nanocem.hf import export
 from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
-from nanocem.shards import Sequences, evenly_spaced
-from nanocem.sources import text_of
 from nanocem.tokenizers import load_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data
 

@@ -12,9 +12,8 @@ import torch
 
 from configurator import build, check_types, fail, in_range, read_options
 from nanocem.decode import generate
-from nanocem.files import on_terminal, say, stoppable
+from nanocem.files import on_terminal, say, stoppable, text_of
 from nanocem.runs import load_run
-from nanocem.sources import text_of
 from nanocem.tokenizers import as_it_comes, tokenizer_of
 
 

@@ -30,10 +30,10 @@ from tqdm import tqdm
 from configurator import build, check_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
+from nanocem.data import Order, Sequences, evenly_spaced, read_meta
 from nanocem.files import say, stoppable, to_json, write_whole
 from nanocem.muon import Muon, MuonAndAdamW, block_matrices
 from nanocem.runs import Health, Schedule, perplexity
-from nanocem.shards import Order, Sequences, evenly_spaced, read_meta
 from nanocem.tokenizers import load_tokenizer
 from nanocem.world import World, failures_in_words, start_world
 from prepare_slimpajama import find_data

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from configurator import fail
+
 
 def say(text: str, end: str = '\n') -> None:
     """Print a line, at once. A closed pipe, a full disk behind stdout, or a locale that lacks a
@@ -96,6 +98,41 @@ def lock(path: str, wait: bool = False) -> int | None:
     except OSError:
         pass
     return handle
+
+
+@contextlib.contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Hold the file `path`, once no other process does."""
+    handle = lock(path, wait=True)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+class Bad(ValueError):
+    """A file that cannot be read to its end."""
+
+
+def read_text(path: str) -> Iterator[str]:
+    """A text file, a chunk at a time. Bad where it is not UTF-8; Python's library comes as it is."""
+    try:
+        errors = 'replace' if path.endswith('.py') else 'strict'
+        with open(path, encoding='utf-8', errors=errors, newline='') as file:
+            yield from iter(lambda: file.read(1 << 20), '')
+    except UnicodeDecodeError as error:
+        raise Bad(f'not UTF-8 ({error.reason}): no text, or of another encoding (iconv -f latin1 -t '
+                  'utf-8 makes it UTF-8)') from None
+
+
+def text_of(path: str, option: str) -> str:
+    """The text file that an option (text=) names. SystemExit where it is none, or not in UTF-8."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
+        fail(f'{option}{path} is no file; expected a text file')
+    try:
+        return ''.join(read_text(path))
+    except (OSError, ValueError) as error:
+        fail(f'{option}{path}: {getattr(error, "strerror", error)}; expected a text file')
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 from configurator import fail
 from model import ModelConfig, Transformer
 from nanocem.files import read_json, say, write_whole
-from nanocem.tokenizers import tokenizer_json, tokenizer_of
+from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE, PREFIX = 'model.safetensors', 'model.'  # in an exported folder; of its weights' names
@@ -102,8 +102,54 @@ def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
         bpe, special = tokenizer_json(tokenizer)
         write_json(path / 'tokenizer.json', **bpe)
         options = {'split_special_tokens': True, 'clean_up_tokenization_spaces': False, **special}
-        if tokenizer.name == 'llama':  # for sample.py and evaluate.py
+        if tokenizer.name == 'sentencepiece':  # for sample.py and evaluate.py
             shutil.copyfile(tokenizer.path, path / 'tokenizer.model')
     write_json(path / 'tokenizer_config.json', tokenizer_class=kind, **options,
                model_max_length=state['model_config']['context_length'])
     return tokenizer.bos
+
+
+def tokenizer_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """gpt2 or llama as Hugging Face's tokenizer.json has them, and their special tokens by role."""
+    if tokenizer.name == 'gpt2':
+        shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # these bytes as they are
+        rest = [i for i in range(256) if i not in shown]
+        letters = [chr(i) if i in shown else chr(256 + rest.index(i)) for i in range(256)]
+        ranks = tokenizer.bpe._mergeable_ranks
+        words = {''.join(letters[i] for i in word): rank
+                 for word, rank in sorted(ranks.items(), key=lambda item: item[1])}
+        special = ['<|endoftext|>'] * 3
+        words[special[0]] = tokenizer.bos
+        by_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
+        steps = {'pre_tokenizer': by_bytes, 'decoder': by_bytes}
+    else:
+        model = tokenizer.model
+        ids = sorted(range(tokenizer.vocab_size), key=model.get_score, reverse=True)
+        words = {model.id_to_piece(i): i for i in ids}
+        special = ['<s>', '</s>', '<unk>']
+        spaces = [{'type': 'Prepend', 'prepend': '\u2581'},
+                  {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}]
+        back = [{'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '},
+                {'type': 'ByteFallback'}, {'type': 'Fuse'},
+                {'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0}]
+        steps = {'normalizer': {'type': 'Sequence', 'normalizers': spaces},
+                 'decoder': {'type': 'Sequence', 'decoders': back}}
+    # neighbours that are a word together are joined, the first such word of all first
+    merges = [[word[:n], word[n:]] for word in words for n in range(1, len(word))
+              if word[:n] in words and word[n:] in words]
+    bos = special[0]
+    begin = {'SpecialToken': {'id': bos, 'type_id': 0}}
+    text = {'Sequence': {'id': 'A', 'type_id': 0}}
+    more = {'Sequence': {'id': 'B', 'type_id': 0}}
+    return {
+        'version': '1.0',
+        'added_tokens': [
+            {'id': words[word], 'content': word, 'special': True, 'normalized': False,
+             'single_word': False, 'lstrip': False, 'rstrip': False} for word in set(special)],
+        'post_processor': {
+            'type': 'TemplateProcessing', 'single': [begin, text], 'pair': [begin, text, more],
+            'special_tokens': {bos: {'id': bos, 'ids': [tokenizer.bos], 'tokens': [bos]}}},
+        'model': {'type': 'BPE', 'vocab': words, 'merges': merges, 'byte_fallback': True,
+                  'fuse_unk': True, 'unk_token': special[2]},
+        **steps,
+    }, dict(zip(('bos_token', 'eos_token', 'unk_token'), special, strict=True))

@@ -1,18 +1,17 @@
-"""Tokenizers: bytes, tiktoken's gpt2, and Llama's SentencePiece model."""
+"""Tokenizers: bytes, tiktoken's gpt2, and SentencePiece: Llama's model, your own, or one trained."""
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from configurator import fail
+from nanocem.data import read_meta
 from nanocem.files import say
-from nanocem.shards import read_meta
 
-LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 # The character before a space or line end: no token of ours crosses from one to the other, so that
 # both sides can be tokenized apart.
 CUT = re.compile('[^\\s\u2581](?=[ \\n])')
@@ -67,21 +66,25 @@ class Gpt2Tokenizer:
         return torch.tensor([*spelled, 0])
 
 
-class LlamaTokenizer:
-    """SentencePiece with Llama's model file: the ids of the LlamaTokenizerFast of 2023, but "<s>",
-    "</s>" and "<unk>" in a text are text, or struck-out HTML would begin a document."""
-    name, bos = 'llama', 1
+class SentencePieceTokenizer:
+    """Any SentencePiece model file. With Llama's the ids are those of LlamaTokenizerFast of 2023, but
+    "<s>", "</s>" and "<unk>" in a text are text, or struck-out HTML would begin a document."""
+    name = 'sentencepiece'
 
     def __init__(self, path: str):
         from sentencepiece import SentencePieceProcessor
         with open(path, 'rb') as file:
             model = file.read()
-        self.sha256 = hashlib.sha256(model).hexdigest()
-        self.path = path
-        if self.sha256 != LLAMA_SHA256:
-            fail(f"{path} is not Llama's tokenizer.model, whose SHA-256 is {LLAMA_SHA256}")
-        self.model = SentencePieceProcessor(model_proto=model)
+        self.path, self.sha256 = path, hashlib.sha256(model).hexdigest()
+        try:
+            self.model = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            fail(f'{path} is no SentencePiece model ({error})')
         self.vocab_size = self.model.vocab_size()
+        self.bos = self.model.bos_id()
+        if self.bos < 0:
+            fail(f'{path} has no token that begins a text (bos_id)')
+        self.lead = self.model.encode('\n')
 
     def encode(self, text: str) -> list[int]:
         return self.model.encode(text)
@@ -91,7 +94,9 @@ class LlamaTokenizer:
         # line end, and both leave again.
         texts = [part.text if part.begins else '\n' + part.text for part in parts]
         ids = self.model.encode(texts, num_threads=threads, return_type='numpy')
-        return [i if part.begins else i[2:] for i, part in zip(ids, parts, strict=True)]
+        n = len(self.lead)
+        return [i if part.begins or list(i[:n]) != self.lead else i[n:]
+                for i, part in zip(ids, parts, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode([i for i in ids if i < self.vocab_size])
@@ -107,25 +112,35 @@ class LlamaTokenizer:
         return torch.tensor(spelled)
 
 
-def make_tokenizer(name: str, model: str) -> Any:
-    """Tokenizer 'byte', 'gpt2' or 'llama', the last from the file `model`."""
-    if name == 'llama':
-        return LlamaTokenizer(model)
-    return {'byte': ByteTokenizer, 'gpt2': Gpt2Tokenizer}[name]()
+def train_bpe(path: str, vocab_size: int, lines: Iterator[str]) -> None:
+    """Write a SentencePiece model of byte-pair merges, as Llama's is, learnt from these lines."""
+    from sentencepiece import SentencePieceTrainer
+    with open(path, 'wb') as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=lines, model_writer=file, model_type='bpe', vocab_size=vocab_size,
+            byte_fallback=True, split_digits=True, normalization_rule_name='identity',
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            character_coverage=0.9995, max_sentence_length=1 << 20, minloglevel=2)
 
 
-def load_tokenizer(data_dir: str, meta: dict[str, Any] | None = None) -> Any:
-    """The tokenizer that made `data_dir`, as its meta.json says, or `meta`: then the folder is
-    needed for Llama's alone. SystemExit if it is missing or another one."""
-    meta = meta or read_meta(data_dir)
+def make_tokenizer(name: str, folder: str) -> Any:
+    """'byte', 'gpt2', or any other name: SentencePiece, with folder/tokenizer.model."""
+    if name in ('byte', 'gpt2'):
+        return {'byte': ByteTokenizer, 'gpt2': Gpt2Tokenizer}[name]()
+    return SentencePieceTokenizer(os.path.join(folder, 'tokenizer.model'))
+
+
+def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
+    """The tokenizer that made a data folder, as its meta.json says, or `meta`: then the folder is
+    needed for SentencePiece alone. SystemExit if it is missing or another one."""
+    meta = meta or read_meta(folder)
     try:
-        tokenizer = make_tokenizer(meta['tokenizer'], os.path.join(data_dir, 'tokenizer.model'))
-    except (OSError, KeyError) as error:
-        fail(f'{data_dir}: no tokenizer {meta["tokenizer"]:.40} ({error}); prepare the data again')
-    vocab_size, sha256 = meta['vocab_size'], meta.get('tokenizer_sha256')
-    if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
-        fail(f'the data of {data_dir} is of another {tokenizer.name} tokenizer: vocabulary '
-             f'{vocab_size}, SHA-256 {sha256}; prepare the data again')
+        tokenizer = make_tokenizer(meta['tokenizer'], folder)
+    except OSError as error:
+        fail(f'{folder}: no tokenizer {meta["tokenizer"]:.40} ({error}); prepare the data again')
+    if (meta['vocab_size'], meta.get('tokenizer_sha256')) != (tokenizer.vocab_size, tokenizer.sha256):
+        fail(f'the data of {folder} is of another {tokenizer.name} tokenizer: vocabulary '
+             f'{meta["vocab_size"]}, SHA-256 {meta.get("tokenizer_sha256")}; prepare the data again')
     return tokenizer
 
 
@@ -149,49 +164,3 @@ def as_it_comes(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], N
             say(text[len(printed):], end='')
             begin, end = end, len(ids)
     return take
-
-
-def tokenizer_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """gpt2 or llama as Hugging Face's tokenizer.json has them, and their special tokens by role."""
-    if tokenizer.name == 'gpt2':
-        shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # these bytes as they are
-        rest = [i for i in range(256) if i not in shown]
-        letters = [chr(i) if i in shown else chr(256 + rest.index(i)) for i in range(256)]
-        ranks = tokenizer.bpe._mergeable_ranks
-        words = {''.join(letters[i] for i in word): rank
-                 for word, rank in sorted(ranks.items(), key=lambda item: item[1])}
-        special = ['<|endoftext|>'] * 3
-        words[special[0]] = tokenizer.bos
-        by_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
-        steps = {'pre_tokenizer': by_bytes, 'decoder': by_bytes}
-    else:
-        model = tokenizer.model
-        ids = sorted(range(tokenizer.vocab_size), key=model.get_score, reverse=True)
-        words = {model.id_to_piece(i): i for i in ids}
-        special = ['<s>', '</s>', '<unk>']
-        spaces = [{'type': 'Prepend', 'prepend': '\u2581'},
-                  {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}]
-        back = [{'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '},
-                {'type': 'ByteFallback'}, {'type': 'Fuse'},
-                {'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0}]
-        steps = {'normalizer': {'type': 'Sequence', 'normalizers': spaces},
-                 'decoder': {'type': 'Sequence', 'decoders': back}}
-    # neighbours that are a word together are joined, the first such word of all first
-    merges = [[word[:n], word[n:]] for word in words for n in range(1, len(word))
-              if word[:n] in words and word[n:] in words]
-    bos = special[0]
-    begin = {'SpecialToken': {'id': bos, 'type_id': 0}}
-    text = {'Sequence': {'id': 'A', 'type_id': 0}}
-    more = {'Sequence': {'id': 'B', 'type_id': 0}}
-    return {
-        'version': '1.0',
-        'added_tokens': [
-            {'id': words[word], 'content': word, 'special': True, 'normalized': False,
-             'single_word': False, 'lstrip': False, 'rstrip': False} for word in set(special)],
-        'post_processor': {
-            'type': 'TemplateProcessing', 'single': [begin, text], 'pair': [begin, text, more],
-            'special_tokens': {bos: {'id': bos, 'ids': [tokenizer.bos], 'tokens': [bos]}}},
-        'model': {'type': 'BPE', 'vocab': words, 'merges': merges, 'byte_fallback': True,
-                  'fuse_unk': True, 'unk_token': special[2]},
-        **steps,
-    }, dict(zip(('bos_token', 'eos_token', 'unk_token'), special, strict=True))

@@ -21,8 +21,8 @@ import configurator
 import train
 from model import ModelConfig
 from nanocem import fast
+from nanocem.data import FORMAT
 from nanocem.runs import checkpoints, read_checkpoint
-from nanocem.shards import FORMAT
 from nanocem.world import World
 from train import TrainConfig
 

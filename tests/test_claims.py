@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nanocem.claims import Comparison, Estimate, Row, answer, holm, line_through, verdict
 from scipy.stats import linregress, ttest_rel
 
 from nanocem import claims
-from nanocem.claims import Comparison, Estimate, Row, answer, holm, line_through, verdict
 from reproduce import Run
 
 SIZES = {'small': 8e4, 'middle': 3e5, 'large': 1e6}

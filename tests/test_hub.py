@@ -22,7 +22,7 @@ from nanocem import hf
 from nanocem.decode import generate
 from nanocem.hf import export
 from nanocem.runs import load_run, new_options
-from nanocem.tokenizers import LlamaTokenizer, tokenizer_of
+from nanocem.tokenizers import SentencePieceTokenizer, tokenizer_of
 from train import TrainConfig
 
 transformers = pytest.importorskip('transformers')
@@ -109,7 +109,7 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize('name', ['gpt2', pytest.param('llama', marks=needs_llama)])
 def test_transformers_own_tokenizers_give_the_same_ids(
         name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = small_gpt2() if name == 'gpt2' else LlamaTokenizer(LLAMA)
+    ours = small_gpt2() if name == 'gpt2' else SentencePieceTokenizer(LLAMA)
     monkeypatch.setattr(hf, 'tokenizer_of', lambda state: ours)
     export(model_of(), str(tmp_path / 'hub'), state_of(model_of(), name))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hub', local_files_only=True)

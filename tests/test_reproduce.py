@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from nanocem.figures import FIGURES, Figure, draw_bars
 from running import ROOT
 
 import prepare_slimpajama
 import reproduce
 from model import Transformer
 from nanocem.fast import flops_per_token
-from nanocem.figures import FIGURES, Figure, draw_bars
 from reproduce import MODELS, SIZES, Run, configs, own_runs, read_result, read_runs, swept_runs
 
 TINY = ('config/ladder.py --n_layer={} --d_model=16 --n_head=1 --d_mlp=24 --context_length=16 '

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import LENGTH, edit_meta, write_data
 
-from nanocem.shards import SPLITS, Order, Sequences, evenly_spaced
+from prepare_slimpajama import SPLITS
+from nanocem.data import Order, Sequences, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
 
 

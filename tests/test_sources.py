@@ -14,7 +14,7 @@ from test_prepare import expected, prepare, refused, result, run, train_of, writ
 from test_tokenizers import LLAMA, documents, needs_llama
 
 import prepare_slimpajama as prep
-from nanocem import sources
+import prepare_slimpajama as sources
 
 
 def test_links_other_kinds_and_pipes(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prepare_slimpajama import Part, cut
 from running import ROOT
 
-from nanocem.sources import Part, cut
-from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, LlamaTokenizer, as_it_comes
+from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, SentencePieceTokenizer, as_it_comes
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
@@ -57,13 +57,13 @@ def small_gpt2() -> Gpt2Tokenizer:
 
 TOKENIZERS = [ByteTokenizer(), small_gpt2()]
 if os.path.isfile(LLAMA):
-    TOKENIZERS.append(LlamaTokenizer(LLAMA))
+    TOKENIZERS.append(SentencePieceTokenizer(LLAMA))
 
 
 @needs_llama
 def test_llama_ids_are_those_of_2023() -> None:
-    """As transformers 4's LlamaTokenizerFast gave them, from which the digest is."""
-    llama = LlamaTokenizer(LLAMA)
+    """As transformers 4's SentencePieceTokenizerFast gave them, from which the digest is."""
+    llama = SentencePieceTokenizer(LLAMA)
     texts = [*NASTY, *documents(50, seed=1), 'ab' * 100_000, 'a ' * 100_000]
     ids = repr([llama.encode(text) for text in texts]).encode()
     assert hashlib.sha256(ids).hexdigest() == (
@@ -82,7 +82,7 @@ def test_a_document_in_parts_has_the_ids_of_the_whole(
     text: str, size: int, chunk: int, threads: int
 ) -> None:
     chunks = [text[i:i + chunk] for i in range(0, len(text), chunk)]
-    made = [Part('train', part, at == 0) for at, part in cut(chunks, size)]
+    made = [Part('train', part, n == 0) for n, part in enumerate(cut(chunks, size))]
     assert ''.join(part.text for part in made) == text
     for tokenizer in TOKENIZERS:
         ids = tokenizer.encode_parts(made, threads)
@@ -101,7 +101,7 @@ def test_decoding_gives_the_text_back_and_tokens_spell_its_bytes() -> None:
 @pytest.mark.parametrize('name', ['byte', 'gpt2', pytest.param('llama', marks=needs_llama)])
 def test_text_as_it_comes_is_the_whole_text(name: str, capfd: pytest.CaptureFixture) -> None:
     tokenizer = {'byte': ByteTokenizer, 'gpt2': small_gpt2,
-                 'llama': lambda: LlamaTokenizer(LLAMA)}[name]()
+                 'llama': lambda: SentencePieceTokenizer(LLAMA)}[name]()
     for text in [*NASTY[:-10], ' '.join(documents(5, seed=2))]:
         ids = [tokenizer.bos, *tokenizer.encode(text)]
         take = as_it_comes(tokenizer, ids[:2], len(ids) + 1)

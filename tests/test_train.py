@@ -25,8 +25,8 @@ import configurator
 import train
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
+from nanocem.data import Sequences
 from nanocem.runs import Health, Schedule, Signals, checkpoints, read_checkpoint
-from nanocem.shards import Sequences
 from nanocem.world import start_world
 from train import TrainConfig
 

@@ -1,0 +1,117 @@
+"""Folders of token shards, as training reads them: sequences, and their order."""
+import os
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configurator import fail
+from nanocem.files import read_json
+
+FORMAT = 1
+
+
+def read_meta(folder: str) -> dict[str, Any]:
+    """A data folder's meta.json. SystemExit where it is missing, or not one of ours."""
+    path = os.path.join(folder, 'meta.json')
+    meta = read_json(path, 'prepare the data again') if os.path.isdir(folder) else None
+    if meta is None:
+        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
+             '--data=data/builtin needs no download')
+    try:
+        shards = [shard for split in meta['splits'].values() for shard in split.get('shards', [])]
+        whole = meta['format'] == FORMAT and meta['dtype'] in ('uint16', 'uint32')
+        whole &= type(meta['tokenizer']) is str
+        whole &= all(type(n) is int and n > 0 for n in (meta['vocab_size'],
+                                                        *(shard['tokens'] for shard in shards)))
+        # a bare name: a path could lead out of the folder
+        whole &= all(shard['file'] == os.path.basename(shard['file']) for shard in shards)
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    return meta if whole else fail(f'{path} is damaged, or of another version: prepare the data '
+                                   'again')
+
+
+def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.memmap:
+    """A shard's tokens, left on the disk. SystemExit where there are fewer than meta.json says."""
+    path = os.path.join(folder, shard['file'])
+    dtype = np.dtype(meta['dtype']).newbyteorder('<')
+    size = os.path.getsize(path) if os.path.isfile(path) else 0  # a pipe would be waited for
+    if size < shard['tokens'] * dtype.itemsize:
+        fail(f'{path} has {size} bytes, {folder}/meta.json says {shard["tokens"]} tokens of '
+             f'{dtype.itemsize}: it is missing, cut off or changed; prepare the data again')
+    return np.memmap(path, dtype, 'r', shape=(shard['tokens'],))
+
+
+class Sequences:
+    """A split cut into sequences of `length` tokens: sequence n's inputs are tokens[n * length:]
+    [:length], its targets the same one further on. Each shard is cut by itself. SystemExit."""
+    def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
+        self.meta = read_meta(folder)
+        self.length = length
+        self.vocab_size = vocab_size or self.meta['vocab_size']
+        shards = [open_shard(folder, self.meta, shard)
+                  for shard in self.meta['splits'].get(split, {}).get('shards', [])]
+        self.shards = [tokens for tokens in shards if len(tokens) > length]
+        if not self.shards:
+            fail(f'{folder}: no shard of the {split} split holds a sequence of context_length + 1 '
+                 f'= {length + 1} tokens')
+        fingerprint = 0
+        for tokens in self.shards:  # 32 places tell damaged and other data from this
+            for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
+                self.check(tokens[at:at + 4096])
+                fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
+        # the first sequence of each shard
+        self.first = np.cumsum([0, *((len(tokens) - 1) // length for tokens in self.shards)])
+        self.identity = {
+            **{name: self.meta.get(name) for name in ('tokenizer', 'tokenizer_sha256',
+                                                      'vocab_size')},
+            f'{split} tokens': sum(map(len, self.shards)), f'{split} fingerprint': fingerprint}
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def check(self, tokens: np.memmap) -> None:
+        if tokens.max() >= self.vocab_size:
+            fail(f'{tokens.filename} holds token {tokens.max()}, outside the vocabulary of '
+                 f"{self.vocab_size}: the data is another tokenizer's or damaged", everywhere=True)
+
+    def batch(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (B, length) of these sequences."""
+        rows = []
+        for number in numbers:
+            shard = int(np.searchsorted(self.first, number, side='right')) - 1
+            at = int(number - self.first[shard]) * self.length
+            rows.append(self.shards[shard][at:at + self.length + 1])
+            self.check(rows[-1])
+        block = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+
+
+class Order:
+    """Which sequences step s reads, a function of (seed, s): every epoch is a permutation."""
+    def __init__(self, n_sequences: int, batch_size: int, seed: int):
+        self.n_sequences, self.batch_size, self.seed = n_sequences, batch_size, seed
+        self.epoch = -1  # of self.permutation
+        self.permutation = np.empty(0, int)
+
+    def __call__(self, step: int) -> np.ndarray:
+        first = step * self.batch_size
+        return np.array([self.sequence(n) for n in range(first, first + self.batch_size)])
+
+    def sequence(self, n: int) -> int:
+        """The n-th sequence read since the start of training."""
+        epoch = n // self.n_sequences
+        if epoch != self.epoch:
+            self.epoch = epoch
+            rng = np.random.default_rng([self.seed, epoch])
+            self.permutation = rng.permutation(self.n_sequences)
+        return self.permutation[n % self.n_sequences]
+
+
+def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
+    """The numbers of `count` evenly spaced sequences, at least one, at most all."""
+    count = min(n_sequences, max(1, count))
+    return np.arange(count) * n_sequences // count
