@@ -31,9 +31,9 @@ from configurator import build, check_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
 from nanocem.data import Order, Sequences, evenly_spaced, read_meta
-from nanocem.files import say, stoppable, to_json, write_whole
-from nanocem.muon import Muon, MuonAndAdamW, block_matrices
-from nanocem.runs import Health, Schedule, perplexity
+from nanocem.files import read_json, say, stoppable, to_json, write_whole
+from nanocem.muon import Muon, block_matrices
+from nanocem.runs import Schedule, perplexity
 from nanocem.tokenizers import load_tokenizer
 from nanocem.world import World, failures_in_words, start_world
 from prepare_slimpajama import find_data
@@ -104,22 +104,18 @@ RECIPE = ('text', 'tokenizer', 'seed', 'batch_size', 'optimizer', 'learning_rate
           'final_lr', 'beta1', 'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 
 
-def make_optimizer(model: Transformer, cfg: TrainConfig,
-                   dtype: torch.dtype) -> torch.optim.AdamW | MuonAndAdamW:
-    """AdamW, which decays matrices only; or Muon, multiplying in dtype, on the matrices of the
-    blocks, and AdamW on the rest. The learning rate is set at every step."""
+def make_optimizers(model: Transformer, cfg: TrainConfig,
+                    dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """AdamW, which decays matrices only; with Muon, multiplying in dtype, it leaves it the matrices
+    of the blocks. The learning rate is set at every step."""
     matrices = block_matrices(model) if cfg.optimizer == 'muon' else []
-    taken = set(matrices)
-    decayed = [p for p in model.decayed_parameters() if p not in taken]
-    taken |= set(decayed)
-    rest = [p for p in model.parameters() if p not in taken]
+    decayed = [p for p in model.decayed_parameters() if p not in set(matrices)]
+    rest = [p for p in model.parameters() if p not in {*matrices, *decayed}]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
               {'params': rest, 'weight_decay': 0.0}]
     adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
-    if cfg.optimizer == 'adamw':
-        return adamw
-    muon = Muon(matrices, cfg.learning_rate, cfg.weight_decay, dtype=dtype)
-    return MuonAndAdamW(muon, adamw)
+    return [adamw, *([Muon(matrices, cfg.learning_rate, cfg.weight_decay, dtype=dtype)] if matrices
+                     else [])]
 
 
 class Trainer:
@@ -159,7 +155,7 @@ class Trainer:
         flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
         self.dtype, compiled = world.broadcast(
             fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
-        self.optimizer = make_optimizer(self.raw_model, cfg, self.dtype)
+        self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
         self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
         self.autocast = torch.autocast(
             world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
@@ -174,7 +170,7 @@ class Trainer:
         self.step = 0  # steps done
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # the last
-        self.health = Health()
+        self.skipped = self.in_a_row = 0  # steps without a finite loss and gradient
         self.began = time.monotonic()  # less the time of sessions before this one
         self.log: runs.Log | None = None  # rank 0's
         self.bar = tqdm(disable=True)
@@ -193,12 +189,18 @@ class Trainer:
         if state is None:
             if origin != 'scratch':
                 source = world.broadcast(runs.read_run, origin)
-                runs.check_tokenizer(source, self.data['train'].identity, origin)
-                runs.load_weights(self.raw_model, source, origin)
+                now = {name: self.data['train'].identity[name] for name in runs.TOKENIZER[:2]}
+                if different := runs.differences(source['data'], now):
+                    fail(f'init_from={origin} is of data of another tokenizer: {different}')
+                try:
+                    self.raw_model.load_state_dict(source['model'])
+                except RuntimeError as error:
+                    fail(f'the model in {origin} does not fit: {" ".join(str(error).split())[:300]}')
             return
         self.raw_model.load_state_dict(state['model'])
-        self.optimizer.load_state_dict(state['optimizer'])
-        self.health = Health(**state['health'])
+        for optimizer, saved in zip(self.optimizers, state['optimizers'], strict=True):
+            optimizer.load_state_dict(saved)
+        self.skipped, self.in_a_row = state['skipped']
         self.step = state['step']
         self.best = state['best']
         self.began -= state['seconds']
@@ -219,9 +221,9 @@ class Trainer:
         if self.world.rank != 0:
             return
         state = {
-            'model': self.raw_model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+            'model': self.raw_model.state_dict(), 'optimizers': [o.state_dict() for o in self.optimizers],
             'step': self.step, 'seconds': time.monotonic() - self.began, 'best': self.best,
-            'health': asdict(self.health), 'schedule': asdict(self.schedule),
+            'skipped': (self.skipped, self.in_a_row), 'schedule': asdict(self.schedule),
             'data_dir': self.cfg.data, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
 
@@ -237,8 +239,9 @@ class Trainer:
         """Forward, backward, update. Returns the global batch's mean loss and gradient norm; skips
         the update, in all processes alike, unless both are finite."""
         cfg, world = self.cfg, self.world
-        for group in self.optimizer.param_groups:
-            group['lr'] = self.schedule(self.step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group['lr'] = self.schedule(self.step)
         # The global batch: a part for each process, in it a row for each micro-batch
         numbers = self.order(self.step).reshape(world.size, -1, cfg.micro_batch_size)
         mine = numbers[world.rank]
@@ -254,8 +257,9 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), cfg.grad_clip)
         loss, norm = float(world.sum(total) / world.size), float(norm)
         if math.isfinite(loss) and math.isfinite(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        self.raw_model.zero_grad(set_to_none=True)
         return loss, norm
 
     @torch.no_grad()
@@ -277,13 +281,15 @@ class Trainer:
         return float(world.sum(total)) / len(numbers)
 
     def check_numbers(self, loss: float, norm: float) -> None:
-        """Report a spike or a skipped step; give up after too many of those in a row."""
-        event = self.health.take(loss, norm)
-        if event is not None:
-            self.report(f'step {self.step}: {event}, loss {loss:.3f}, gradient norm {norm:.3f}',
-                        event=event, loss=loss, grad_norm=norm)
-        if self.health.in_a_row > MAX_SKIPPED:
-            fail(f'{self.health.in_a_row} steps in a row without a finite loss and gradient, up to '
+        """Report a skipped step; give up after too many in a row."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.in_a_row = 0
+            return
+        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        self.report(f'step {self.step}: skipped, loss {loss:.3f}, gradient norm {norm:.3f}',
+                    event='skipped', loss=loss, grad_norm=norm)
+        if self.in_a_row > MAX_SKIPPED:
+            fail(f'{self.in_a_row} steps in a row without a finite loss and gradient, up to '
                  f'batch {self.step - 1}: try a lower learning_rate, or look at that batch')
 
     def report(self, text: str, **values: Any) -> None:
@@ -333,7 +339,7 @@ class Trainer:
                     self.log(self.step, tokens=self.step * self.tokens_per_step, loss=loss,
                              lr=self.schedule(self.step - 1), grad_norm=norm, tokens_per_s=rate,
                              mfu=mfu, memory_gb=torch.cuda.max_memory_allocated() / 1e9,
-                             skipped=self.health.skipped, seconds=time.monotonic() - self.began)
+                             skipped=self.skipped, seconds=time.monotonic() - self.began)
                 spent, since = 0.0, self.step
 
             # Validation, and a look at what it writes
@@ -396,7 +402,7 @@ class Trainer:
             'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
             'parameters': self.raw_model.num_params(), 'steps': self.step,
             'tokens': self.step * self.tokens_per_step,
-            'flops_per_token': fast.flops_per_token(self.raw_model), 'skipped': self.health.skipped,
+            'flops_per_token': fast.flops_per_token(self.raw_model), 'skipped': self.skipped,
             'precision': self.precision, 'seconds': seconds}
         self.world.broadcast(write_whole, f'{cfg.out_dir}/result.json', to_json(result, indent=1))
         self.sample()
@@ -428,7 +434,10 @@ def main(argv: list[str]) -> int:
         if not resume:
             out_dir = world.broadcast(runs.new_folder, out_dir, trainer.model_cfg, stack)
         cfg.out_dir = out_dir
-        if not (resume and world.broadcast(runs.is_finished, out_dir, trainer.schedule.steps)):
+        result = world.broadcast(read_json, f'{out_dir}/result.json') if resume else {}
+        if (result or {}).get('steps') == trainer.schedule.steps:
+            trainer.report(f'{out_dir} is finished; a larger --tokens trains on')
+        else:
             trainer.begin(resume)
             world.broadcast(trainer.open_folder)
             code = trainer.train(signals)

@@ -70,32 +70,3 @@ def orthogonal(G: Tensor, steps: int) -> Tensor:
         A = X @ X.mT
         X = a * X + (b * A + c * A @ A) @ X
     return X.mT if G.shape[-2] > G.shape[-1] else X
-
-
-class MuonAndAdamW:
-    """Both, behind an optimizer's face."""
-    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
-        self.muon, self.adamw = muon, adamw
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [*self.muon.param_groups, *self.adamw.param_groups]
-
-    @property
-    def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        return {**self.muon.state, **self.adamw.state}
-
-    def step(self) -> None:
-        self.muon.step()
-        self.adamw.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.muon.zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {'muon': self.muon.state_dict(), 'adamw': self.adamw.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.muon.load_state_dict(state['muon'])
-        self.adamw.load_state_dict(state['adamw'])

@@ -1,4 +1,4 @@
-"""Run folders: which run, its options, checkpoints, health, log, and the signals that stop it."""
+"""Run folders: which run, its options, checkpoints, the learning rate, the log, signals to stop."""
 import contextlib
 import glob
 import io
@@ -7,11 +7,8 @@ import math
 import os
 import shlex
 import signal
-import statistics
-import threading
 import zipfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,9 +19,8 @@ from nanocem import hf
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_whole
 from nanocem.world import find_device
 
-# What every checkpoint and exported folder holds, and what they hold of the training data
-NEEDED = {'model', 'model_config', 'step', 'data', 'data_dir'}
-NEEDED_OF_DATA = {'tokenizer', 'tokenizer_sha256', 'vocab_size'}
+NEEDED = {'model', 'model_config', 'step', 'data', 'data_dir'}  # in checkpoints and exported folders
+TOKENIZER = ('tokenizer', 'tokenizer_sha256', 'vocab_size')  # in their 'data'
 
 
 # Folders
@@ -52,16 +48,12 @@ def restarted() -> bool:
 def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:
     """A folder for a new run, made and locked: `out_dir`, or the first free one of out/name,
     out/name-2, ..., named after its layers. SystemExit where it holds a run; OSError."""
-    name = f'{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
-    path = out_dir or f'out/{name}'
-    for n in itertools.count(2):
-        try:
+    name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
+    for n in itertools.count(1):
+        path = out_dir or (f'{name}-{n}' if n > 1 else name)
+        with contextlib.suppress(FileExistsError if out_dir is None else ()):
             os.makedirs(path, exist_ok=out_dir is not None)
             break
-        except FileExistsError:
-            if out_dir:
-                raise
-            path = f'out/{name}-{n}'
     lock_folder(path, locks)
     if checkpoints(path) or {'config.json', 'result.json', 'best.pt'} & set(os.listdir(path)):
         fail(f'out_dir={path} holds a run already, or another config.json: --init_from=resume goes '
@@ -85,15 +77,6 @@ def read_config(out_dir: str | None) -> dict[str, Any] | None:
     return config if all(isinstance(config.get(k), dict) for k in ('train', 'model')) else None
 
 
-def is_finished(out_dir: str, steps: int) -> bool:
-    """Whether the run has its result after so many steps. Says so; its files stay as they are."""
-    result = read_json(os.path.join(out_dir, 'result.json')) or {}
-    if result.get('steps') != steps:
-        return False
-    say(f'{out_dir} is finished after {steps:,} steps; a larger --tokens trains on')
-    return True
-
-
 # Options
 
 def new_options(given: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -103,13 +86,10 @@ def new_options(given: dict[str, Any], cls: type) -> dict[str, Any]:
     source = {} if origin == 'scratch' else read_run(origin)['model_config']
     if source and given.get('size', source['size']) != source['size']:
         fail(f'init_from={origin} is of another size: {source["size"]} (now {given["size"]})')
-    if given.get('text') and 'data' in given:
-        fail(f'text={given["text"]} and data={given["data"]}: give one')
-    given = one_budget(given)
     size = source.get('size') or given.get('size', 'mini')
     small = size in ('nano', 'micro', 'mini')
     brought = read_options([f'config/{size}.py'], cls, ModelConfig) if small else {}
-    return {**brought, **source, **given}
+    return {**brought, **source, **one_budget(given)}
 
 
 def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -140,8 +120,7 @@ def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
 
 def checkpoints(out_dir: str) -> list[str]:
     """The numbered checkpoints, oldest first."""
-    eight_digits = '[0-9]' * 8
-    return sorted(glob.glob(os.path.join(glob.escape(out_dir), f'step_{eight_digits}.pt')))
+    return sorted(glob.glob(os.path.join(glob.escape(out_dir), f'step_{"[0-9]" * 8}.pt')))
 
 
 def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, keep: int = 2) -> None:
@@ -153,8 +132,7 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
     path = os.path.join(out_dir, 'best.pt' if best else f'step_{state["step"]:08d}.pt')
     try:
         write_whole(path, buffer.getbuffer())
-        numbered = [p for p in checkpoints(out_dir) if p <= path]
-        for old in [] if best else numbered[:-keep]:
+        for old in [] if best else [p for p in checkpoints(out_dir) if p <= path][:-keep]:
             os.remove(old)
     except OSError as error:
         say(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier checkpoints '
@@ -173,25 +151,17 @@ def read_checkpoint(path: str) -> dict[str, Any]:
                 if damaged := archive.testzip():
                     raise ValueError(f'checksum of {damaged}')
             state = torch.load(path, map_location='cpu', weights_only=True)
-        if missing := NEEDED - state.keys() or NEEDED_OF_DATA - state['data'].keys():
+        if missing := NEEDED - state.keys() or set(TOKENIZER) - state['data'].keys():
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
         cfg = ModelConfig(**state['model_config'])
-        if not are_weights_of(state['model'], cfg):
+        if cfg.n_layer + cfg.extra_layers > len(state['model']):
             raise ValueError('its weights are not of its model_config')
+        with torch.device('meta'):  # names and sizes, before memory is taken for them
+            Transformer(cfg).load_state_dict(dict(state['model']), assign=True)
         return {**state, 'model_config': asdict(cfg)}
     except Exception as error:  # a damaged file can fail in any way
-        words = str(error).partition('\n')[0][:200] or type(error).__name__
+        words = ' '.join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f'{path} is damaged ({words})') from None
-
-
-def are_weights_of(weights: dict[str, torch.Tensor], cfg: ModelConfig) -> bool:
-    """Whether a model's weights have these names and sizes, before memory is taken for them."""
-    if cfg.n_layer + cfg.extra_layers > len(weights):
-        return False
-    with torch.device('meta'):
-        model = Transformer(cfg)
-    return ({name: w.shape for name, w in model.state_dict().items()}
-            == {name: w.shape for name, w in weights.items()})
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
@@ -213,8 +183,7 @@ def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[st
         if os.path.exists(best) and (checkpoint == 'best' or best == path):
             return read_checkpoint(best)
     except ValueError as error:
-        fail(f'{error}; ' + ('evaluate.py --export writes such folders' if exported else
-                             'the last checkpoint of the run may be whole'))
+        fail(str(error))
     return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
 
 
@@ -229,26 +198,9 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
         return None
     for part in ('model_config', 'data', 'recipe'):
         if different := differences(state[part], now[part]):
-            name = {'model_config': 'architecture'}.get(part, part)
-            fail(f'the checkpoint in {out_dir} is of another {name}: {different}; --init_from='
+            fail(f'the checkpoint in {out_dir} is of another {part}: {different}; --init_from='
                  f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
     return state
-
-
-def check_tokenizer(state: dict[str, Any], data: dict[str, Any], where: str) -> None:
-    """SystemExit unless a run was trained on data of the same tokenizer."""
-    now = {name: data[name] for name in ('tokenizer', 'tokenizer_sha256')}
-    if different := differences(state['data'], now):
-        fail(f'the data is of another tokenizer than that of the run in {where}: {different}')
-
-
-def load_weights(model: Transformer, state: dict[str, Any], where: str) -> None:
-    """Another run's weights into a model; SystemExit where it is of another architecture."""
-    try:
-        model.load_state_dict(state['model'])
-    except RuntimeError as error:
-        words = ' '.join(str(error).split())[:300]
-        fail(f'the model in {where} does not fit: {words}')
 
 
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
@@ -263,7 +215,7 @@ def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
     return model.to(find_device(device)).eval(), state
 
 
-# The learning rate, and what the losses say
+# The learning rate
 
 @dataclass
 class Schedule:
@@ -292,29 +244,6 @@ class Schedule:
         return replace(self, steps=steps, start=start, share=self.share_at(start))
 
 
-@dataclass
-class Health:
-    """The losses of the last 100 steps, and how many steps were skipped for their numbers."""
-    recent: list[float] = field(default_factory=list)
-    skipped: int = 0
-    in_a_row: int = 0  # of those, up to now
-
-    def take(self, loss: float, norm: float) -> str | None:
-        """Take in a step's loss and gradient norm: 'skipped' where they are not finite, 'spike'
-        where the loss is far above those before."""
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.in_a_row += 1
-            self.skipped += 1
-            return 'skipped'
-        before = self.recent
-        self.in_a_row = 0
-        self.recent = [*before[-99:], loss]
-        if len(before) < 20:
-            return None
-        usual = statistics.fmean(before) + max(0.5, 6 * statistics.stdev(before))
-        return 'spike' if loss > usual else None
-
-
 def perplexity(loss: float) -> float:
     """exp(loss); finite for any finite loss."""
     return math.exp(min(loss, 700.0))
@@ -326,18 +255,17 @@ class Log:
     """log.jsonl and TensorBoard from the same numbers. What cannot be written is lost, not the run:
     the first time a line says so."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
-        self.path = os.path.join(out_dir, 'log.jsonl')
-        self.writer: Any = None
-        self.failed = False
-        with self.failing_softly():
-            self.cut(step)
-            if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-                threading.excepthook = without_traceback
-                self.writer = SummaryWriter(out_dir, purge_step=step + 1)  # they will come again
+        self.path, self.writer, self.failed = os.path.join(out_dir, 'log.jsonl'), None, False
+        if os.path.exists(self.path):  # lines after `step` will come again; damaged ones go
+            lines = [line for line in read_json_lines(self.path)
+                     if isinstance(line.get('step'), int) and line['step'] <= step]
+            write_whole(self.path, b''.join(to_json(line) + b'\n' for line in lines))
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
-        with self.failing_softly():
+        try:
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
             if self.writer:
@@ -345,29 +273,10 @@ class Log:
                     if isinstance(value, (int, float)):
                         self.writer.add_scalar(name, value, step)
                 self.writer.flush()
-
-    @contextlib.contextmanager
-    def failing_softly(self) -> Iterator[None]:
-        """An error in here costs lines, and a warning the first time."""
-        try:
-            yield
         except Exception as error:  # of any kind: no log ends a run
             if not self.failed:
                 say(f'WARNING: the log does not get its lines ({error}); the run goes on')
             self.failed = True
-
-    def cut(self, step: int) -> None:
-        """Remove the lines after `step`, which will be done and logged again, and damaged ones."""
-        if os.path.exists(self.path):
-            lines = [line for line in read_json_lines(self.path)
-                     if isinstance(line.get('step'), int) and line['step'] <= step]
-            write_whole(self.path, b''.join(to_json(line) + b'\n' for line in lines))
-
-
-def without_traceback(args: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread ends when its disk is full; its next call tells us, in one line."""
-    if not issubclass(args.exc_type, OSError):
-        threading.__excepthook__(args)
 
 
 class Signals:

@@ -26,7 +26,7 @@ import train
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
 from nanocem.data import Sequences
-from nanocem.runs import Health, Schedule, Signals, checkpoints, read_checkpoint
+from nanocem.runs import Schedule, Signals, checkpoints, read_checkpoint
 from nanocem.world import start_world
 from train import TrainConfig
 
