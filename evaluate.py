@@ -19,7 +19,7 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, check_values, fail, in_range, read_options
-from model import MLP, Attention, ModelConfig, Transformer
+from configurator import build, fail, in_range, read_options
+from model import MLP, Attention, Transformer
 from nanocem.data import Sequences, evenly_spaced
-from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET, flops_per_token
+from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.files import read_json, read_json_lines, say, stoppable, table, text_of, write_whole
 from nanocem.hf import export
 from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
@@ -262,85 +262,32 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
 
 # Runs side by side
 
-class History(NamedTuple):
-    """A run from its files."""
-    data: tuple[str, int]  # the folder that it was trained on, and its vocabulary
-    losses: np.ndarray  # training, nats a token, at the logged steps
-    spent: dict[str, np.ndarray]  # until then: tokens, FLOPs, hours
-    val_loss: float  # the last; NaN where there is none yet
-    cells: list[str]  # its row in the table
-
-
-HEADER = ['run', 'weights', 'tokens', 'FLOPs', 'hours', 'val loss', 'test loss', 'perplexity',
-          'data', 'vocabulary']
-
-
-def number(value: Any) -> float:
-    """A number of a log; NaN for null, which is a log's NaN."""
-    return float(value) if type(value) in (int, float) else math.nan
-
-
-def read_history(folder: str) -> History:
-    """SystemExit where there is no run, none that has logged a step, or a damaged one."""
-    config = read_config(folder) or fail('no run: no config.json that can be read')
-    options = check_values(config['model'], f'{folder}/config.json', ModelConfig)
-    with torch.device('meta'):
-        model = Transformer(build(ModelConfig, options))
-    try:
-        lines = read_json_lines(os.path.join(folder, 'log.jsonl'))
-    except OSError as error:
-        fail(f'no run: no log.jsonl ({error.strerror})')
-    logged = [[number(line.get(name)) for name in ('tokens', 'tokens_per_s', 'loss')]
-              for line in lines]
-    logged = [row for row in logged if row[0] > 0 and row[1] > 0 and math.isfinite(row[2])]
-    if not logged:
-        fail('no run: no logged step')
-    tokens, rates, losses = np.array(logged).T
-    hours = np.cumsum(np.diff(tokens, prepend=0) / rates) / 3600
-    spent = {'tokens': tokens, 'FLOPs': tokens * flops_per_token(model), 'hours': hours}
-    val_loss = [math.nan, *(number(line['val_loss']) for line in lines if 'val_loss' in line)][-1]
-    # a run that went on has logged more steps than its older result counts
-    result = read_json(os.path.join(folder, 'result.json')) or {}
-    last_step = max(number(line.get('step', 0)) for line in lines)
-    test_loss = number(result.get('test_loss')) if result.get('steps') == last_step else math.nan
-    data = str(config['train'].get('data')), model.cfg.vocab_size
-    return History(data, losses, spent, val_loss, [
-        folder, f'{model.num_params():,}', f'{tokens[-1]:,.0f}', f'{spent["FLOPs"][-1]:.2e}',
-        f'{hours[-1]:.3f}', f'{val_loss:.4f}', f'{test_loss:.4f}', f'{perplexity(test_loss):.3f}',
-        data[0], f'{data[1]:,}'])
-
-
 def compare(folders: tuple[str, ...]) -> Report:
-    """Training loss of runs against tokens, FLOPs and time; and their results, the best of each
-    data folder and vocabulary first."""
-    runs = []
-    for folder in folders:
-        try:
-            runs.append(read_history(folder))
-        except SystemExit as error:
-            reason = str(error).partition(': ')[2]  # behind the name of the program
-            say(f'{folder}: {reason}; passed over')
-    if not runs:
-        fail('compare: no runs; expected their folders, as in --compare out/a out/b')
-    runs.sort(key=lambda run: (run.data, math.isnan(run.val_loss), run.val_loss))
-    figure = Figure((13, 4), layout='constrained')
-    panels = figure.subplots(1, 3, sharey=True)
-    for axes, unit in zip(panels, ('tokens', 'FLOPs', 'hours'), strict=True):
-        for run in runs:
-            window = max(1, len(run.losses) // 20)
-            smooth = np.convolve(run.losses, np.ones(window) / window, 'valid')
-            axes.plot(run.spent[unit][window - 1:], smooth)
-        axes.set(xlabel=unit)
-    panels[0].set_ylabel(f'training {LOSSES[0]}')
-    names = [os.path.basename(run.cells[0].rstrip('/')) for run in runs]
-    names = [name.encode('utf-8', 'replace').decode() for name in names]  # what fonts can draw
+    """Training loss of runs against tokens and hours, and their results."""
+    figure = Figure((9, 4), layout='constrained')
+    panels = figure.subplots(1, 2, sharey=True)
+    names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity')
+    rows = []
+    for folder in folders or fail('compare: expected folders of runs, as in --compare out/a out/b'):
+        config = read_config(folder) or fail(f'{folder}: no run: no config.json that can be read')
+        lines = [line for line in read_json_lines(f'{folder}/log.jsonl') if line.get('loss')]
+        logged = [[line[name] for name in ('tokens', 'tokens_per_s', 'loss')] for line in lines
+                  if line.get('tokens')] or fail(f'{folder}: no run: no logged step')
+        tokens, rates, losses = np.array(logged).T
+        hours = np.cumsum(np.diff(tokens, prepend=0) / rates) / 3600
+        window = max(1, len(losses) // 20)
+        smooth = np.convolve(losses, np.ones(window) / window, 'valid')
+        for axes, x in zip(panels, (tokens, hours), strict=True):
+            axes.plot(x[window - 1:], smooth)
+        result = read_json(f'{folder}/result.json') or {}
+        rows.append([folder, *(f'{result[name]:,.7g}' if result.get(name) else '' for name in names),
+                     f'{hours[-1]:.3f}', str(config['train'].get('data'))])
+    panels[0].set(xlabel='tokens', ylabel=f'training {LOSSES[0]}')
+    panels[1].set(xlabel='hours')
     # given with their lines, names may begin with _; not parsed, they may hold $
-    for text in panels[0].legend(panels[0].lines, names, fontsize=7).get_texts():
+    for text in panels[0].legend(panels[0].lines, folders, fontsize=7).get_texts():
         text.set_parse_math(False)
-    text = table(HEADER, [run.cells for run in runs])
-    if len({run.data for run in runs}) > 1:
-        text += '\n\nOf different data or vocabulary: losses a token do not compare between them.'
-    return text, figure
+    return table(['run', *names, 'hours', 'data'], rows), figure
 
 
 # Tables, pictures, the command line

@@ -86,6 +86,8 @@ def new_options(given: dict[str, Any], cls: type) -> dict[str, Any]:
     source = {} if origin == 'scratch' else read_run(origin)['model_config']
     if source and given.get('size', source['size']) != source['size']:
         fail(f'init_from={origin} is of another size: {source["size"]} (now {given["size"]})')
+    if given.get('text') and 'data' in given:
+        fail(f'text={given["text"]} and data={given["data"]}: give one')
     size = source.get('size') or given.get('size', 'mini')
     small = size in ('nano', 'micro', 'mini')
     brought = read_options([f'config/{size}.py'], cls, ModelConfig) if small else {}

@@ -138,9 +138,10 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
         tokenizer = make_tokenizer(meta['tokenizer'], folder)
     except OSError as error:
         fail(f'{folder}: no tokenizer {meta["tokenizer"]:.40} ({error}); prepare the data again')
-    if (meta['vocab_size'], meta.get('tokenizer_sha256')) != (tokenizer.vocab_size, tokenizer.sha256):
+    vocab_size, sha256 = meta['vocab_size'], meta.get('tokenizer_sha256')
+    if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
         fail(f'the data of {folder} is of another {tokenizer.name} tokenizer: vocabulary '
-             f'{meta["vocab_size"]}, SHA-256 {meta.get("tokenizer_sha256")}; prepare the data again')
+             f'{vocab_size}, SHA-256 {sha256}; prepare the data again')
     return tokenizer
 
 

@@ -65,6 +65,7 @@ def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2,
 def edit_meta(folder: Path, **changes: Any) -> None:
     meta = json.loads((folder / 'meta.json').read_text())
     (folder / 'meta.json').write_text(json.dumps({**meta, **changes}))
+    return meta["splits"]
 
 
 def child(script: str, argv: list[str], output: str, env: dict[str, str], damage: Any) -> None:

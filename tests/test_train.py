@@ -54,7 +54,7 @@ def test_schedule_and_budget_are_the_papers(data: Path, tmp_path: Path) -> None:
 
 def test_decay_on_matrices_only_and_optimizer_as_the_paper(data: Path, tmp_path: Path) -> None:
     trainer = make_trainer(data, tmp_path)
-    decayed, rest = trainer.optimizer.param_groups
+    decayed, rest = trainer.optimizers[0].param_groups
     assert decayed['weight_decay'] == 0.1 and rest['weight_decay'] == 0.0
     assert decayed['betas'] == (0.9, 0.95) and decayed['eps'] == 1e-9
     names = {id(p): n for n, p in trainer.raw_model.named_parameters()}
