@@ -15,22 +15,19 @@ the other 25 rows are as they fell. results/gp has both tables.
 
 A cell of the table is a model on a kernel. Its R repeats (own draw, own weights) train together:
 weights and batches have a leading dimension R, and the sum of the R losses gives each its own
-gradient. Finished cells stay in out_dir/cells: an interrupted run goes on. N points, width D.
+gradient. N points, width D.
 """
 import csv
 import hashlib
-import json
 import math
-import multiprocessing
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from threading import Thread
+from functools import partial
+from multiprocessing import get_context
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
@@ -41,8 +38,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from configurator import build, fail, in_range, read_options
-from nanocem.files import read_json, say, table, write_whole
+from configurator import build, in_range, read_options
+from nanocem.files import say, stoppable, table, write_whole
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are of a forward pass over 200 inputs
 JITTER = 1e-6  # on the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
@@ -288,15 +285,8 @@ def settings(o: Options) -> dict[str, Any]:
     return {name: value for name, value in asdict(o).items() if name not in idle}
 
 
-def cell_path(o: Options, key: Key) -> str:
-    """The file of a cell; its name holds a digest of the settings and the kernel's parameters."""
-    text = json.dumps([settings(o), PROTOCOLS[o.protocol]['parameters'][key[0]]])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return f'{o.out_dir}/cells/{"_".join(key)}_{digest}.json'
-
-
-def train_cell(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> None:
-    """Train a cell and write its rows, with weights of the last step and of the best epoch."""
+def train_cell(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> dict[str, Row]:
+    """A cell's rows, with weights of the last step and of the best epoch."""
     x, y = (torch.from_numpy(array) for array in data)
     T = steps_of(key[1])
     repeats = range(o.repeats)
@@ -308,63 +298,17 @@ def train_cell(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> Non
         errors = torch.stack([rmse(w, x[:, part], y[:, part], T) for part in parts]).double()
         std = errors.std(dim=1, correction=min(1, o.repeats - 1))
         rows[stop] = torch.stack([errors.mean(dim=1), std], dim=1).flatten().tolist()
-    write_whole(cell_path(o, key), json.dumps({'settings': settings(o), 'rows': rows}).encode())
-
-
-def start_worker() -> None:
-    """In a new process: one thread, and an end when the parent ends, however that does."""
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    torch.set_num_threads(1)
-    Thread(target=end_with_parent, daemon=True).start()
-
-
-@contextmanager
-def workers(jobs: int) -> Iterator[Callable[..., Iterator]]:
-    """map, or one that shares its calls among so many processes, which end with this block."""
-    if jobs == 1:
-        yield map
-        return
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context('spawn'), start_worker)
-
-    def mapped(function: Callable, *arguments: Sequence) -> Iterator:
-        # new processes inherit this: the parent alone answers Ctrl-C
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        futures = [pool.submit(function, *each) for each in zip(*arguments, strict=True)]
-        signal.signal(signal.SIGINT, handler)
-        return (future.result() for future in futures)
-
-    try:
-        yield mapped
-    finally:
-        for worker in multiprocessing.active_children():
-            worker.terminate()
+    return rows
 
 
 def run_table(o: Options) -> dict[Key, dict[str, Row]]:
-    """The rows of all cells for each of STOPS, trained where they are not there yet."""
+    """The rows of all cells for each of STOPS, in o.jobs processes of one thread."""
     keys = [(k, m) for k in o.kernels for m in o.models]
-    # what the progress bar counts: multiply-adds, backward passes included
-    cost = {m: 3 * o.steps * o.repeats * o.batch_size // ROWS * sizes(m)[1] for m in o.models}
-    draw_cost = o.repeats * (o.points + o.test_points) ** 3 // 3
-    missing = [key for key in keys if read_json(cell_path(o, key)) is None]
-    missing.sort(key=lambda key: -cost[key[1]])  # long ones first
-    say(f'{len(missing)} of {len(keys)} cells to train; finished ones are in {o.out_dir}/cells')
-    kernels = list(dict.fromkeys(k for k, _ in missing))
-    total = len(kernels) * draw_cost + sum(cost[m] for _, m in missing)
-    style = '{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left'
-    with workers(o.jobs) as mapped, tqdm(total=total, smoothing=0, bar_format=style) as bar:
-        data = {}
-        drawn = mapped(draw, [o] * len(kernels), kernels, [range(o.repeats)] * len(kernels))
-        for k, arrays in zip(kernels, drawn, strict=True):
-            data[k] = arrays
-            bar.update(draw_cost)
-        done = mapped(train_cell, [o] * len(missing), missing, [data[k] for k, _ in missing])
-        for (_, m), _ in zip(missing, done, strict=True):
-            bar.update(cost[m])
-    return {key: read_json(cell_path(o, key))['rows'] for key in keys}
+    with ProcessPoolExecutor(o.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
+        drawn = pool.map(partial(draw, o), o.kernels, [range(o.repeats)] * len(o.kernels))
+        data = dict(zip(o.kernels, drawn, strict=True))
+        cells = pool.map(partial(train_cell, o), keys, [data[k] for k, _ in keys])
+        return dict(zip(keys, tqdm(cells, total=len(keys), unit='cell'), strict=True))
 
 
 def deviations(row: Row, paper: Row) -> list[float]:
@@ -429,20 +373,14 @@ def report(o: Options, cells: dict[Key, dict[str, Row]]) -> None:
     draw_figure(rows, paper, f'{o.out_dir}/figure{end}.png')
 
 
+@stoppable()
 def main(argv: list[str]) -> None:
     given = read_options(argv, Options)
     quick = dict(repeats=2, points=2000, steps=500) if given.get('quick') else {}
     o = build(Options, PROTOCOLS[given.get('protocol', 'inferred')] | quick | given)
     torch.set_num_threads(1)  # products this small would only wait for threads
-    try:
-        os.makedirs(f'{o.out_dir}/cells', exist_ok=True)
-        report(o, run_table(o))
-    except OSError as error:
-        fail(f'{error.filename}: {error.strerror}')
-    except (KeyboardInterrupt, BrokenExecutor) as error:
-        died = isinstance(error, BrokenExecutor)
-        fail(('a process died (out of memory?)' if died else 'interrupted') +
-             f'; finished cells are in {o.out_dir}/cells, and the same command goes on')
+    os.makedirs(o.out_dir, exist_ok=True)
+    report(o, run_table(o))
     say(f'Written to {o.out_dir}: table and figure')
 
 

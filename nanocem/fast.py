@@ -13,8 +13,6 @@ import ctypes
 import importlib.util
 import math
 import os
-import sys
-import time
 from functools import cache
 from typing import Any
 
@@ -159,12 +157,6 @@ def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | No
         bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
         dtype = 'bfloat16' if bf16 else 'float32'
-    elif dtype == 'bfloat16' and on_cpu:
-        slow = product_seconds(256, device, torch.bfloat16, repeats=1)  # 0.1 s, at the slowest
-        quick = product_seconds(256, device, torch.float32, repeats=5)
-        if slow > 1.5 * quick:
-            print(f'bfloat16: this CPU multiplies it {slow / quick:.0f} times slower than float32',
-                  file=sys.stderr)
     return getattr(torch, dtype), compiled
 
 
@@ -294,29 +286,11 @@ def flops_per_token(model: Any, training: bool = True) -> float:
     return 2.0 * macs * (3 if training else 1)
 
 
-def product_seconds(n: int, device: torch.device, dtype: torch.dtype, repeats: int) -> float:
-    """The best time of an (n, n) matrix product."""
-    a = torch.randn(n, n, device=device).to(dtype)
-    seconds = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        float((a @ a)[0, 0])  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second that `device` can do: the data sheet's dense bf16 figure where it is known,
-    else what the fastest of some matrix products reaches, within a second."""
+    """FLOPs a second that a GPU can do by its data sheet, dense bf16; NaN where that is unknown."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for known, flops in DENSE_BF16.items():
             if known in name:
                 return flops
-    best = 0.0
-    for n in (128, 256, 512, 1024) if device.type == 'cpu' else (8192,):
-        seconds = product_seconds(n, device, dtype, repeats=5)
-        best = max(best, 2 * n ** 3 / seconds)
-        if seconds > 0.01:  # the next, eight times as long, would take a slow CPU too long
-            break
-    return best
+    return math.nan
