@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from configurator import build, fail, in_range, read_options
+from configurator import build, fail, in_range, read_options, script
 from model import SIZES, ModelConfig, Transformer, position_tables
 from nanocem import fast
 from nanocem.decode import Cache, generate
-from nanocem.files import say, stoppable, table
+from nanocem.files import say, table
 
 Row = dict[str, Any]
 LLAMA = dict(attn='llama', mlp='llama')
@@ -66,10 +66,10 @@ class BenchConfig:
         in_range(self, 1, 1_000_000, 'vocab_size context_length batch_size decode_context '
                  'decode_tokens repeats')
         if 'gpu' in self.what and (len(self.what) > 1 or self.size):
-            raise ValueError('what=gpu is every table, at sizes of its own: give it alone')
+            fail('what=gpu is every table, at sizes of its own: give it alone')
         gpu = torch.cuda.is_available() and self.device != 'cpu'
         if not gpu and ('gpu' in self.what or self.device == 'cuda'):
-            raise ValueError('this machine has no GPU that torch can use, or device=cpu')
+            fail('this machine has no GPU that torch can use, or device=cpu')
         self.device = 'cuda' if gpu else 'cpu'
         self.size = self.size or ('134m' if gpu else 'mini')
         self.vocab_size = self.vocab_size or (32_000 if self.size[0].isdigit() else 257)
@@ -309,7 +309,7 @@ def markdown(rows: list[Row]) -> str:
 TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_table}
 
 
-@stoppable()
+@script
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(BenchConfig, read_options(argv, BenchConfig))

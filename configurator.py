@@ -9,12 +9,14 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import os
 import re
 import sys
 import typing
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, NoReturn
 
@@ -22,11 +24,35 @@ UNITS = {'K': 10**3, 'M': 10**6, 'B': 10**9}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}
 
 
+class Refused(ValueError):
+    """What ends a script in one line. Rank 0 alone says it, or `everywhere`: it may not know."""
+    everywhere = False
+
+
 def fail(message: str, everywhere: bool = False) -> NoReturn:
-    """One line on stderr, exit code 1. Rank 0 alone speaks, or `everywhere`: it may not know."""
-    if os.environ.get('RANK', '0') != '0' and not everywhere:
-        sys.exit(1)
-    raise SystemExit(f'{os.path.basename(sys.argv[0])}: {message}'.replace('\n', ' '))
+    error = Refused(message)
+    error.everywhere = everywhere
+    raise error
+
+
+def script(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
+    """The main of a script: what is refused, by us, the machine or Ctrl-C, is one line on stderr and
+    exit code 1."""
+    @functools.wraps(main)
+    def run(argv: list[str]) -> Any:
+        everywhere = False
+        try:
+            return main(argv)
+        except Refused as error:
+            words, everywhere = str(error), error.everywhere
+        except OSError as error:
+            words = f'{error.filename}: {error.strerror or error}'
+        except KeyboardInterrupt:
+            words = 'stopped'
+        if os.environ.get('RANK', '0') != '0' and not everywhere:
+            sys.exit(1)
+        raise SystemExit(f'{os.path.basename(sys.argv[0])}: {words}'.replace('\n', ' '))
+    return run
 
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
@@ -55,12 +81,11 @@ def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str
 
 
 def check_types(options: Any) -> None:
-    """ValueError unless every field of a dataclass has a finite value of the type it declares."""
+    """Refused unless every field of a dataclass has a finite value of the type it declares."""
     for name, hint in typing.get_type_hints(type(options)).items():
         value = getattr(options, name)
         finite = not isinstance(value, float) or math.isfinite(value)
-        if not (has_type(value, hint) and finite):
-            raise ValueError(f'{name}={value}: expected {describe(hint)}')
+        require(has_type(value, hint) and finite, f'{name}={value}: expected {describe(hint)}')
 
 
 def has_type(value: Any, hint: Any) -> bool:
@@ -83,7 +108,7 @@ def fill(options: Any, **defaults: Any) -> None:
 
 
 def expect(options: Any, needs: str, **values: Any) -> None:
-    """ValueError unless these options have these values: others need `needs`."""
+    """Refused unless these options have these values: others need `needs`."""
     for name, value in values.items():
         given = getattr(options, name)
         require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
@@ -91,11 +116,11 @@ def expect(options: Any, needs: str, **values: Any) -> None:
 
 def require(ok: bool, otherwise: str) -> None:
     if not ok:
-        raise ValueError(otherwise)
+        fail(otherwise)
 
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:
-    """ValueError unless these options, where they are set, lie from `low` to `high`."""
+    """Refused unless these options, where they are set, lie from `low` to `high`."""
     for name in names.split():
         value = getattr(options, name)
         inside = value is None or low <= value <= high
@@ -103,11 +128,8 @@ def in_range(options: Any, low: float, high: float, names: str) -> None:
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:
-    """cls(**the part of `given` that cls declares); its ValueError is one line and exit code 1."""
-    try:
-        return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
-    except ValueError as error:
-        fail(str(error))
+    """cls(**the part of `given` that cls declares)."""
+    return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
 
 
 def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:

@@ -28,11 +28,11 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, fail, in_range, read_options
+from configurator import build, fail, in_range, read_options, script
 from model import MLP, Attention, Transformer
 from nanocem.data import Sequences, evenly_spaced
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET
-from nanocem.files import read_json, read_json_lines, say, stoppable, table, text_of, write_whole
+from nanocem.files import read_json, read_json_lines, say, table, text_of, write_whole
 from nanocem.hf import export
 from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
 from nanocem.tokenizers import load_tokenizer, tokenizer_of
@@ -61,10 +61,10 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         if self.text is not None and self.data is not None:
-            raise ValueError(f'text={self.text} and data={self.data}: give one')
+            fail(f'text={self.text} and data={self.data}: give one')
         in_range(self, 1, 10**12, 'tokens')
         if any(not 1 <= T <= 1000 for T in self.steps):
-            raise ValueError(f'steps={",".join(map(str, self.steps))}: expected 1 to 1,000 each')
+            fail(f'steps={",".join(map(str, self.steps))}: expected 1 to 1,000 each')
 
 
 # What is read
@@ -313,7 +313,7 @@ def show(folder: str, name: str, report: Report, subject: str = '') -> None:
         say(f'WARNING: {folder}: {", ".join(files)} not written ({error.strerror})')
 
 
-@stoppable()
+@script
 def main(argv: list[str]) -> None:
     """Run the command line."""
     comparing = '--compare' in argv

@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from configurator import build, fail, fill, in_range, read_options, require
+from configurator import build, fail, fill, in_range, read_options, require, script
 from nanocem.data import FORMAT
 from nanocem.files import Bad, locked, read_json, read_text, say, write_whole
 from nanocem.tokenizers import CUT, make_tokenizer, train_bpe
@@ -469,26 +469,14 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer, h
 
 # Its callers
 
-@contextmanager
-def in_one_line(folder: str) -> Iterator[None]:
-    """What the machine refuses, and Ctrl-C, end the program with one line."""
-    try:
-        yield
-    except OSError as error:
-        fail(f'{error.filename or folder}: {error.strerror or error}')
-    except KeyboardInterrupt:
-        fail('stopped')
-
-
 def find_data(folder: str, text: str | None = None, tokenizer: str | None = None) -> str:
     """The data folder: made from a text of the user's, or, at first use, from this Python's."""
-    with in_one_line(text or folder):
-        if text:
-            return prepare_text(text, tokenizer)
-        parent, name = os.path.split(folder.rstrip('/'))
-        if parent == 'data' and name in OWN_TEXTS and not os.path.exists(f'{folder}/meta.json'):
-            say(f"Preparing {folder} from this Python's own text")
-            prepare(PrepareConfig(input=name))
+    if text:
+        return prepare_text(text, tokenizer)
+    parent, name = os.path.split(folder.rstrip('/'))
+    if parent == 'data' and name in OWN_TEXTS and not os.path.exists(f'{folder}/meta.json'):
+        say(f"Preparing {folder} from this Python's own text")
+        prepare(PrepareConfig(input=name))
     return folder
 
 
@@ -511,10 +499,9 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
     return o.out_dir
 
 
+@script
 def main(argv: list[str]) -> None:
-    o = build(PrepareConfig, read_options(argv, PrepareConfig))
-    with in_one_line(o.out_dir):
-        prepare(o)
+    prepare(build(PrepareConfig, read_options(argv, PrepareConfig)))
 
 
 if __name__ == '__main__':

@@ -31,10 +31,10 @@ import torch
 from scipy.stats import linregress
 from scipy.stats import t as student
 
-from configurator import build, read_options
+from configurator import build, read_options, script
 from model import ModelConfig, Transformer
 from nanocem.fast import flops_per_token
-from nanocem.files import read_json, say, stoppable, table
+from nanocem.files import read_json, say, table
 from train import TrainConfig
 
 
@@ -379,7 +379,7 @@ class ReproduceConfig:
     anew: bool = False  # leave results/ladder/runs.csv out
 
 
-@stoppable()
+@script
 def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
     found = read_results(cfg.scale, cfg.anew)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, fail, in_range, read_options
+from configurator import build, check_types, fail, in_range, read_options, script
 from nanocem.decode import generate
-from nanocem.files import on_terminal, say, stoppable, text_of
+from nanocem.files import on_terminal, say, text_of
 from nanocem.runs import load_run
 from nanocem.tokenizers import as_it_comes, tokenizer_of
 
@@ -37,7 +37,7 @@ class SampleConfig:
         in_range(self, 1, 10**6, 'tokens num_samples top_k attn_steps mlp_steps')
         in_range(self, 0, 2**63 - 1, 'seed')
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
-            raise ValueError(f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
+            fail(f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
 
 
 @torch.no_grad()
@@ -47,10 +47,10 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     ValueError where the model has no such token, or no finite number."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
     if max(ids) >= model.cfg.vocab_size:
-        raise ValueError(f'the model has no token {max(ids)} of its tokenizer')
+        fail(f'the model has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=model.embedding.device)
     if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
-        raise ValueError('the model gives numbers that are not finite: nothing to sample from')
+        fail('the model gives numbers that are not finite: nothing to sample from')
     generator = torch.Generator(idx.device).manual_seed(seed % 2**63)
     show = as_it_comes(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
     idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator, show=show)
@@ -58,7 +58,7 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     return '' if show else '\n---\n'.join(texts)
 
 
-@stoppable()
+@script
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
@@ -66,11 +66,8 @@ def main(argv: list[str]) -> None:
         cfg.prompt = text_of(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    try:
-        say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
-                        cfg.top_k, cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
-    except ValueError as error:
-        fail(str(error))
+    say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
+                    cfg.top_k, cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
 
 
 if __name__ == '__main__':

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from configurator import build, in_range, read_options
-from nanocem.files import say, stoppable, table, write_whole
+from configurator import build, fail, in_range, read_options, script
+from nanocem.files import say, table, write_whole
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are of a forward pass over 200 inputs
 JITTER = 1e-6  # on the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
@@ -137,7 +137,7 @@ class Options:
         in_range(self, 1, self.points, 'batch_size')
         for model in self.models:
             if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
-                raise ValueError(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
+                fail(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
         kind = '_blind' * (self.protocol == 'blind') + '_quick' * self.quick
         self.out_dir = self.out_dir or f'out/gp{kind}'
 
@@ -373,7 +373,7 @@ def report(o: Options, cells: dict[Key, dict[str, Row]]) -> None:
     draw_figure(rows, paper, f'{o.out_dir}/figure{end}.png')
 
 
-@stoppable()
+@script
 def main(argv: list[str]) -> None:
     given = read_options(argv, Options)
     quick = dict(repeats=2, points=2000, steps=500) if given.get('quick') else {}

@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import build, check_types, fail, in_range, read_options
+from configurator import Refused, build, check_types, fail, in_range, read_options, script
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
 from nanocem.data import Order, Sequences, evenly_spaced, read_meta
-from nanocem.files import read_json, say, stoppable, to_json, write_whole
+from nanocem.files import read_json, say, to_json, write_whole
 from nanocem.muon import Muon, block_matrices
 from nanocem.runs import Schedule, perplexity
 from nanocem.tokenizers import load_tokenizer
@@ -93,9 +93,9 @@ class TrainConfig:
         in_range(self, 0, 0.9999, 'warmup final_lr beta1 beta2')
         in_range(self, 0, 2**63 - 1, 'seed')
         if self.text == '':
-            raise ValueError('text= is empty: expected a text file or folder')
+            fail('text= is empty: expected a text file or folder')
         if self.tokenizer and not self.text:
-            raise ValueError(f'tokenizer={self.tokenizer} is for --text=FILE: data has its own')
+            fail(f'tokenizer={self.tokenizer} is for --text=FILE: data has its own')
 
 
 # What a run keeps to its last step, beside its model and data. All else may change when it is
@@ -382,7 +382,7 @@ class Trainer:
                 text = sample_text(self.raw_model, load_tokenizer(cfg.data), prompt='',
                                    tokens=cfg.sample_tokens, temperature=0.8, top_k=None,
                                    seed=cfg.seed)
-        except (SystemExit, ValueError) as error:  # no tokenizer, say: no reason to end a run
+        except Refused as error:  # no tokenizer, say: no reason to end a run
             text = f'No sample: {error}'
         self.raw_model.train()
         self.report(text, sample=text)
@@ -408,7 +408,7 @@ class Trainer:
         self.sample()
 
 
-@stoppable()
+@script
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     given = read_options(argv, TrainConfig, ModelConfig)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configurator import fail
 from model import position_tables
 from nanocem.fast import heads, merge
 
@@ -97,7 +98,7 @@ def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 
     the context is full, it starts again from the last half of it. `show` gets the tokens of each
     step, (B, 1). ValueError for a temperature below 0 or a top_k below 1."""
     if not temperature >= 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f'temperature={temperature}, top_k={top_k}: expected at least 0, and 1')
+        fail(f'temperature={temperature}, top_k={top_k}: expected at least 0, and 1')
     length = model.cfg.context_length
     start = max(0, idx.shape[1] - length)  # the context's first token
     cache = None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from configurator import fail
+from configurator import Refused, fail
 
 
 def say(text: str, end: str = '\n') -> None:
@@ -53,20 +53,14 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
-    """The object in a JSON file, None where there is no file. One that cannot be read, or holds
-    something else, ends the program with a line, from rank 0, that says what to do: `remedy`."""
-    wrong = f'is damaged: {remedy}'
-    try:
-        with open(path, encoding='utf-8') as file, contextlib.suppress(ValueError, RecursionError):
-            content = json.load(file)
-            if isinstance(content, dict):
-                return content
-    except FileNotFoundError:
+    """The object in a JSON file, None where there is no file. Refused, with what to do, where it is
+    damaged or holds something else."""
+    if not os.path.exists(path):
         return None
-    except OSError as error:
-        wrong = f'cannot be read ({error.strerror})'
-    line = f'{os.path.basename(sys.argv[0])}: {path} {wrong}'
-    raise SystemExit(line if os.environ.get('RANK', '0') == '0' else 1)
+    with open(path, encoding='utf-8') as file, contextlib.suppress(ValueError, RecursionError):
+        if isinstance(content := json.load(file), dict):
+            return content
+    fail(f'{path} is damaged: {remedy}')
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
@@ -110,7 +104,7 @@ def locked(path: str) -> Iterator[None]:
         os.close(handle)
 
 
-class Bad(ValueError):
+class Bad(Refused):
     """A file that cannot be read to its end."""
 
 
@@ -121,7 +115,7 @@ def read_text(path: str) -> Iterator[str]:
         with open(path, encoding='utf-8', errors=errors, newline='') as file:
             yield from iter(lambda: file.read(1 << 20), '')
     except UnicodeDecodeError as error:
-        raise Bad(f'not UTF-8 ({error.reason}): no text, or of another encoding (iconv -f latin1 -t '
+        raise Bad(f'{path} is not UTF-8 ({error.reason}): no text, or of another encoding (iconv -f latin1 -t '
                   'utf-8 makes it UTF-8)') from None
 
 
@@ -129,16 +123,4 @@ def text_of(path: str, option: str) -> str:
     """The text file that an option (text=) names. SystemExit where it is none, or not in UTF-8."""
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
         fail(f'{option}{path} is no file; expected a text file')
-    try:
-        return ''.join(read_text(path))
-    except (OSError, ValueError) as error:
-        fail(f'{option}{path}: {getattr(error, "strerror", error)}; expected a text file')
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Ctrl-C ends a script with one line; the decorator of its main."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise SystemExit(f'{os.path.basename(sys.argv[0])}: stopped') from None
+    return ''.join(read_text(path))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from configurator import fail
+from configurator import Refused, fail
 from model import ModelConfig, Transformer
 from nanocem.files import read_json, say, write_whole
 from nanocem.tokenizers import tokenizer_of
@@ -40,27 +40,24 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     """Write the model to a new or empty folder that transformers loads; `state`, its checkpoint,
     names the tokenizer and the data. SystemExit."""
     path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            fail(f'export={folder} is not empty; expected a new folder')
-        weights = {PREFIX + name: w.to(dtype).contiguous()
-                   for name, w in model.state_dict().items()}
-        write_whole(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
-        for source in CODE:
-            code = (ROOT / source).read_text(encoding='utf-8')
-            (path / Path(source).name).write_text(beside(code), encoding='utf-8')
-        (path / 'README.md').write_text(CARD.format(**state['data']), encoding='utf-8')
-        auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
-                'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
-        begin = {'bos_token_id': write_tokenizer(path, state)}
-        run = {name: state[name] for name in ('step', 'data', 'data_dir')}
-        write_json(path / 'config.json', model_type='nanocem', auto_map=auto, run=run,
-                   dtype=str(dtype).removeprefix('torch.'), architectures=['NanocemForCausalLM'],
-                   **begin, **vars(model.cfg))
-        write_json(path / 'generation_config.json', use_cache=False, **begin)
-    except OSError as error:
-        fail(f'export={folder}: {error.strerror}; expected a folder to write in')
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        fail(f'export={folder} is not empty; expected a new folder')
+    weights = {PREFIX + name: w.to(dtype).contiguous()
+               for name, w in model.state_dict().items()}
+    write_whole(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
+    for source in CODE:
+        code = (ROOT / source).read_text(encoding='utf-8')
+        (path / Path(source).name).write_text(beside(code), encoding='utf-8')
+    (path / 'README.md').write_text(CARD.format(**state['data']), encoding='utf-8')
+    auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
+            'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
+    begin = {'bos_token_id': write_tokenizer(path, state)}
+    run = {name: state[name] for name in ('step', 'data', 'data_dir')}
+    write_json(path / 'config.json', model_type='nanocem', auto_map=auto, run=run,
+               dtype=str(dtype).removeprefix('torch.'), architectures=['NanocemForCausalLM'],
+               **begin, **vars(model.cfg))
+    write_json(path / 'generation_config.json', use_cache=False, **begin)
 
 
 def read_export(folder: str) -> dict[str, Any]:
@@ -90,8 +87,8 @@ def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
     Returns BOS; None, and a warning, where the tokenizer is not at hand."""
     try:
         tokenizer = tokenizer_of(state)
-    except SystemExit as error:
-        say(f'WARNING: no tokenizer in {path}: {str(error).partition(": ")[2]}')
+    except Refused as error:
+        say(f'WARNING: no tokenizer in {path}: {error}')
         return None
     options: dict[str, Any]
     if tokenizer.name == 'byte':

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import check_values, fail, read_options
+from configurator import Refused, check_values, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_whole
@@ -163,7 +163,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         return {**state, 'model_config': asdict(cfg)}
     except Exception as error:  # a damaged file can fail in any way
         words = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f'{path} is damaged ({words})') from None
+        raise Refused(f'{path} is damaged ({words})') from None
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
@@ -171,7 +171,7 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
     for path in reversed(checkpoints(out_dir)):
         try:
             return read_checkpoint(path)
-        except ValueError as error:
+        except Refused as error:
             say(f'WARNING: {error}; trying the one before it')
     return None
 
@@ -181,11 +181,8 @@ def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[st
     folder that evaluate.py --export wrote. SystemExit."""
     exported = os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE))
     best = path if exported or os.path.isfile(path) else os.path.join(path, 'best.pt')
-    try:
-        if os.path.exists(best) and (checkpoint == 'best' or best == path):
-            return read_checkpoint(best)
-    except ValueError as error:
-        fail(str(error))
+    if os.path.exists(best) and (checkpoint == 'best' or best == path):
+        return read_checkpoint(best)
     return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from configurator import fail
+from configurator import Refused, fail
 
 
 @dataclass
@@ -38,15 +38,13 @@ class World:
         if self.rank == 0:
             try:
                 result = function(*args)
-            except (SystemExit, ValueError, OSError) as raised:
+            except (Refused, OSError) as raised:
                 error = raised
         box = [result, error is not None]
         if self.size > 1:
             dist.broadcast_object_list(box, device=self.device)
-        if isinstance(error, SystemExit):
-            raise error
         if box[1]:
-            fail(str(error))
+            raise error or Refused('rank 0 has said why')
         return box[0]
 
 

@@ -22,14 +22,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from running import ROOT
 from test_tokenizers import LLAMA, NASTY, documents, needs_llama
 
 import prepare_slimpajama as prep
+
 sources = prep
 from nanocem.data import Sequences
-from nanocem.tokenizers import SentencePieceTokenizer as LlamaTokenizer, load_tokenizer
+from nanocem.tokenizers import SentencePieceTokenizer as LlamaTokenizer
+from nanocem.tokenizers import load_tokenizer
+
 LLAMA_SHA256 = ""
 
 SCRIPT = str(ROOT / 'prepare_slimpajama.py')

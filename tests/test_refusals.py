@@ -48,7 +48,7 @@ prepare_slimpajama  --input=data                           holds no .parquet, .j
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        no SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
-prepare_slimpajama  --input=latin1.txt --tokenizer=byte    latin1.txt: not UTF-8
+prepare_slimpajama  --input=latin1.txt --tokenizer=byte    latin1.txt is not UTF-8
 prepare_slimpajama  --input=bad.jsonl --tokenizer=byte     line 2 is no JSON with "text"
 prepare_slimpajama  --input=bad.parquet --tokenizer=byte   --skip_bad leaves it out
 prepare_slimpajama  --held_out=0.7                         held_out=0.7: expected 0 to 0.49

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import LENGTH, edit_meta, write_data
 
-from prepare_slimpajama import SPLITS
 from nanocem.data import Order, Sequences, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
+from prepare_slimpajama import SPLITS
 
 
 def test_every_epoch_reads_every_sequence_once(data: Path) -> None:

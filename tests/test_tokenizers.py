@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prepare_slimpajama import Part, cut
 from running import ROOT
 
 from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, SentencePieceTokenizer, as_it_comes
+from prepare_slimpajama import Part, cut
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
