@@ -11,7 +11,6 @@ Documents are tokenized in their order, BOS before each, and laid end to end: tr
 val.bin, test.bin (little-endian unsigned integers) and meta.json. A folder is there when it is whole,
 and not before; what was downloaded stays in the Hub's cache.
 """
-import glob
 import hashlib
 import io
 import itertools
@@ -154,12 +153,17 @@ def find_source(where: str, seed: int = 0) -> Source:
 
 
 def walk(root: str) -> list[str]:
-    """The files below a folder, its own before those of its folders, by name; hidden ones are
-    passed over, and what is no file: a pipe would be waited for, for ever."""
-    names = [name for name in glob.glob('**', root_dir=root, recursive=True)
-             if os.path.isfile(os.path.join(root, name))]
-    return sorted(names, key=lambda name: [*((1, part) for part in name.split('/')[:-1]),
-                                           (0, os.path.basename(name))])
+    """The files below a folder, its own before those of its folders, by name. Hidden ones and what
+    is no file are passed over (a pipe would be waited for), no folder is read twice."""
+    names, seen = [], set()
+    for folder, subfolders, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        paths = [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
+        if real not in seen:
+            names += [os.path.relpath(path, root) for path in paths if os.path.isfile(path)]
+        subfolders[:] = sorted(name for name in subfolders if name[0] != '.' and real not in seen)
+        seen.add(real)
+    return names
 
 
 def described(folder: str, names: Iterable[str]) -> list[File]:
@@ -377,7 +381,7 @@ def prepare(o: PrepareConfig, source: Source | None = None) -> None:
         source = source or find_source(o.input, o.seed)
         tokenizer = bring_tokenizer(o, source, folder)
         writer = Writer(folder, tokenizer.vocab_size, o.shard_tokens)
-        skipped = tokenize(o, source, tokenizer, writer, o.held_out)
+        skipped = tokenize(o, source, tokenizer, writer, True, o.tokens)
 
         # Where documents are too few to draw val and test from, they are the end of the text
         own = {file.split for file in source.files}
@@ -389,12 +393,14 @@ def prepare(o: PrepareConfig, source: Source | None = None) -> None:
                 with suppress(FileNotFoundError):
                     os.remove(os.path.join(folder, f'{split}.bin'))
             writer.tokens = dict.fromkeys(SPLITS, 0)
-            tokenize(o, source, tokenizer, writer, 0)
             share = max(o.held_out, 0.05)
+            most = round(share * o.tokens)  # for each of the others
+            tokenize(o, source, tokenizer, writer, False, o.tokens + most * (len(drawn) - 1))
             say(f'{o.input} has few documents: its last {share:.3g} is test, as much before that val')
-            count = round(share * writer.tokens['train'])
+            count = min(most, round(share * writer.tokens['train']))
             for split in ('test', 'val'):
-                writer.append(split, writer.take_end(count))
+                if split not in own:
+                    writer.append(split, writer.take_end(count))
         empty = [split for split in SPLITS if not writer.tokens[split]]
         if 'train' in empty or (empty and o.held_out):
             fail(f'{o.input} holds too little text for {" and ".join(empty)}: give more')
@@ -433,12 +439,13 @@ def bring_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     return make_tokenizer(o.tokenizer, folder)
 
 
-def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer, held_out: float,
-             ) -> dict[str, str]:
-    """All documents to the writer, until train has enough. Returns damaged files, and why."""
+def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer, by_hash: bool,
+             most: int) -> dict[str, str]:
+    """All documents to the writer, until train has `most` tokens: of the splits that their hashes
+    say, or all of train. Returns damaged files, and why."""
     own, skipped = {file.split for file in source.files}, {}
-    limit = {split: round(o.tokens * held_out) if split in own else sys.maxsize
-             for split in SPLITS} | {'train': o.tokens}
+    limit = {split: round(o.tokens * o.held_out) if split in own else sys.maxsize
+             for split in SPLITS} | {'train': most}
     bos = np.array([tokenizer.bos])
     with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False) as bar:
         for file in source.files:
@@ -447,7 +454,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer, h
             path = source.path(file)
             fixed = file.split if file.split != 'train' else None
             try:
-                for batch in batches(read_parts(path, o.column, held_out, fixed)):
+                for batch in batches(read_parts(path, o.column, o.held_out * by_hash, fixed)):
                     ids: dict[str, list[np.ndarray]] = {split: [bos[:0]] for split in SPLITS}
                     encoded = tokenizer.encode_parts(batch, o.workers)
                     for part, of in zip(batch, encoded, strict=True):

@@ -82,7 +82,7 @@ def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     builtin = sources.find_source('builtin')
     assert [file.name for file in builtin.files] == ['b.py', 'latin.py', 'z/e.py']
     with open(tmp_path / 'lib/latin.py', 'rb') as file:
-        assert ''.join(sources.decode(file)) == '\ufffd\ufffd'
+        assert ''.join(sources.read_text(file.name)) == '\ufffd\ufffd'
     (tmp_path / 'lib/long.py').write_text('\n'.join(documents(600, seed=1)))
     assert prep.find_data('data/corpus') == 'data/corpus' and os.path.exists('data/corpus/val.bin')
 
