@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from configurator import build, fail, in_range, read_options, script
+from configurator import build, command_line, fail, in_range, read_options
 from model import SIZES, ModelConfig, Transformer, position_tables
 from nanocem import fast
 from nanocem.decode import Cache, generate
@@ -309,7 +309,7 @@ def markdown(rows: list[Row]) -> str:
 TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_table}
 
 
-@script
+@command_line
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(BenchConfig, read_options(argv, BenchConfig))

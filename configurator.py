@@ -24,18 +24,18 @@ UNITS = {'K': 10**3, 'M': 10**6, 'B': 10**9}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}
 
 
-class Refused(ValueError):
+class UserError(ValueError):
     """What ends a script in one line. Rank 0 alone says it, or `everywhere`: it may not know."""
     everywhere = False
 
 
 def fail(message: str, everywhere: bool = False) -> NoReturn:
-    error = Refused(message)
+    error = UserError(message)
     error.everywhere = everywhere
     raise error
 
 
-def script(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
+def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
     """The main of a script: what is refused, by us, the machine or Ctrl-C, is one line on stderr and
     exit code 1."""
     @functools.wraps(main)
@@ -43,7 +43,7 @@ def script(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
         everywhere = False
         try:
             return main(argv)
-        except Refused as error:
+        except UserError as error:
             words, everywhere = str(error), error.everywhere
         except OSError as error:
             words = f'{error.filename}: {error.strerror or error}'
@@ -81,7 +81,7 @@ def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str
 
 
 def check_types(options: Any) -> None:
-    """Refused unless every field of a dataclass has a finite value of the type it declares."""
+    """UserError unless every field of a dataclass has a finite value of the type it declares."""
     for name, hint in typing.get_type_hints(type(options)).items():
         value = getattr(options, name)
         finite = not isinstance(value, float) or math.isfinite(value)
@@ -100,7 +100,7 @@ def has_type(value: Any, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def fill(options: Any, **defaults: Any) -> None:
+def resolve_defaults(options: Any, **defaults: Any) -> None:
     """Set those of these fields that are None."""
     for name, value in defaults.items():
         if getattr(options, name) is None:
@@ -108,7 +108,7 @@ def fill(options: Any, **defaults: Any) -> None:
 
 
 def expect(options: Any, needs: str, **values: Any) -> None:
-    """Refused unless these options have these values: others need `needs`."""
+    """UserError unless these options have these values: others need `needs`."""
     for name, value in values.items():
         given = getattr(options, name)
         require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
@@ -120,7 +120,7 @@ def require(ok: bool, otherwise: str) -> None:
 
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:
-    """Refused unless these options, where they are set, lie from `low` to `high`."""
+    """UserError unless these options, where they are set, lie from `low` to `high`."""
     for name in names.split():
         value = getattr(options, name)
         inside = value is None or low <= value <= high

@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, fail, in_range, read_options, script
+from configurator import build, command_line, fail, in_range, read_options
 from model import MLP, Attention, Transformer
-from nanocem.data import Sequences, evenly_spaced
+from nanocem.data import TokenDataset, evenly_spaced
 from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET
-from nanocem.files import read_json, read_json_lines, say, table, text_of, write_whole
+from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
-from nanocem.runs import differences, load_run, newest_run, perplexity, read_config
+from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
 from nanocem.tokenizers import load_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data
 
@@ -74,7 +74,7 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], length: int) -> T
     NO_TARGET behind the end of a text, all of whose tokens but BOS are targets once."""
     if cfg.text is not None:
         tokenizer = tokenizer_of(state)
-        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(text_of(cfg.text, 'text='))])
+        ids = torch.tensor([tokenizer.bos, *tokenizer.encode(read_text_file(cfg.text, 'text='))])
         length = min(length, len(ids) - 1) or fail(f'text={cfg.text} is empty')
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)
@@ -83,12 +83,12 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], length: int) -> T
     if not os.path.exists(folder):
         fail(f'{folder}, which the model was trained on, is not here: --data=data/builtin makes '
              "this Python's source, --text=FILE reads a text")
-    data = Sequences(folder, cfg.split, length)
+    data = TokenDataset(folder, cfg.split, length)
     for name in ('tokenizer', 'tokenizer_sha256', 'vocab_size'):
         if data.identity[name] != state['data'][name]:
             fail(f'data={folder}: its {name} is {data.identity[name]}, that of the run '
                  f'{state["data"][name]}; expected data of the same tokenizer')
-    if cfg.data is None and differences(state['data'], data.identity):
+    if cfg.data is None and changed_fields(state['data'], data.identity):
         fail(f'the {cfg.split} split of {folder} has changed since the run was trained; '
              f'--data={shlex.quote(folder)} reads it as it is now')
     x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
@@ -307,13 +307,13 @@ def show(folder: str, name: str, report: Report, subject: str = '') -> None:
     try:
         os.makedirs(folder, exist_ok=True)
         for file, content in files.items():
-            write_whole(os.path.join(folder, file), content)
+            write_atomic(os.path.join(folder, file), content)
         say(f'{folder}: {", ".join(files)}')
     except OSError as error:
         say(f'WARNING: {folder}: {", ".join(files)} not written ({error.strerror})')
 
 
-@script
+@command_line
 def main(argv: list[str]) -> None:
     """Run the command line."""
     comparing = '--compare' in argv

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from configurator import check_types, expect, fill, in_range, require
+from configurator import check_types, expect, in_range, require, resolve_defaults
 from nanocem import fast
 
 # 86m to 162m: the paper's Table 1. Of 256m it says only that its CEM model has two layers more.
@@ -85,7 +85,7 @@ class ModelConfig:
         """Fill in what is None. ValueError for a bad value, or CEM's options on Llama sublayers."""
         check_types(self)
         attn, mlp = self.attn == 'cem', self.mlp == 'cem'
-        fill(self, **SIZES[self.size], extra_layers=2 * (self.size == '256m' and attn and mlp),
+        resolve_defaults(self, **SIZES[self.size], extra_layers=2 * (self.size == '256m' and attn and mlp),
              attn_steps=2 if attn else 1, mlp_steps=2 if mlp else 1,
              positions='alibi' if attn else 'rope', kq_diag='shared' if attn else 'none',
              score_scale='model' if attn else 'head',
@@ -93,7 +93,7 @@ class ModelConfig:
         in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
         in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_rank mlp_rank rope_theta')
         in_range(self, 0, 10**6, 'extra_layers')
-        fill(self, init_std=0.02 * math.sqrt(768 / self.d_model),
+        resolve_defaults(self, init_std=0.02 * math.sqrt(768 / self.d_model),
              attn_step_size=1 / self.attn_steps if attn else 1.0,
              mlp_step_size=1 / self.mlp_steps if mlp else 1.0)
         in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std embedding_std norm_eps')

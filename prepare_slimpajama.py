@@ -31,9 +31,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from configurator import build, fail, fill, in_range, read_options, require, script
+from configurator import (
+    build,
+    command_line,
+    fail,
+    in_range,
+    read_options,
+    require,
+    resolve_defaults,
+)
 from nanocem.data import FORMAT
-from nanocem.files import Bad, locked, read_json, read_text, say, write_whole
+from nanocem.files import BadFile, locked, read_json, read_text, say, write_atomic
 from nanocem.tokenizers import CUT, make_tokenizer, train_bpe
 
 HUB = 'hf://datasets/'
@@ -69,7 +77,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         require(not (self.tokens and self.size), 'tokens and size: give one')
         tokenizer, held_out = OWN_TEXTS.get(self.input, ('llama', 0.005))
-        fill(self, tokens=round(SIZES[self.size or '162m']), tokenizer=tokenizer, held_out=held_out)
+        resolve_defaults(self, tokens=round(SIZES[self.size or '162m']), tokenizer=tokenizer, held_out=held_out)
         known = re.fullmatch(r'llama|gpt2|byte|bpe[1-9]\d{2,5}', self.tokenizer)
         require(known or os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file'
                 ', and none of llama, gpt2, byte, bpe4096')
@@ -82,7 +90,7 @@ class PrepareConfig:
             name = '-'.join(self.input.removeprefix(HUB).rstrip('/').split('/')[1:])
         elif self.input not in OWN_TEXTS:
             self.input = os.path.abspath(self.input)
-        fill(self, out_dir='data/' + ('slimpajama' if self.input == SLIMPAJAMA else name))
+        resolve_defaults(self, out_dir='data/' + ('slimpajama' if self.input == SLIMPAJAMA else name))
 
     def identity(self) -> dict[str, Any]:
         """What a data folder's bytes depend on, beside the files."""
@@ -228,7 +236,7 @@ def list_hub(where: str) -> tuple[str, list[File]]:
 
 def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str]]]:
     """The documents of a file: functions that give the text a chunk at a time, from its beginning
-    at each call. Bad where it is damaged."""
+    at each call. BadFile where it is damaged."""
     import pyarrow
     kind = os.path.splitext(path.lower())[1]
     if kind not in ('.parquet', '.jsonl', '.zst', '.gz'):
@@ -238,12 +246,12 @@ def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str
     try:
         for text in texts:
             if not isinstance(text, str | None):
-                raise Bad(f'a "{column}" that is no string but {text!r:.40}')
+                raise BadFile(f'a "{column}" that is no string but {text!r:.40}')
             # half a surrogate pair is no text
             whole = (text or '').encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
             yield partial(iter, [whole])
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise Bad(str(error).partition('\n')[0]) from error
+        raise BadFile(str(error).partition('\n')[0]) from error
 
 
 def read_parquet(path: str, column: str) -> Iterator[Any]:
@@ -252,7 +260,7 @@ def read_parquet(path: str, column: str) -> Iterator[Any]:
     with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
         names = table.schema_arrow.names
         if column not in names:
-            raise Bad(f'no "{column}" column, only {", ".join(names)} (--column chooses)')
+            raise BadFile(f'no "{column}" column, only {", ".join(names)} (--column chooses)')
         for batch in table.iter_batches(64, columns=[column], use_threads=False):
             yield from batch.column(0).to_pylist()
 
@@ -269,7 +277,7 @@ def read_jsonl(path: str, column: str, kind: str) -> Iterator[Any]:
                 try:
                     yield json.loads(line)[column]
                 except (ValueError, RecursionError, LookupError, TypeError):
-                    raise Bad(f'line {number} is no JSON with "{column}" (--column chooses)') from None
+                    raise BadFile(f'line {number} is no JSON with "{column}" (--column chooses)') from None
 
 
 class Part(NamedTuple):
@@ -279,7 +287,7 @@ class Part(NamedTuple):
     begins: bool  # a document
 
 
-def cut(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
+def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
     """A document in parts of `size` characters or, up to the next space or line end, more."""
     rest = ''
     for chunk in chunks:
@@ -303,7 +311,7 @@ def read_parts(path: str, column: str, held_out: float, fixed: str | None) -> It
             digest.update(chunk.encode())
         x = int.from_bytes(digest.digest()[:8], 'big') / 2 ** 64
         split = fixed or ('test' if x < held_out else 'val' if x < 2 * held_out else 'train')
-        for n, text in enumerate(cut(chunks())):
+        for n, text in enumerate(split_text(chunks())):
             yield Part(split, text, n == 0)
 
 
@@ -408,7 +416,7 @@ def prepare(o: PrepareConfig, source: Source | None = None) -> None:
         splits = {split: {'tokens': n, 'shards': [
             {'file': name, 'tokens': n} for name, n in writer.shards(split).items()]}
             for split, n in writer.tokens.items()}
-        write_whole(os.path.join(folder, 'meta.json'), json.dumps({
+        write_atomic(os.path.join(folder, 'meta.json'), json.dumps({
             'format': FORMAT, 'tokenizer': tokenizer.name, 'tokenizer_sha256': tokenizer.sha256,
             'vocab_size': tokenizer.vocab_size, 'bos': tokenizer.bos, 'dtype': writer.dtype.name,
             'splits': splits, 'config': o.identity(), 'source': source.name,
@@ -467,7 +475,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer, b
                         bar.update(len(new))
                     if writer.tokens['train'] >= limit['train']:
                         break
-            except Bad as error:
+            except BadFile as error:
                 if not o.skip_bad:
                     fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves it out')
                 skipped[file.name] = str(error)
@@ -506,7 +514,7 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
     return o.out_dir
 
 
-@script
+@command_line
 def main(argv: list[str]) -> None:
     prepare(build(PrepareConfig, read_options(argv, PrepareConfig)))
 

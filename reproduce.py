@@ -31,7 +31,7 @@ import torch
 from scipy.stats import linregress
 from scipy.stats import t as student
 
-from configurator import build, read_options, script
+from configurator import build, command_line, read_options
 from model import ModelConfig, Transformer
 from nanocem.fast import flops_per_token
 from nanocem.files import read_json, say, table
@@ -379,7 +379,7 @@ class ReproduceConfig:
     anew: bool = False  # leave results/ladder/runs.csv out
 
 
-@script
+@command_line
 def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
     found = read_results(cfg.scale, cfg.anew)

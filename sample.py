@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, fail, in_range, read_options, script
+from configurator import build, check_types, command_line, fail, in_range, read_options
 from nanocem.decode import generate
-from nanocem.files import on_terminal, say, text_of
+from nanocem.files import on_terminal, read_text_file, say
 from nanocem.runs import load_run
-from nanocem.tokenizers import as_it_comes, tokenizer_of
+from nanocem.tokenizers import stream_text, tokenizer_of
 
 
 @dataclass
@@ -52,18 +52,18 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
         fail('the model gives numbers that are not finite: nothing to sample from')
     generator = torch.Generator(idx.device).manual_seed(seed % 2**63)
-    show = as_it_comes(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
+    show = stream_text(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
     idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator, show=show)
     texts = [tokenizer.decode(row[row < tokenizer.vocab_size].tolist()) for row in idx]
     return '' if show else '\n---\n'.join(texts)
 
 
-@script
+@command_line
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt.startswith('FILE:'):
-        cfg.prompt = text_of(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
+        cfg.prompt = read_text_file(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,

@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from configurator import build, fail, in_range, read_options, script
-from nanocem.files import say, table, write_whole
+from configurator import build, command_line, fail, in_range, read_options
+from nanocem.files import say, table, write_atomic
 
 INPUTS, D, ROWS = 10, 64, 200  # ROWS: the paper's FLOPs are of a forward pass over 200 inputs
 JITTER = 1e-6  # on the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
@@ -367,13 +367,13 @@ def report(o: Options, cells: dict[Key, dict[str, Row]]) -> None:
         text += '\n- nan: training diverged; a lower learning_rate would be right.'
     say(text)
     end = '' if o.stop == PROTOCOLS[o.protocol]['stop'] else f'_{o.stop}'
-    write_whole(f'{o.out_dir}/table{end}.md', f'{text}\n'.encode())
+    write_atomic(f'{o.out_dir}/table{end}.md', f'{text}\n'.encode())
     lines = ''.join(','.join(map(str, line)) + '\n' for line in listed)
-    write_whole(f'{o.out_dir}/table{end}.csv', lines.encode())
+    write_atomic(f'{o.out_dir}/table{end}.csv', lines.encode())
     draw_figure(rows, paper, f'{o.out_dir}/figure{end}.png')
 
 
-@script
+@command_line
 def main(argv: list[str]) -> None:
     given = read_options(argv, Options)
     quick = dict(repeats=2, points=2000, steps=500) if given.get('quick') else {}

@@ -27,15 +27,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import Refused, build, check_types, fail, in_range, read_options, script
+from configurator import UserError, build, check_types, command_line, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
-from nanocem.data import Order, Sequences, evenly_spaced, read_meta
-from nanocem.files import read_json, say, to_json, write_whole
+from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
+from nanocem.files import read_json, say, to_json, write_atomic
 from nanocem.muon import Muon, block_matrices
 from nanocem.runs import Schedule, perplexity
 from nanocem.tokenizers import load_tokenizer
-from nanocem.world import World, failures_in_words, start_world
+from nanocem.world import Distributed, report_errors, start_world
 from prepare_slimpajama import find_data
 from sample import sample_text
 
@@ -120,7 +120,7 @@ def make_optimizers(model: Transformer, cfg: TrainConfig,
 
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
-    def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: World):
+    def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: Distributed):
         self.cfg, self.world = cfg, world
 
         # The data: every split cut into sequences, and the order in which training reads its own
@@ -130,9 +130,9 @@ class Trainer:
             fail(f'vocab_size={self.model_cfg.vocab_size} is smaller than the vocabulary of '
                  f'{cfg.data}, {vocab_size}')
         length = self.model_cfg.context_length
-        self.data = {split: Sequences(cfg.data, split, length, vocab_size)
+        self.data = {split: TokenDataset(cfg.data, split, length, vocab_size)
                      for split in ('train', 'val', 'test')}
-        self.order = Order(len(self.data['train']), cfg.batch_size, cfg.seed)
+        self.order = BatchSampler(len(self.data['train']), cfg.batch_size, cfg.seed)
 
         # The budget: as many tokens, whatever its own size, as the model's Llama counterpart
         with torch.device('meta'):
@@ -153,7 +153,7 @@ class Trainer:
             os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
             torch.use_deterministic_algorithms(True)
         flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
-        self.dtype, compiled = world.broadcast(
+        self.dtype, compiled = world.run_on_rank0(
             fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
         self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
@@ -185,12 +185,12 @@ class Trainer:
         """From where this run stopped, exactly as it was; or from step 0, with the weights of
         another run if asked for."""
         world, out_dir, origin = self.world, self.cfg.out_dir, self.cfg.init_from
-        state = world.broadcast(runs.resumed_state, out_dir, self.identity()) if resume else None
+        state = world.run_on_rank0(runs.resumed_state, out_dir, self.identity()) if resume else None
         if state is None:
             if origin != 'scratch':
-                source = world.broadcast(runs.read_run, origin)
+                source = world.run_on_rank0(runs.read_run, origin)
                 now = {name: self.data['train'].identity[name] for name in runs.TOKENIZER[:2]}
-                if different := runs.differences(source['data'], now):
+                if different := runs.changed_fields(source['data'], now):
                     fail(f'init_from={origin} is of data of another tokenizer: {different}')
                 try:
                     self.raw_model.load_state_dict(source['model'])
@@ -304,7 +304,7 @@ class Trainer:
         """config.json, the log, and a line that says what is to come."""
         cfg, steps = self.cfg, self.schedule.steps
         config = {'train': asdict(cfg), 'model': asdict(self.model_cfg)}
-        write_whole(f'{cfg.out_dir}/config.json', to_json(config, indent=1))
+        write_atomic(f'{cfg.out_dir}/config.json', to_json(config, indent=1))
         self.log = runs.Log(cfg.out_dir, self.step, cfg.tensorboard)
         say(f'{cfg.out_dir}: {self.raw_model.num_params():,} parameters, {steps:,} steps of '
             f'{self.tokens_per_step:,} tokens = {steps * self.tokens_per_step:,}, '
@@ -382,7 +382,7 @@ class Trainer:
                 text = sample_text(self.raw_model, load_tokenizer(cfg.data), prompt='',
                                    tokens=cfg.sample_tokens, temperature=0.8, top_k=None,
                                    seed=cfg.seed)
-        except Refused as error:  # no tokenizer, say: no reason to end a run
+        except UserError as error:  # no tokenizer, say: no reason to end a run
             text = f'No sample: {error}'
         self.raw_model.train()
         self.report(text, sample=text)
@@ -404,11 +404,11 @@ class Trainer:
             'tokens': self.step * self.tokens_per_step,
             'flops_per_token': fast.flops_per_token(self.raw_model), 'skipped': self.skipped,
             'precision': self.precision, 'seconds': seconds}
-        self.world.broadcast(write_whole, f'{cfg.out_dir}/result.json', to_json(result, indent=1))
+        self.world.run_on_rank0(write_atomic, f'{cfg.out_dir}/result.json', to_json(result, indent=1))
         self.sample()
 
 
-@script
+@command_line
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     given = read_options(argv, TrainConfig, ModelConfig)
@@ -425,21 +425,21 @@ def main(argv: list[str]) -> int:
 
     # Its processes; its folder, which no other run may touch; its data; and then training
     world = start_world(cfg.device, cfg.batch_size, cfg.micro_batch_size, cfg.timeout_minutes)
-    with failures_in_words(world), contextlib.ExitStack() as stack:
+    with report_errors(world), contextlib.ExitStack() as stack:
         if resume:
-            world.broadcast(runs.lock_folder, out_dir, stack)
-        cfg.data = world.broadcast(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
+            world.run_on_rank0(runs.lock_folder, out_dir, stack)
+        cfg.data = world.run_on_rank0(find_data, cfg.data, None if resume else cfg.text, cfg.tokenizer)
         signals = runs.Signals()  # until here Ctrl-C ends it: preparing a text takes its time
         trainer, code = Trainer(cfg, options, world), 0
         if not resume:
-            out_dir = world.broadcast(runs.new_folder, out_dir, trainer.model_cfg, stack)
+            out_dir = world.run_on_rank0(runs.new_folder, out_dir, trainer.model_cfg, stack)
         cfg.out_dir = out_dir
-        result = world.broadcast(read_json, f'{out_dir}/result.json') if resume else {}
+        result = world.run_on_rank0(read_json, f'{out_dir}/result.json') if resume else {}
         if (result or {}).get('steps') == trainer.schedule.steps:
             trainer.report(f'{out_dir} is finished; a larger --tokens trains on')
         else:
             trainer.begin(resume)
-            world.broadcast(trainer.open_folder)
+            world.run_on_rank0(trainer.open_folder)
             code = trainer.train(signals)
         del trainer  # before its process group, whose end can wait for it for ever
         if world.size > 1:

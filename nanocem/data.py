@@ -45,7 +45,7 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.m
     return np.memmap(path, dtype, 'r', shape=(shard['tokens'],))
 
 
-class Sequences:
+class TokenDataset:
     """A split cut into sequences of `length` tokens: sequence n's inputs are tokens[n * length:]
     [:length], its targets the same one further on. Each shard is cut by itself. SystemExit."""
     def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
@@ -90,7 +90,7 @@ class Sequences:
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
-class Order:
+class BatchSampler:
     """Which sequences step s reads, a function of (seed, s): every epoch is a permutation."""
     def __init__(self, n_sequences: int, batch_size: int, seed: int):
         self.n_sequences, self.batch_size, self.seed = n_sequences, batch_size, seed

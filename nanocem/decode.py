@@ -46,7 +46,7 @@ class Cache:
 
     def append(self, new: Tensor) -> Tensor:
         """Store `new` (B, I, D) after the past and return both, (B, length, D)."""
-        new = as_multiplied(new)
+        new = to_autocast_dtype(new)
         if self.next == len(self.buffers):
             B, _, D = new.shape
             self.buffers.append(new.new_empty(B, self.max_length, D))
@@ -59,7 +59,7 @@ class Cache:
         return sum(buffer.shape[-1] for buffer in self.buffers)
 
 
-def as_multiplied(x: Tensor) -> Tensor:
+def to_autocast_dtype(x: Tensor) -> Tensor:
     """x in the precision of autocast's matrix products, where it is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -71,8 +71,8 @@ def weights_at_hand(model: Any) -> Iterator[None]:
     in, and the bias of a single token, which depends on distances alone."""
     past = model.cfg.context_length - 1
     last = position_tables(model.cfg, model.embedding.new_empty(1, 1, 0), past)
-    made = [(block, block.attn.bias(last), as_multiplied(block.attn.output_weight()),
-             as_multiplied(block.mlp.output_weight())) for block in model.blocks]
+    made = [(block, block.attn.bias(last), to_autocast_dtype(block.attn.output_weight()),
+             to_autocast_dtype(block.mlp.output_weight())) for block in model.blocks]
     for block, row, attn_out, mlp_out in made:
         block.attn.bias = partial(bias_at_hand, block.attn.bias, row)
         block.attn.output_weight = lambda weight=attn_out: weight

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from configurator import Refused, fail
+from configurator import UserError, fail
 
 
 def say(text: str, end: str = '\n') -> None:
@@ -38,7 +38,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
 
 
-def write_whole(path: str, data: bytes) -> None:
+def write_atomic(path: str, data: bytes) -> None:
     """Write a file whole or not at all. OSError where the disk does not take it."""
     try:
         with open(path + '.tmp', 'wb') as file:
@@ -53,7 +53,7 @@ def write_whole(path: str, data: bytes) -> None:
 
 
 def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
-    """The object in a JSON file, None where there is no file. Refused, with what to do, where it is
+    """The object in a JSON file, None where there is no file. UserError, with what to do, where it is
     damaged or holds something else."""
     if not os.path.exists(path):
         return None
@@ -104,22 +104,22 @@ def locked(path: str) -> Iterator[None]:
         os.close(handle)
 
 
-class Bad(Refused):
+class BadFile(UserError):
     """A file that cannot be read to its end."""
 
 
 def read_text(path: str) -> Iterator[str]:
-    """A text file, a chunk at a time. Bad where it is not UTF-8; Python's library comes as it is."""
+    """A text file, a chunk at a time. BadFile where it is not UTF-8; Python's library comes as it is."""
     try:
         errors = 'replace' if path.endswith('.py') else 'strict'
         with open(path, encoding='utf-8', errors=errors, newline='') as file:
             yield from iter(lambda: file.read(1 << 20), '')
     except UnicodeDecodeError as error:
-        raise Bad(f'{path} is not UTF-8 ({error.reason}): no text, or of another encoding (iconv -f latin1 -t '
+        raise BadFile(f'{path} is not UTF-8 ({error.reason}): no text, or of another encoding (iconv -f latin1 -t '
                   'utf-8 makes it UTF-8)') from None
 
 
-def text_of(path: str, option: str) -> str:
+def read_text_file(path: str, option: str) -> str:
     """The text file that an option (text=) names. SystemExit where it is none, or not in UTF-8."""
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
         fail(f'{option}{path} is no file; expected a text file')

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
-from configurator import Refused, fail
+from configurator import UserError, fail
 from model import ModelConfig, Transformer
-from nanocem.files import read_json, say, write_whole
+from nanocem.files import read_json, say, write_atomic
 from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
         fail(f'export={folder} is not empty; expected a new folder')
     weights = {PREFIX + name: w.to(dtype).contiguous()
                for name, w in model.state_dict().items()}
-    write_whole(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
+    write_atomic(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
     for source in CODE:
         code = (ROOT / source).read_text(encoding='utf-8')
         (path / Path(source).name).write_text(beside(code), encoding='utf-8')
@@ -87,7 +87,7 @@ def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
     Returns BOS; None, and a warning, where the tokenizer is not at hand."""
     try:
         tokenizer = tokenizer_of(state)
-    except Refused as error:
+    except UserError as error:
         say(f'WARNING: no tokenizer in {path}: {error}')
         return None
     options: dict[str, Any]

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import Refused, check_values, fail, read_options
+from configurator import UserError, check_values, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem import hf
-from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_whole
+from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
 from nanocem.world import find_device
 
 NEEDED = {'model', 'model_config', 'step', 'data', 'data_dir'}  # in checkpoints and exported folders
@@ -111,7 +111,7 @@ def one_budget(given: dict[str, Any]) -> dict[str, Any]:
     return {'tokens': None, **given} if 'tokens_per_param' in given else given
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
+def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
     """The fields of two descriptions that differ, in words; neither how attention is computed
     (attn_impl) makes a difference, nor what an earlier version did not save."""
     return ', '.join(f'{key}={saved[key]} (now {now[key]})' for key in now
@@ -133,7 +133,7 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
     torch.save(state, buffer)
     path = os.path.join(out_dir, 'best.pt' if best else f'step_{state["step"]:08d}.pt')
     try:
-        write_whole(path, buffer.getbuffer())
+        write_atomic(path, buffer.getbuffer())
         for old in [] if best else [p for p in checkpoints(out_dir) if p <= path][:-keep]:
             os.remove(old)
     except OSError as error:
@@ -163,7 +163,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         return {**state, 'model_config': asdict(cfg)}
     except Exception as error:  # a damaged file can fail in any way
         words = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise Refused(f'{path} is damaged ({words})') from None
+        raise UserError(f'{path} is damaged ({words})') from None
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
@@ -171,7 +171,7 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
     for path in reversed(checkpoints(out_dir)):
         try:
             return read_checkpoint(path)
-        except Refused as error:
+        except UserError as error:
             say(f'WARNING: {error}; trying the one before it')
     return None
 
@@ -196,7 +196,7 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
     for part in ('model_config', 'data', 'recipe'):
-        if different := differences(state[part], now[part]):
+        if different := changed_fields(state[part], now[part]):
             fail(f'the checkpoint in {out_dir} is of another {part}: {different}; --init_from='
                  f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
     return state
@@ -258,7 +258,7 @@ class Log:
         if os.path.exists(self.path):  # lines after `step` will come again; damaged ones go
             lines = [line for line in read_json_lines(self.path)
                      if isinstance(line.get('step'), int) and line['step'] <= step]
-            write_whole(self.path, b''.join(to_json(line) + b'\n' for line in lines))
+            write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
             self.writer = SummaryWriter(out_dir, purge_step=step + 1)

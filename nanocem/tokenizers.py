@@ -150,7 +150,7 @@ def tokenizer_of(state: dict[str, Any]) -> Any:
     return load_tokenizer(state.get('folder', state['data_dir']), state['data'])
 
 
-def as_it_comes(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], None]:
+def stream_text(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], None]:
     """A function that takes one more token at a time: it prints the text of `ids`, and then of
     these, once their last character is whole, or they are `total` in all."""
     begin = end = 0  # of what was printed last; the next is decoded behind it, for a word may lose

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from configurator import Refused, fail
+from configurator import UserError, fail
 
 
 @dataclass
-class World:
+class Distributed:
     """This process among the others."""
     rank: int
     size: int
@@ -32,19 +32,19 @@ class World:
         """Whether it is so in any process."""
         return float(self.sum(torch.tensor(float(flag)))) > 0
 
-    def broadcast(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run_on_rank0(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(*args) run by rank 0, its result in every process. Where it fails, all end."""
         result, error = None, None
         if self.rank == 0:
             try:
                 result = function(*args)
-            except (Refused, OSError) as raised:
+            except (UserError, OSError) as raised:
                 error = raised
         box = [result, error is not None]
         if self.size > 1:
             dist.broadcast_object_list(box, device=self.device)
         if box[1]:
-            raise error or Refused('rank 0 has said why')
+            raise error or UserError('rank 0 has said why')
         return box[0]
 
 
@@ -62,7 +62,7 @@ def find_device(kind: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, local_rank) if kind == 'cuda' else torch.device(kind)
 
 
-def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: float) -> World:
+def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: float) -> Distributed:
     """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), which wait so long for
     one another, or stand alone. SystemExit where the batch does not divide among them."""
     rank = int(os.environ.get('RANK', 0))
@@ -93,11 +93,11 @@ def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: floa
             store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)
         backend = 'nccl' if device.type == 'cuda' else 'gloo'
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
-    return World(rank, size, device)
+    return Distributed(rank, size, device)
 
 
 @contextlib.contextmanager
-def failures_in_words(world: World) -> Iterator[None]:
+def report_errors(world: Distributed) -> Iterator[None]:
     """Memory that ran out, and other processes that are gone, become one line and exit code 1."""
     try:
         yield

@@ -23,7 +23,7 @@ from model import ModelConfig
 from nanocem import fast
 from nanocem.data import FORMAT
 from nanocem.runs import checkpoints, read_checkpoint
-from nanocem.world import World
+from nanocem.world import Distributed
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -178,7 +178,7 @@ def make_trainer(data: Path, out: Path, **options: Any) -> train.Trainer:
     given = configurator.read_options(TINY, TrainConfig, ModelConfig)
     given |= {'data': str(data), 'out_dir': str(out), **options}
     cfg = configurator.build(TrainConfig, given)
-    return train.Trainer(cfg, given, World(0, 1, torch.device('cpu')))
+    return train.Trainer(cfg, given, Distributed(0, 1, torch.device('cpu')))
 
 
 def wait_for(condition: Any, seconds: float = 300) -> None:

@@ -221,7 +221,7 @@ def test_numbers_that_cannot_be_written_are_printed(
         monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: str, data: bytes) -> None:
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(evaluate, 'write_whole', full)
+    monkeypatch.setattr(evaluate, 'write_atomic', full)
     evaluate.main(argv)
     said = capsys.readouterr().out
     assert said.index('| ') < said.index('not written (No space left on device)')

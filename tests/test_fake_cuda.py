@@ -51,7 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         op, code = getattr(triton_attention, name), getattr(triton_attention, code)
         monkeypatch.setattr(triton_attention, name, with_its_code(op, code))
     if DEVICE == 'meta':  # which autocast does not know
-        monkeypatch.setattr(decode, 'as_multiplied', lambda x: x)
+        monkeypatch.setattr(decode, 'to_autocast_dtype', lambda x: x)
     launches.clear()
     with FakeTensorMode():
         yield

@@ -10,7 +10,7 @@ import pytest
 from running import ROOT
 
 from nanocem import files
-from nanocem.files import read_json, say, to_json, write_whole
+from nanocem.files import read_json, say, to_json, write_atomic
 
 SAYS = "from nanocem.files import say\nfor n in range(3): say('caf\\u00e9 %d' % n)\n"
 
@@ -40,10 +40,10 @@ def test_a_line_that_cannot_be_said_ends_nothing(capsys: pytest.CaptureFixture) 
 
 def test_a_file_is_written_whole_or_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / 'a'
-    write_whole(str(path), b'first')
+    write_atomic(str(path), b'first')
     (tmp_path / 'a.tmp').mkdir()  # nothing can be written there
     with pytest.raises(OSError):
-        write_whole(str(path), b'second')
+        write_atomic(str(path), b'second')
     assert path.read_bytes() == b'first'
 
 

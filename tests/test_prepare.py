@@ -28,7 +28,7 @@ from test_tokenizers import LLAMA, NASTY, documents, needs_llama
 import prepare_slimpajama as prep
 
 sources = prep
-from nanocem.data import Sequences
+from nanocem.data import TokenDataset
 from nanocem.tokenizers import SentencePieceTokenizer as LlamaTokenizer
 from nanocem.tokenizers import load_tokenizer
 
@@ -124,7 +124,7 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
         data = made[shard['file']]
         ids = np.frombuffer(data, '<u2')
         assert shard == {'file': shard['file'], 'tokens': len(ids)} and s['tokens'] == len(ids)
-        assert len(ids) == len(Sequences(str(tmp_path / 'out'), split, 64).shards[0])
+        assert len(ids) == len(TokenDataset(str(tmp_path / 'out'), split, 64).shards[0])
 
 
 def test_workers_shards_and_long_documents_do_not_show(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_text_of_ones_own(
     made = made_of('My book.v2.txt')
     assert re.fullmatch(r'data/My book-[0-9a-f]{8}', made)
     assert 'one token a byte' in capsys.readouterr().out
-    assert all(len(Sequences(made, split, 128)) > 10 for split in prep.SPLITS)
+    assert all(len(TokenDataset(made, split, 128)) > 10 for split in prep.SPLITS)
     at = os.path.getmtime(f'{made}/meta.json')
     assert made_of(path) == made and os.path.getmtime(f'{made}/meta.json') == at
     assert capsys.readouterr().out == ''
@@ -350,7 +350,7 @@ def test_a_text_of_ones_own(
     for i in range(30):
         (tmp_path / 'folder' / f'{i}.txt').write_text(book(1000, seed=i) if i % 5 else 'short')
     folder = made_of(tmp_path / 'folder')
-    assert all(len(Sequences(folder, split, 128)) > 10 for split in prep.SPLITS)
+    assert all(len(TokenDataset(folder, split, 128)) > 10 for split in prep.SPLITS)
 
 
 @needs_llama

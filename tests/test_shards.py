@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import LENGTH, edit_meta, write_data
 
-from nanocem.data import Order, Sequences, evenly_spaced
+from nanocem.data import BatchSampler, TokenDataset, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
 from prepare_slimpajama import SPLITS
 
 
 def test_every_epoch_reads_every_sequence_once(data: Path) -> None:
-    order = Order(n_sequences=7, batch_size=3, seed=5)
+    order = BatchSampler(n_sequences=7, batch_size=3, seed=5)
     drawn = np.concatenate([order(s) for s in range(14)])
     for epoch in np.split(drawn, 6):
         assert sorted(epoch) == list(range(7))
     # a function of (seed, step) alone
-    assert list(order(4)) == list(Order(7, 3, 5)(4)) == list(drawn[12:15])
-    assert list(Order(100, 50, 5)(0)) != list(Order(100, 50, 6)(0))
-    sequences = Sequences(str(data), 'train', LENGTH)
+    assert list(order(4)) == list(BatchSampler(7, 3, 5)(4)) == list(drawn[12:15])
+    assert list(BatchSampler(100, 50, 5)(0)) != list(BatchSampler(100, 50, 6)(0))
+    sequences = TokenDataset(str(data), 'train', LENGTH)
     whole = [np.fromfile(data / f'train_{s:05d}.bin', '<u2').astype(int) for s in range(2)]
     assert len(sequences) == sum((len(w) - 1) // LENGTH for w in whole)
     x, y = sequences.batch(np.arange(len(sequences)))
@@ -74,7 +74,7 @@ def test_corrupt_data_is_one_line(name: str, tmp_path: Path) -> None:
     corrupt(folder)
     with pytest.raises((SystemExit, ValueError), match=words) as stop:
         for split in SPLITS:
-            Sequences(str(folder), split, LENGTH)
+            TokenDataset(str(folder), split, LENGTH)
     assert '\n' not in str(stop.value)
 
 
@@ -91,7 +91,7 @@ def test_a_token_outside_the_vocabulary_that_no_sample_saw_is_met_in_its_batch(
     tokens = np.fromfile(folder / 'train_00000.bin', '<u2')
     tokens[5000:8000] = 999  # between two of the places that are checked
     tokens.tofile(folder / 'train_00000.bin')
-    data = Sequences(str(folder), 'train', LENGTH)
+    data = TokenDataset(str(folder), 'train', LENGTH)
     data.batch(np.arange(4000 // LENGTH))
     with pytest.raises((SystemExit, ValueError), match=r'train_00000\.bin holds token 999.* vocabulary of 30'):
         data.batch(np.array([6000 // LENGTH]))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import ROOT
 
-from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, SentencePieceTokenizer, as_it_comes
-from prepare_slimpajama import Part, cut
+from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, SentencePieceTokenizer, stream_text
+from prepare_slimpajama import Part
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
@@ -82,7 +82,7 @@ def test_a_document_in_parts_has_the_ids_of_the_whole(
     text: str, size: int, chunk: int, threads: int
 ) -> None:
     chunks = [text[i:i + chunk] for i in range(0, len(text), chunk)]
-    made = [Part('train', part, n == 0) for n, part in enumerate(cut(chunks, size))]
+    made = [Part('train', part, n == 0) for n, part in enumerate(split_text(chunks, size))]
     assert ''.join(part.text for part in made) == text
     for tokenizer in TOKENIZERS:
         ids = tokenizer.encode_parts(made, threads)
@@ -104,7 +104,7 @@ def test_text_as_it_comes_is_the_whole_text(name: str, capfd: pytest.CaptureFixt
                  'llama': lambda: SentencePieceTokenizer(LLAMA)}[name]()
     for text in [*NASTY[:-10], ' '.join(documents(5, seed=2))]:
         ids = [tokenizer.bos, *tokenizer.encode(text)]
-        take = as_it_comes(tokenizer, ids[:2], len(ids) + 1)
+        take = stream_text(tokenizer, ids[:2], len(ids) + 1)
         parts = []
         for token in [*ids[2:], 240]:  # at the end, for bytes, the beginning of a character
             take(token)

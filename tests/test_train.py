@@ -25,7 +25,7 @@ import configurator
 import train
 from model import ModelConfig, Transformer
 from nanocem import fast, runs
-from nanocem.data import Sequences
+from nanocem.data import TokenDataset
 from nanocem.runs import Schedule, Signals, checkpoints, read_checkpoint
 from nanocem.world import start_world
 from train import TrainConfig
@@ -182,8 +182,8 @@ MOMENTS = {
     'between steps': (train.Trainer, 'check_numbers'),
     'inside a step': (torch.nn.utils, 'clip_grad_norm_'),
     'before the update': (torch.optim.AdamW, 'step'),
-    'while loading': (Sequences, 'batch'),
-    'inside a checkpoint': (runs, 'write_whole'),
+    'while loading': (TokenDataset, 'batch'),
+    'inside a checkpoint': (runs, 'write_atomic'),
 }
 
 
