@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configurator import build, command_line, fail, in_range, read_options
 from model import SIZES, ModelConfig, Transformer, position_tables
-from nanocem import fast
+from nanocem import compute, fast
 from nanocem.decode import Cache, generate
 from nanocem.files import say, table
 
@@ -183,7 +183,7 @@ def train_table(cfg: BenchConfig) -> list[Row]:
         models[name] = forward = make()
         optimizer = torch.optim.AdamW(forward.parameters(), lr=1e-4, fused=True)
         if cfg.compile and name in VARIANTS:
-            forward = fast.compile_for(torch.device(cfg.device), forward)  # as train.py does
+            forward = compute.compile_for(torch.device(cfg.device), forward)  # as train.py does
         elif cfg.compile:
             forward = torch.compile(forward, dynamic=False)
         runs[name] = partial(train_step, cfg, forward, x, optimizer, name not in VARIANTS)
@@ -192,12 +192,12 @@ def train_table(cfg: BenchConfig) -> list[Row]:
             torch.cuda.reset_peak_memory_stats()
             runs[name]()
             memory[name] = (torch.cuda.max_memory_allocated() - before) / 1e9
-    peak = fast.peak_flops(torch.device(cfg.device), cfg.torch_dtype)
-    llama_flops = fast.flops_per_token(models['Llama'])
+    peak = compute.peak_flops(torch.device(cfg.device), cfg.torch_dtype)
+    llama_flops = compute.flops_per_token(models['Llama'])
     budget = 20 * models['Llama'].num_params()
     rows: list[Row] = []
     for name, took in turns(runs, cfg).items():
-        flops = fast.flops_per_token(models[name]) if name in VARIANTS else llama_flops
+        flops = compute.flops_per_token(models[name]) if name in VARIANTS else llama_flops
         speed = x.numel() / took
         rows.append({'model': name,
                      'parameters': sum(p.numel() for p in models[name].parameters()),
@@ -313,7 +313,7 @@ TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_t
 def main(argv: list[str]) -> None:
     """Run the command line."""
     cfg = build(BenchConfig, read_options(argv, BenchConfig))
-    fast.keep_freed_memory()  # as train.py does
+    compute.keep_freed_memory()  # as train.py does
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
     torch._dynamo.config.recompile_limit = 64  # every variant is a new graph of the same code

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from configurator import build, command_line, fail, in_range, read_options
 from model import MLP, Attention, Transformer
+from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.data import TokenDataset, evenly_spaced
-from nanocem.fast import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from configurator import check_types, expect, in_range, require, resolve_defaults
-from nanocem import fast
+from nanocem import compute, fast
 
 # 86m to 162m: the paper's Table 1. Of 256m it says only that its CEM model has two layers more.
 SIZES: dict[str, dict[str, int]] = {
@@ -334,7 +334,7 @@ class MLP(nn.Module):
         if self.cfg.mlp_energy == 'sign_convex':
             z = z * straight_through_sign(gamma)
             return -(gamma.abs() * F.softplus(z)).sum(dim=-1)
-        return -(gamma * fast.Phi.apply(z)).sum(dim=-1)
+        return -(gamma * compute.Phi.apply(z)).sum(dim=-1)
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ class Transformer(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
-        return None, fast.cross_entropy(x, self.head, targets)
+        return None, compute.cross_entropy(x, self.head, targets)
 
     def hidden(self, idx: Tensor, cache: Any = None) -> Tensor:
         """What the head reads: (B, I) -> (B, I, D)."""

@@ -33,7 +33,7 @@ from scipy.stats import t as student
 
 from configurator import build, command_line, read_options
 from model import ModelConfig, Transformer
-from nanocem.fast import flops_per_token
+from nanocem.compute import flops_per_token
 from nanocem.files import read_json, say, table
 from train import TrainConfig
 

@@ -24,8 +24,8 @@ from model import (
     position_tables,
     straight_through_sign,
 )
+from nanocem.compute import Phi, flops_per_token
 from nanocem.decode import generate
-from nanocem.fast import Phi, flops_per_token
 
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
 OPTIONS = dict(

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from configurator import UserError, build, check_types, command_line, fail, in_range, read_options
 from model import ModelConfig, Transformer
-from nanocem import fast, runs
+from nanocem import compute, fast, runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.files import read_json, say, to_json, write_atomic
 from nanocem.muon import Muon, block_matrices
@@ -152,9 +152,9 @@ class Trainer:
         if cfg.deterministic:
             os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
             torch.use_deterministic_algorithms(True)
-        flops = steps * self.tokens_per_step * fast.flops_per_token(self.raw_model)
+        flops = steps * self.tokens_per_step * compute.flops_per_token(self.raw_model)
         self.dtype, compiled = world.run_on_rank0(
-            fast.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
+            compute.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
         self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
         self.autocast = torch.autocast(
@@ -162,7 +162,7 @@ class Trainer:
         self.attention = fast.attention_path(self.raw_model, world.device, self.dtype, compiled)
         self.model = self.raw_model
         if compiled:  # on a CPU in place, a block at a time
-            self.model = fast.compile_for(world.device, self.raw_model)
+            self.model = compute.compile_for(world.device, self.raw_model)
         if world.size > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
@@ -273,7 +273,7 @@ class Trainer:
         self.raw_model.eval()
         for at in range(0, len(mine), size):
             x, y = self.batch(split, mine[at:at + size])
-            last_few = fast.eager() if len(x) < size else contextlib.nullcontext()
+            last_few = compute.eager() if len(x) < size else contextlib.nullcontext()
             with self.autocast, last_few:
                 loss = self.model(x, y)[1]
             total += float(loss) * len(x)
@@ -316,8 +316,8 @@ class Trainer:
     def train(self, signals: runs.Signals) -> int:
         """The loop. Returns the exit code: 0 finished, STOPPED it can go on."""
         cfg, world, steps = self.cfg, self.world, self.schedule.steps
-        peak = fast.peak_flops(world.device, self.dtype) * world.size
-        flops_per_token = fast.flops_per_token(self.raw_model)
+        peak = compute.peak_flops(world.device, self.dtype) * world.size
+        flops_per_token = compute.flops_per_token(self.raw_model)
         spent, since = 0.0, self.step  # seconds in steps since the last log line, and where it was
         while self.step < steps:
             # One step
@@ -378,7 +378,7 @@ class Trainer:
             return
         self.raw_model.eval()
         try:
-            with fast.eager():
+            with compute.eager():
                 text = sample_text(self.raw_model, load_tokenizer(cfg.data), prompt='',
                                    tokens=cfg.sample_tokens, temperature=0.8, top_k=None,
                                    seed=cfg.seed)
@@ -402,7 +402,7 @@ class Trainer:
             'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
             'parameters': self.raw_model.num_params(), 'steps': self.step,
             'tokens': self.step * self.tokens_per_step,
-            'flops_per_token': fast.flops_per_token(self.raw_model), 'skipped': self.skipped,
+            'flops_per_token': compute.flops_per_token(self.raw_model), 'skipped': self.skipped,
             'precision': self.precision, 'seconds': seconds}
         self.world.run_on_rank0(write_atomic, f'{cfg.out_dir}/result.json', to_json(result, indent=1))
         self.sample()
@@ -412,7 +412,7 @@ class Trainer:
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     given = read_options(argv, TrainConfig, ModelConfig)
-    fast.keep_freed_memory()
+    compute.keep_freed_memory()
 
     # Which run, a new one or one to go on with; and its options: what was given, over those it
     # began with, or over its size's

@@ -16,8 +16,8 @@ from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE, PREFIX = 'model.safetensors', 'model.'  # in an exported folder; of its weights' names
-CODE = ('model.py', 'configurator.py', 'nanocem/fast.py', 'nanocem/triton_attention.py',
-        'nanocem/modeling_nanocem.py')  # what an exported folder holds of this repository
+CODE = ('model.py', 'configurator.py', 'nanocem/compute.py', 'nanocem/fast.py',  # copied by export
+        'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
 
 CARD = """---
 library_name: transformers
@@ -74,8 +74,9 @@ def read_export(folder: str) -> dict[str, Any]:
 def beside(code: str) -> str:
     """A file of ours with imports from the folder it is in, the only ones transformers follows."""
     code = re.sub(r'^( *)from nanocem import', r'\1from . import', code, flags=re.M)
-    return re.sub(r'^( *)from (?:nanocem\.)?(configurator|model|fast|triton_attention) import',
-                  r'\1from .\2 import', code, flags=re.M)
+    ours = 'configurator|model|compute|fast|triton_attention'
+    return re.sub(rf'^( *)from (?:nanocem\.)?({ours}) import', r'\1from .\2 import', code,
+                  flags=re.M)
 
 
 def write_json(path: Path, **values: Any) -> None:

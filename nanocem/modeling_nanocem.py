@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from model import ModelConfig, Transformer
 
 # transformers brings the files along that such a line names, and no others
+from nanocem.compute import cross_entropy  # noqa: F401
 from nanocem.fast import way  # noqa: F401
 from nanocem.triton_attention import attention  # noqa: F401
 

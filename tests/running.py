@@ -20,7 +20,7 @@ import torch
 import configurator
 import train
 from model import ModelConfig
-from nanocem import fast
+from nanocem import compute
 from nanocem.data import FORMAT
 from nanocem.runs import checkpoints, read_checkpoint
 from nanocem.world import Distributed
@@ -76,7 +76,7 @@ def child(script: str, argv: list[str], output: str, env: dict[str, str], damage
     sys.argv = [f'{script}.py', *argv]
     os.environ.update(env)
     torch.set_num_threads(1)
-    fast.peak_flops = lambda device, dtype: 1e12  # to measure it takes longer than these runs
+    compute.peak_flops = lambda device, dtype: 1e12  # to measure it takes longer than these runs
     if damage:
         damage()
     try:

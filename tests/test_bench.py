@@ -6,7 +6,7 @@ import torch
 
 import bench
 from model import ModelConfig, Transformer
-from nanocem.fast import flops_per_token
+from nanocem.compute import flops_per_token
 
 TINY = dict(size='nano', context_length=32, batch_size=2, repeats=1, device='cpu',
             decode_context=16, decode_tokens=4)

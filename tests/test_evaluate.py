@@ -13,7 +13,7 @@ from running import edit_meta, write_data
 
 import evaluate
 from model import ModelConfig, Transformer, position_tables
-from nanocem.fast import flops_per_token
+from nanocem.compute import flops_per_token
 
 LENGTH = 16
 TEXT = 'The energy of a word falls, step by step: d\u00e9j\u00e0 vu.\n' * 8

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 from configurator import build, read_options
 from model import ModelConfig, Transformer
-from nanocem import decode, fast, triton_attention
+from nanocem import compute, decode, fast, triton_attention
 from nanocem.muon import Muon, block_matrices
 from train import TrainConfig
 
@@ -62,8 +62,8 @@ def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device(DEVICE):
         model = Transformer(ModelConfig(**{**options, **SMALL}))
         idx = torch.zeros(2, 4, dtype=torch.long)
-    for at_once in (fast.LOGITS_AT_ONCE, 50):
-        monkeypatch.setattr(fast, 'LOGITS_AT_ONCE', at_once)
+    for at_once in (compute.LOGITS_AT_ONCE, 50):
+        monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
         loss = model(idx, idx)[1]
         assert loss.device.type == DEVICE
         if DEVICE == 'meta':

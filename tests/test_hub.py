@@ -28,9 +28,9 @@ from train import TrainConfig
 transformers = pytest.importorskip('transformers')
 MODELS = [{}, dict(attn='llama', mlp='llama'), dict(positions='rope', kq_diag='none'),
           dict(mlp='llama', preconditioner='diag'), dict(extra_layers=1, residual='normed')]
-FILES = {'README.md', 'config.json', 'configurator.py', 'fast.py', 'generation_config.json',
-         'model.py', 'model.safetensors', 'modeling_nanocem.py', 'tokenizer_config.json',
-         'triton_attention.py'}
+FILES = {'README.md', 'compute.py', 'config.json', 'configurator.py', 'fast.py',
+         'generation_config.json', 'model.py', 'model.safetensors', 'modeling_nanocem.py',
+         'tokenizer_config.json', 'triton_attention.py'}
 TEXT = 'd\u00e9j\u00e0 <|endoftext|>'
 
 # What a program elsewhere does with exported folders, this repository not being on its path

@@ -12,7 +12,7 @@ from running import ROOT
 
 import reproduce
 from model import Transformer
-from nanocem.fast import flops_per_token
+from nanocem.compute import flops_per_token
 from reproduce import KINDS, MODELS, SIZES, Estimate, configs, line_through, planned, verdict
 
 

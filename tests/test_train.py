@@ -24,7 +24,7 @@ from running import BATCH, RESUME, TINY, Run, log, losses, make_trainer, result,
 import configurator
 import train
 from model import ModelConfig, Transformer
-from nanocem import fast, runs
+from nanocem import compute, runs
 from nanocem.data import TokenDataset
 from nanocem.runs import Schedule, Signals, checkpoints, read_checkpoint
 from nanocem.world import start_world
@@ -78,7 +78,7 @@ def graphs_made() -> int:
 def test_compiled_steps_stay_close_and_resume_to_the_bit(halves: Any, tmp_path: Path) -> None:
     """One graph serves all blocks' steps, one their evaluation; smaller batches and sampling run
     as they are."""
-    if not fast.compiles(CPU):
+    if not compute.compiles(CPU):
         pytest.skip('needs a C++ compiler')
     data = halves[0].parent / 'data'
     plain, compiled = (make_trainer(data, tmp_path, compile=c, n_layer=2, sample_tokens=4)
@@ -111,23 +111,23 @@ def test_compiled_steps_stay_close_and_resume_to_the_bit(halves: Any, tmp_path: 
 def test_precision_and_compiler_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     f32, bf16 = torch.float32, torch.bfloat16
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: True)
-    monkeypatch.setattr(fast, 'compiles', lambda device: True)
-    assert fast.precision_and_compiler(CPU, 'auto', None, 1e13) == (bf16, True)
-    assert fast.precision_and_compiler(CPU, 'auto', None, 1e12) == (f32, False)
-    assert fast.precision_and_compiler(CPU, 'bfloat16', False, 1e13) == (bf16, False)
+    monkeypatch.setattr(compute, 'compiles', lambda device: True)
+    assert compute.precision_and_compiler(CPU, 'auto', None, 1e13) == (bf16, True)
+    assert compute.precision_and_compiler(CPU, 'auto', None, 1e12) == (f32, False)
+    assert compute.precision_and_compiler(CPU, 'bfloat16', False, 1e13) == (bf16, False)
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: False)
-    assert fast.precision_and_compiler(CPU, 'auto', None, 1e13) == (f32, True)
-    monkeypatch.setattr(fast, 'compiles', lambda device: False)
-    assert fast.precision_and_compiler(CPU, 'auto', None, 1e13) == (f32, False)
+    assert compute.precision_and_compiler(CPU, 'auto', None, 1e13) == (f32, True)
+    monkeypatch.setattr(compute, 'compiles', lambda device: False)
+    assert compute.precision_and_compiler(CPU, 'auto', None, 1e13) == (f32, False)
     with pytest.raises((ValueError, SystemExit), match=r'compile=True: .* does not work'):
-        fast.precision_and_compiler(CPU, 'auto', True, 1e13)
+        compute.precision_and_compiler(CPU, 'auto', True, 1e13)
 
 
 def test_two_processes_and_checkpointing_give_one_processs_losses(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
     kinds = {'two': (2, []), 'recomputed': (1, ['--activation_checkpointing'])}
-    if fast.compiles(CPU):
+    if compute.compiles(CPU):
         kinds['compiled'] = 2, ['--compile', '--activation_checkpointing']
     common = [f'--data={halves[0].parent / "data"}', steps(12), '--eval_interval=4']
     started = {name: Run(tmp_path, *common, *more, f'--out_dir={tmp_path / name}', world=world)
