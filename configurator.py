@@ -55,22 +55,32 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     return run
 
 
+# Options of which each replaces the other: the later one counts
+RIVALS = {'text': 'data', 'data': 'text', 'tokens': 'tokens_per_param',
+          'tokens_per_param': 'tokens'}
+
+
+def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` with `later` ones over them; an option replaces its rival, too."""
+    return {key: value for key, value in options.items() if RIVALS.get(key) not in later} | later
+
+
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Options given in `argv` (config files and --key=value, in order), checked against the fields
-    of `classes`. Only what was given is returned, so that a caller can tell it from a default."""
+    """Read config files in their order, then --key=value in theirs: later ones win. Options are
+    checked against the fields of `classes`; only those given are returned."""
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     given: dict[str, Any] = {}
     if '--help' in argv or '-h' in argv:
         _help(classes)
-    for arg in argv:
+    for arg in sorted(argv, key=lambda arg: arg.startswith('--')):  # files first, in their order
         if not arg.startswith('--'):
-            given |= _read_file(arg, hints)
+            given = merge(given, _read_file(arg, hints))
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals and key in hints:
             switch = hints[key] in (bool, bool | None)
             text = 'True' if switch else fail(f'--{key} needs a value: --{key}=VALUE, no space')
-        given[key] = _check(key, text, hints, '--')
+        given = merge(given, {key: _check(key, text, hints, '--')})
     return given
 
 

@@ -20,7 +20,6 @@ import shlex
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from configurator import build, command_line, fail, in_range, read_options
-from model import MLP, Attention, Transformer
+from model import CEMMLP, BaseAttention, CEMAttention, Transformer
 from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.data import TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
@@ -155,15 +154,15 @@ def report_loss(model: Transformer, sequences: Tensor, spelled: Tensor,
 # Energies
 
 @torch.no_grad()
-def energies_along(sublayer: Attention | MLP, x: Tensor, *rest: Any, steps: int) -> Tensor:
+def energies_along(sublayer: CEMAttention | CEMMLP, x: Tensor, *rest: Any, steps: int) -> Tensor:
     """A CEM sublayer's energy at each u_t of its steps from x, u_0 to u_steps: (steps + 1, B, J).
     `rest`: what forward takes after x."""
     normed: list[Tensor] = []  # h, u_0, u_1, ...
     hook = sublayer.norm.register_forward_hook(lambda norm, given, out: normed.append(out))
-    trained_steps = sublayer.steps
-    sublayer.steps = steps + 1
+    trained_T = sublayer.T
+    sublayer.T = steps + 1
     sublayer.forward(x, *rest)
-    sublayer.steps = trained_steps
+    sublayer.T = trained_T
     hook.remove()
     return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
 
@@ -205,18 +204,21 @@ def report_energies(model: Transformer, sequences: Tensor, steps: int) -> Report
 @torch.no_grad()
 def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     """alpha_ijk of ids (1, J), at each step of each layer: a (T, K, J, J) a layer."""
-    maps: dict[Attention, list[Tensor]] = {block.attn: [] for block in model.blocks}
-    plain_scores = Attention.scores
+    maps: dict[BaseAttention, list[Tensor]] = {block.attn: [] for block in model.blocks}
 
-    def scores(attn: Attention, *args: Any) -> Tensor:
-        a = plain_scores(attn, *args)
-        maps[attn].append(a.softmax(dim=-1)[0].cpu())
-        return a
+    def record(attn: BaseAttention, scores: Any) -> Any:
+        def recorded(*args: Any) -> Tensor:
+            a = scores(*args)
+            maps[attn].append(a.softmax(dim=-1)[0].cpu())
+            return a
+        return recorded
 
-    # only the readable path asks for all scores of a step
-    readable = patch.object(model.cfg, 'attn_impl', 'readable')
-    with readable, patch.object(Attention, 'scores', scores):
-        model.hidden(idx)
+    # Only the readable lines ask for all scores of a step
+    for attn in maps:
+        attn.impl, attn.scores = 'readable', record(attn, attn.scores)
+    model.hidden(idx)
+    for attn in maps:
+        del attn.impl, attn.scores
     return [torch.stack(steps) for steps in maps.values()]
 
 

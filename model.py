@@ -1,25 +1,25 @@
 """
 Llama and Causal Energy Minimization (CEM, arXiv 2605.07588): all layers in one file.
 
-A Transformer layer as descent on two conditional energies: attention steps down the interaction
-energy (Eq. 2), the MLP down the element-wise energy (Eq. 7). Each sublayer is one class, in which
-'llama' (untied weights) or 'cem' (tied weights) is a flag. A CEM sublayer:
+A Transformer layer as gradient descent on two energies. Attention takes T steps down the
+interaction energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7):
 
     h = norm(x)                            the context: keys = values = W_K h, gamma = W h
     for t in range(T):
         u = norm(x)
-        x = x + eta * P * update(u | h)    minus dE/du, E the energy (see exact_update)
+        x = x + eta * P * update(u | h)    update = minus dE/du, E the energy (see exact_update)
 
-Read Attention.forward beside Algorithm 1's MHA, and MLP.forward beside its MLP. docs/paper.md has
-the choices where the paper is silent, nanocem/fast.py faster ways to the same numbers.
+Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
+The formulas at the ends of lines are those of Algorithm 1. docs/paper.md lists our choices where
+the paper is silent. nanocem/fast.py computes the same numbers faster.
 
-Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width, K
-heads R = D_r = D / K wide. A subscript k is a head, k_j a key.
+Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
+K heads of width R = D_r = D / K. A subscript k is a head, k_j a key.
 """
 import math
-from collections import namedtuple
+import operator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -30,305 +30,394 @@ from torch.utils.checkpoint import checkpoint
 from configurator import check_types, expect, in_range, require, resolve_defaults
 from nanocem import compute, fast
 
-# 86m to 162m: the paper's Table 1. Of 256m it says only that its CEM model has two layers more.
+# 86m to 162m are the paper's (Table 1). Of 256m it says only that its CEM has two layers more.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
-    'micro': dict(d_model=48, n_layer=2, n_head=3, d_mlp=128),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
     '86m': dict(d_model=672, n_layer=8, n_head=8, d_mlp=1792),
     '108m': dict(d_model=672, n_layer=12, n_head=12, d_mlp=1792),
     '134m': dict(d_model=768, n_layer=12, n_head=12, d_mlp=2048),
     '162m': dict(d_model=864, n_layer=12, n_head=12, d_mlp=2304),
     '256m': dict(d_model=1056, n_layer=14, n_head=12, d_mlp=2816),
+    '256m_cem': dict(d_model=1056, n_layer=16, n_head=12, d_mlp=2816),
 }
 
-# The parameters that weight decay acts on, in whatever module: matrices, and P's low-rank part
+NORM_EPS = 1e-5  # added to the mean square in RMSNorm
+EMBEDDING_STD = 1.0  # the token embedding starts as N(0, 1)
+
+# Weight decay acts on the matrices, and on the low-rank part of P.
 DECAYED = ('embedding', 'head', 'W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d', 'U')
-PositionTables = namedtuple('PositionTables', 'distance mask cos sin')  # see position_tables
 
 
 @dataclass
 class ModelConfig:
-    """The architecture. None means what the comment, which --help prints, says."""
-    size: Literal[tuple(SIZES)] = 'mini'  # preset for the next four
-    d_model: int | None = None  # D_h; default: the size's
-    n_layer: int | None = None  # default: the size's
-    n_head: int | None = None  # K; default: the size's
-    d_mlp: int | None = None  # MLP width of the Llama model; default: the size's
-    extra_layers: int | None = None  # beyond n_layer; default: 2 for an all-CEM 256m, else 0
+    """Describe the architecture. None means the default that the comment (and --help) gives.
+    dataclasses.replace keeps the defaults that were resolved: build a new ModelConfig instead."""
+    size: Literal[tuple(SIZES)] = '134m'  # preset for the next four
+    d_model: int | None = None  # D_h, width of the residual stream; default: the size's
+    n_layer: int | None = None  # number of layers; default: the size's
+    n_head: int | None = None  # K, number of heads; default: the size's
+    d_mlp: int | None = None  # width of the Llama MLP; default: the size's
     vocab_size: int = 32_000  # train.py takes it from the data
     context_length: int = 2048  # J, tokens
-    attn: Literal['llama', 'cem'] = 'cem'  # untied weights, or those of the interaction energy
-    mlp: Literal['llama', 'cem'] = 'cem'  # untied weights, or those of the element-wise energy
-    attn_steps: int | None = None  # T_eps; default: 2, Llama's 1 (more is plain layer reuse)
-    mlp_steps: int | None = None  # T_xi; default: 2, Llama's 1
-    attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps, Llama's 1
-    mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps, Llama's 1
+    attn: Literal['llama', 'cem'] = 'cem'  # attention: untied, or tied weights and an energy
+    mlp: Literal['llama', 'cem'] = 'cem'  # MLP: untied, or tied weights and an energy
+    attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
+    mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
+    attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
+    mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
+    attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps
+    mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared
-    kq_diag_init: float = 0.0  # where d_k starts
     score_scale: Literal['head', 'model'] | None = None  # tau^2 = D_r or D_h; default: model
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] | None = None  # default: diag_lowrank
-    attn_rank: int = 4  # rank of each head's low-rank preconditioner
-    mlp_rank: int = 16  # rank of the MLP's
-    residual: Literal['raw', 'normed'] = 'raw'  # steps start at the layer's input, or at its norm
+    attn_rank: int = 4  # rank of P's low-rank part, for each head of attention
+    mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
+    residual: Literal['raw', 'normed'] = 'raw'  # steps start from the sublayer's input, or its norm
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the Hopfield appendix's
-    mlp_match: Literal['dims', 'params'] = 'dims'  # Llama's MLP width, or its parameter count
-    init_std: float | None = None  # weights ~ N(0, init_std); default: 0.02 sqrt(768 / D_h)
-    embedding_std: float = 1.0  # the token embedding ~ N(0, embedding_std)
+    mlp_match: Literal['dims', 'params'] = 'dims'  # CEM MLP of Llama's width, or parameter count
+    init_std: float | None = None  # weights start as N(0, init_std); default: 0.02 sqrt(768 / D_h)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
-    norm_eps: float = 1e-5  # RMSNorm's epsilon
-    attn_impl: Literal['auto', 'readable', 'sdpa', 'triton'] = 'auto'  # see nanocem/fast.py
 
     def __post_init__(self) -> None:
-        """Fill in what is None. ValueError for a bad value, or CEM's options on Llama sublayers."""
+        """Resolve defaults and validate. UserError for a bad value, or CEM's options on Llama."""
         check_types(self)
         attn, mlp = self.attn == 'cem', self.mlp == 'cem'
-        resolve_defaults(self, **SIZES[self.size], extra_layers=2 * (self.size == '256m' and attn and mlp),
-             attn_steps=2 if attn else 1, mlp_steps=2 if mlp else 1,
-             positions='alibi' if attn else 'rope', kq_diag='shared' if attn else 'none',
-             score_scale='model' if attn else 'head',
-             preconditioner='diag_lowrank' if attn or mlp else 'none')
+        resolve_defaults(
+            self, **SIZES[self.size], positions='alibi' if attn else 'rope',
+            kq_diag='shared' if attn else 'none', score_scale='model' if attn else 'head',
+            preconditioner='diag_lowrank' if attn or mlp else 'none')
         in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
-        in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_rank mlp_rank rope_theta')
-        in_range(self, 0, 10**6, 'extra_layers')
-        resolve_defaults(self, init_std=0.02 * math.sqrt(768 / self.d_model),
-             attn_step_size=1 / self.attn_steps if attn else 1.0,
-             mlp_step_size=1 / self.mlp_steps if mlp else 1.0)
-        in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std embedding_std norm_eps')
-        # A Llama sublayer has none of CEM's parts: the only values of their options there
+        in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_reuse mlp_reuse attn_rank mlp_rank')
+        in_range(self, 1, 10**9, 'rope_theta')
+        resolve_defaults(
+            self, init_std=0.02 * math.sqrt(768 / self.d_model),
+            attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps)
+        in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std')
+        # A Llama sublayer has none of CEM's parts, so their options must be at these values
         if not attn:
-            expect(self, 'attn=cem', kq_diag='none', score_scale='head', exact_update=False,
-                   attn_step_size=1.0, attn_rank=ModelConfig.attn_rank)
+            expect(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
+                   score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
         if not mlp:
-            expect(self, 'mlp=cem', mlp_energy='gated', mlp_match='dims', mlp_step_size=1.0,
-                   mlp_rank=ModelConfig.mlp_rank)
+            expect(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
+                   mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
         if not attn and not mlp:
             expect(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
-        # What does not go together
+        # Some options exclude each other
         D, K = self.d_model, self.n_head
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
-        require(self.positions == 'alibi' or D // K % 2 == 0, 'rope: d_model / n_head is odd')
-        require(self.kq_diag != 'none' or not (self.exact_update or self.kq_diag_init),
-                'exact_update and kq_diag_init need the diagonal: set kq_diag=shared or per_head')
+        require(self.positions == 'alibi' or D // K % 2 == 0,
+                f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
+        require(self.kq_diag != 'none' or not self.exact_update,
+                'exact_update needs the diagonal: set kq_diag=shared or per_head')
 
     def llama(self) -> 'ModelConfig':
-        """The Llama counterpart, whose parameter count sets the token budget."""
-        names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
-        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'
-        return ModelConfig(**{name: getattr(self, name) for name in names}, positions=positions,
-                           attn='llama', mlp='llama')
+        """Return the Llama counterpart, whose parameter count sets the token budget."""
+        cem_256m = self.size == '256m_cem'
+        return ModelConfig(
+            size='256m' if cem_256m else self.size, d_model=self.d_model,
+            n_layer=self.n_layer - 2 if cem_256m else self.n_layer, n_head=self.n_head,
+            d_mlp=self.d_mlp, vocab_size=self.vocab_size, context_length=self.context_length,
+            positions='alibi' if self.d_model // self.n_head % 2 else 'rope',
+            attn='llama', mlp='llama')
 
 
-def drawn(*shape: int, std: float) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape).normal_(std=std))  # a weight from N(0, std)
+def normal_param(*shape: int, std: float) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape).normal_(std=std))
 
 
 class RMSNorm(nn.Module):
     """Algorithm 1's rms, with a gain: x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int):
         super().__init__()
-        self.gain, self.eps = nn.Parameter(torch.ones(dim)), eps
+        self.gain = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.gain.shape, self.gain, self.eps)
+        return F.rms_norm(x, self.gain.shape, self.gain, NORM_EPS)
 
 
 class Preconditioner(nn.Module):
-    """n symmetric matrices P = diag(softplus(d)) + U V^T + V U^T, (D, D), never formed (Eq. 13; its
-    V is not the MLP's). Adam moves d = sqrt(D) p faster than it moves p."""
+    """n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T, never formed (Eq. 13).
+    This V is not the MLP's. d is stored as sqrt(D) p, so an Adam step on p moves d sqrt(D) times
+    as far."""
     def __init__(self, cfg: ModelConfig, n: int, rank: int):
         super().__init__()
         D = cfg.d_model
-        self.p = self.U = self.V = None  # P = I
+        self.p = self.U = self.V = None  # P is the identity
         if cfg.preconditioner != 'none':
             self.p = nn.Parameter(torch.full((n, D), D ** -0.5))  # d starts at 1, P at 1.31 I
         if cfg.preconditioner == 'diag_lowrank':
-            self.U = drawn(n, D, rank, std=0.02)
+            self.U = normal_param(n, D, rank, std=0.02)
             self.V = nn.Parameter(torch.zeros(n, D, rank))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """P applied to each row: (..., n, m, D) -> (..., n, m, D)."""
+        """Apply P to each row: (..., n, m, D) -> (..., n, m, D)."""
         if self.p is None:
             return rows
-        out = rows * F.softplus(self.p * self.p.shape[1] ** 0.5)[:, None]
+        d = self.p * self.p.shape[1] ** 0.5
+        out = rows * F.softplus(d)[:, None]
         if self.U is not None:
             out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
         return out
 
 
-def position_tables(cfg: ModelConfig, x: Tensor, past: int = 0) -> PositionTables:
-    """Where x (B, I, D) stands after `past` cached tokens: |i - j|, (I, J); the mask, 0 where
-    j <= i, -inf elsewhere, (I, J); cosine and sine of the rotary angles, (I, R / 2)."""
+# Positions
+
+class Positions(NamedTuple):
+    """What attention knows of the positions i of queries and j of keys."""
+    distance: Tensor  # |i - j|, (I, J)
+    mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J), with padding (B, 1, I, J)
+    cos: Tensor | None  # of the rotary angles, (I, R / 2); None with ALiBi
+    sin: Tensor | None
+
+
+def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
+                   key_mask: Tensor | None = None) -> Positions:
+    """Describe the positions of x (B, I, D), which follows `past` cached tokens. Where key_mask
+    (B, J) is 0 stands padding: only its own query sees such a key."""
     I, R = x.shape[1], cfg.d_model // cfg.n_head
-    like = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
     j = torch.arange(past + I, device=x.device)
-    mask = torch.zeros(I, past + I, **like).masked_fill_(j > i, -torch.inf)
-    angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **like) / R)
-    return PositionTables((i - j).abs(), mask, angle.cos(), angle.sin())
+    hidden = j > i
+    if key_mask is not None:
+        hidden = hidden | (j != i) & ~key_mask.bool()[:, None, None]
+    mask = torch.zeros(hidden.shape, **options).masked_fill_(hidden, -torch.inf)
+    if cfg.positions == 'alibi':
+        return Positions((i - j).abs(), mask, None, None)
+    angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
+    return Positions((i - j).abs(), mask, angle.cos(), angle.sin())
 
 
-def rotate(x: Tensor, pos: PositionTables, inverse: bool = False) -> Tensor:
-    """Rot(i) x at each i, or Rot(i)^T x: x (B, K, I, R); feature r turns with r + R / 2."""
+def apply_rope(x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
+    """Rotate x (B, K, I, R) by Rot(i) at each position i, or by Rot(i)^T. Feature r turns with
+    feature r + R / 2. With ALiBi, return x."""
+    if pos.cos is None:
+        return x
     a, b = x.chunk(2, dim=-1)
     sin = -pos.sin if inverse else pos.sin
     return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
 
 
-def slopes(n_head: int, like: Tensor) -> Tensor:
+def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
     """ALiBi's m_k, (K,): the paper's 2^-k; above eight heads 2^(-8k/K), as its inventors have."""
     k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
     return 2.0 ** (-8 / max(8, n_head) * k)
 
 
-def start(cfg: ModelConfig, cem: bool, x: Tensor, h: Tensor) -> Tensor:
-    """Where a sublayer's steps start. raw: at its input x, as in Llama's pre-norm layer. normed: at
-    h = norm(x), as Algorithm 1 is printed; then no skip leads past the norm."""
-    return h if cem and cfg.residual == 'normed' else x
+# Attention
 
+class BaseAttention(nn.Module):
+    """What both kinds of attention share: the norm, W_Q, W_K, heads and position biases."""
+    impl = 'auto'  # or readable, sdpa, triton: see fast.select_impl
 
-class Attention(nn.Module):
-    """Multi-head attention with its residual. attn='cem': T steps down the interaction energy, with
-    W_V = W_K and W_O = W_Q (Eq. 5). attn='llama': untied weights; see Block for its T."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
-        self.cfg, self.K, self.cem = cfg, K, cfg.attn == 'cem'
-        self.steps = cfg.attn_steps if self.cem else 1  # T, from one context
-        self.reuse = 1 if self.cem else cfg.attn_steps  # T, of the whole sublayer: see Block
-        self.eta = cfg.attn_step_size
+        self.cfg, self.K = cfg, K
         self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)  # temperature of scores
-        self.rope = cfg.positions == 'rope'
-        self.norm = RMSNorm(D, cfg.norm_eps)
-        self.W_Q = drawn(D, D, std=cfg.init_std)  # W_k^Q: its k-th R rows
-        self.W_K = drawn(D, D, std=cfg.init_std)
-        if self.cem:
-            self.P = Preconditioner(cfg, K, cfg.attn_rank)
-        else:
-            self.W_V = drawn(D, D, std=cfg.init_std)
-            self.W_O = drawn(D, D, std=cfg.init_std)  # in W_Q's shape
-        n = {'none': 0, 'shared': 1, 'per_head': K}[cfg.kq_diag]  # of the diagonals d_k
-        self.kq_diag = nn.Parameter(torch.full((n, D), float(cfg.kq_diag_init))) if n else None
-        if not self.rope:
-            self.b_self = nn.Parameter(torch.zeros(K))
-            self.b_cross = nn.Parameter(torch.zeros(K))
+        self.norm = RMSNorm(D)
+        self.W_Q = normal_param(D, D, std=cfg.init_std)  # W_k^Q is its k-th block of R rows
+        self.W_K = normal_param(D, D, std=cfg.init_std)
 
-    def forward(self, x: Tensor, pos: PositionTables, cache: Any = None) -> Tensor:
-        """Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
-        # Main Block: the context, the same in all steps
-        h = self.norm(x)                                     # h_j <- rms(h_j), (B, J, D)
-        k = self.project(h, self.W_K, pos)                   # k_j <- W_k^K h_j, (B, K, J, R)
-        v = k if self.cem else self.project(h, self.W_V)     # v_j <- k_j (rope: turned)
-        x = start(self.cfg, self.cem, x, h)                  # x_i <- h_i as printed; raw: the input
-        if cache is not None:
-            h, k, v = cache.update(self, h, k, v)            # the past, then these; see Cache
-        W_out = self.output_weight()                         # (P_k W_k^Q^T)^T of all heads, (D, D)
-        way = fast.way(self, k, pos)                         # to the o_i: this, or a faster one
-        for _ in range(self.steps):
-            u = self.norm(x)                                 # u_i <- rms(x_i)
-            q = self.project(u, self.W_Q, pos)               # q_i <- W_k^Q u_i, (B, K, I, R)
-            if way == 'readable':
-                a = self.scores(q, u, k, h, pos)             # a_ijk, (B, K, I, J)
-                alpha = a.softmax(dim=-1).type_as(v)         # softmax_j(a_ijk)
-                o = alpha @ v                                # o_i <- sum_j alpha_ijk v_j
-            else:
-                o = fast.attend(way, self, q, u, k, v, h, pos)  # the same o_i, faster
-            dx = self.merge(o, pos) @ W_out                  # dx_i <- sum_k P_k W_k^Q^T o_i
-            if self.cfg.exact_update:
-                # sum_k P_k (d_k * sum_j alpha_ijk h_j), which Algorithm 1 leaves out
-                dx = dx + self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
-            x = x + self.eta * dx                            # x_i <- x_i + eta dx_i
-        return x
+    def add_biases(self) -> None:
+        """Add the learned position biases, one of each kind per head. RoPE has none."""
+        if self.cfg.positions == 'alibi':
+            self.b_self = nn.Parameter(torch.zeros(self.K))
+            self.b_cross = nn.Parameter(torch.zeros(self.K))
 
-    def project(self, x: Tensor, W: Tensor, pos: PositionTables | None = None) -> Tensor:
-        """The heads of W x, (B, K, I, R), with rope turned by Rot(i) if `pos` is given."""
-        heads = F.linear(x, W).unflatten(-1, (self.K, -1)).transpose(1, 2)
-        return rotate(heads, pos) if self.rope and pos is not None else heads
+    def split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.K, -1)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
 
-    def merge(self, o: Tensor, pos: PositionTables) -> Tensor:
-        """Heads (B, K, I, R) side by side, (B, I, D). CEM's values turn with rope as its keys do:
-        Rot(i)^T turns their sum, o_i = sum_j alpha_ijk Rot(i)^T Rot(j) W_k^K h_j."""
-        if self.cem and self.rope:
-            o = rotate(o, pos, inverse=True)
-        return o.transpose(1, 2).flatten(-2)
+    def merge_heads(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
 
-    def scores(self, q: Tensor, u: Tensor, k: Tensor, h: Tensor, pos: PositionTables) -> Tensor:
-        """a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk, -inf where j > i: (B, K, I, J)."""
-        rest = self.bias(pos)
-        if self.kq_diag is not None:  # rope does not turn its term
-            du = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
-            rest = du @ h[:, None].mT + rest
-        return q / self.tau @ k.mT + rest
+    def scores(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
+        """Return a_ijk = k_j . q_i / tau + b_ijk, -inf where i may not attend to j: (B, K, I, J)."""
+        return q / self.tau @ k.mT + self.bias(pos)
 
-    def bias(self, pos: PositionTables) -> Tensor:
-        """b_ijk = -m_k |i - j| + b_self_k [i = j] + b_cross_k [i != j], and -inf where j > i:
-        (K, I, J). With rope that alone, (I, J)."""
-        if self.rope:
+    def bias(self, pos: Positions) -> Tensor:
+        """Return b_ijk = -m_k |i - j| + b_self_k [i = j] + b_cross_k [i != j], and -inf where i may
+        not attend to j: (K, I, J). With RoPE the mask alone, (I, J)."""
+        if self.cfg.positions == 'rope':
             return pos.mask
-        m = slopes(self.K, pos.mask)[:, None, None]
+        m = alibi_slopes(self.K, pos.mask)[:, None, None]
         b_self = self.b_self[:, None, None]
         b_cross = self.b_cross[:, None, None]
         return pos.mask + torch.where(pos.distance == 0, b_self, b_cross) - m * pos.distance
 
+
+class LlamaAttention(BaseAttention):
+    """Multi-head attention with four untied matrices, pre-norm, and its residual."""
+    cem, kq_diag = False, None
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg)
+        self.W_V = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)
+        self.W_O = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)  # in W_Q's shape
+        self.add_biases()
+
+    def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
+        """(B, I, D) -> (B, I, D)."""
+        # Project the normed input to queries, keys and values
+        h = self.norm(x)
+        q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
+        k = self.split_heads(F.linear(h, self.W_K))
+        v = self.split_heads(F.linear(h, self.W_V))
+        # Rotate queries and keys by their positions
+        q, k = apply_rope(q, pos), apply_rope(k, pos)
+        # Insert the new keys and values into the cache, and take all so far
+        if cache is not None:
+            h, k, v = cache.update(self, h, k, v)                # (B, K, J, R)
+        # Attend to the context
+        impl = fast.select_impl(self, k, pos)
+        if impl == 'readable':
+            a = self.scores(q, k, pos)                           # (B, K, I, J)
+            alpha = a.softmax(dim=-1).type_as(v)
+            o = alpha @ v                                        # (B, K, I, R)
+        else:
+            o = fast.fused_attention(impl, self, q, h, k, v, h, pos)
+        # Merge the heads, project, and add to the residual stream
+        return x + self.merge_heads(o) @ self.W_O                # (B, I, D)
+
+
+class CEMAttention(BaseAttention):
+    """T gradient steps down the interaction energy. The energy ties W_V = W_K and W_O = W_Q
+    (Eq. 5)."""
+    cem = True
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__(cfg)
+        self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
+        self.P = Preconditioner(cfg, cfg.n_head, cfg.attn_rank)
+        n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]  # number of d_k
+        self.kq_diag = nn.Parameter(torch.zeros(n, cfg.d_model)) if n else None
+        self.add_biases()
+
+    def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
+        """Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
+        # Project the normed input to keys, which are the values too; they stay fixed for all steps
+        h = self.norm(x)                                         # h_j <- rms(h_j), (B, J, D)
+        k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, J, R)
+        k = apply_rope(k, pos)                                   # rope: k_j <- Rot(j) k_j
+        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i as printed
+        # Insert the new keys into the cache, and take all so far
+        if cache is not None:
+            h, k, _ = cache.update(self, h, k, k)
+        # Fold the preconditioner into the output projection
+        W_O = cache.output_weight(self) if cache else self.output_weight()  # P_k W_k^Q^T, (D, D)
+        impl = fast.select_impl(self, k, pos)
+        for _ in range(self.T):
+            # Project the current state to queries
+            u = self.norm(x)                                     # u_i <- rms(x_i)
+            q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
+            q = apply_rope(q, pos)                               # rope: q_i <- Rot(i) q_i
+            # Attend to the context
+            if impl == 'readable':
+                a = self.scores(q, k, pos, u, h)                 # a_ijk, (B, K, I, J)
+                alpha = a.softmax(dim=-1).type_as(k)             # softmax_j(a_ijk)
+                o = alpha @ k                                    # o_i <- sum_j alpha_ijk k_j
+            else:
+                o = fast.fused_attention(impl, self, q, u, k, k, h, pos)
+            o = apply_rope(o, pos, inverse=True)                 # rope: o_i <- Rot(i)^T o_i
+            # Merge the heads, project, and take one gradient step on the energy
+            dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
+            if self.cfg.exact_update:                            # + sum_k P_k (d_k * sum_j ...)
+                dx = dx + self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
+            x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
+        return x
+
+    def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
+        """Return a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk (Eq. 12), -inf where i may
+        not attend to j: (B, K, I, J). RoPE does not rotate the diagonal's term."""
+        a = super().scores(q, k, pos)
+        if self.kq_diag is not None:
+            du = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
+            a = a + du @ h[:, None].mT
+        return a
+
     def output_weight(self) -> Tensor:
-        """P_k, symmetric, times each row of W_k^Q: o^T times it is (P_k W_k^Q^T o)^T (Eq. 14)."""
-        return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1) if self.cem else self.W_O
+        """Return W_O = W_Q (Eq. 5), preconditioned (Eq. 14), (D, D): P_k times each row of W_k^Q.
+        P_k is symmetric, so o^T times it is (P_k W_k^Q^T o)^T."""
+        return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u and h,
-        (B, J, D) -> (B, J). If P = I and (exact_update or no diagonal), dx = -d eps/du, h fixed."""
-        require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set attn=cem')
-        pos = position_tables(self.cfg, h)
-        q = self.project(u, self.W_Q, pos)
-        k = self.project(h, self.W_K, pos)
-        return -self.tau * self.scores(q, u, k, h, pos).logsumexp(dim=-1).sum(dim=1)
+        """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u
+        and h, (B, J, D) -> (B, J). If P = I and (exact_update or no diagonal), dx = -d eps/du."""
+        pos = make_positions(self.cfg, h)
+        q = apply_rope(self.split_heads(F.linear(u, self.W_Q)), pos)
+        k = apply_rope(self.split_heads(F.linear(h, self.W_K)), pos)
+        return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
 
-class MLP(nn.Module):
-    """Gated MLP with its residual. mlp='cem': T steps down the element-wise energy, with W_d = V^T
-    (Eq. 11). mlp='llama': untied weights; see Block for its T."""
+# MLP. The paper's gate W is Hugging Face's up_proj, the paper's up V its gate_proj.
+
+class LlamaMLP(nn.Module):
+    """Gated MLP with three untied matrices, pre-norm, and its residual."""
+    cem = False
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        D = cfg.d_model
-        width = cfg.d_mlp * 3 // 2 if cfg.mlp_match == 'params' else cfg.d_mlp  # 2 matrices, not 3
-        self.cfg, self.cem = cfg, cfg.mlp == 'cem'
-        self.steps = cfg.mlp_steps if self.cem else 1
-        self.reuse = 1 if self.cem else cfg.mlp_steps
-        self.eta = cfg.mlp_step_size
-        self.norm = RMSNorm(D, cfg.norm_eps)
-        self.W = drawn(width, D, std=cfg.init_std)  # gamma's; W^g, Hugging Face's up_proj
-        self.V = drawn(width, D, std=cfg.init_std)  # SiLU's; W^u, Hugging Face's gate_proj
-        if self.cem:
-            self.P = Preconditioner(cfg, 1, cfg.mlp_rank)
-        else:
-            self.W_d = drawn(width, D, std=cfg.init_std)  # W^d transposed, in V's shape
+        self.norm = RMSNorm(cfg.d_model)
+        self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
+        self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # in V's shape
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        """(B, I, D) -> (B, I, D)."""
+        # Project the normed input to the gate and up
+        h = self.norm(x)
+        gamma = F.linear(h, self.W)                              # (B, I, D_v)
+        z = F.linear(h, self.V)
+        # Apply the activation and the gate
+        g = gamma * F.silu(z)
+        # Project down, and add to the residual stream
+        return x + g @ self.W_d
+
+
+class CEMMLP(nn.Module):
+    """T gradient steps down the element-wise energy. The energy ties W_d = V^T (Eq. 11)."""
+    cem = True
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        width = cfg.d_mlp * 3 // 2 if cfg.mlp_match == 'params' else cfg.d_mlp  # 2 matrices, not 3
+        self.cfg, self.T, self.eta = cfg, cfg.mlp_steps, cfg.mlp_step_size
+        self.norm = RMSNorm(cfg.d_model)
+        self.W = normal_param(width, cfg.d_model, std=cfg.init_std)
+        self.V = normal_param(width, cfg.d_model, std=cfg.init_std)
+        self.P = Preconditioner(cfg, 1, cfg.mlp_rank)
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         """Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
-        h = self.norm(x)                                     # h_i <- rms(h_i)
-        gamma = F.linear(h, self.W)                          # gamma = W h_i
-        x = start(self.cfg, self.cem, x, h)                  # x_i <- h_i as printed; raw: the input
-        W_out = self.output_weight()                         # (P V^T)^T
-        for _ in range(self.steps):
-            u = self.norm(x)                                 # u_i <- rms(x_i)
-            z = F.linear(u, self.V)                          # V u_i
-            if self.cfg.mlp_energy == 'sign_convex':
-                g = gamma * torch.sigmoid(z * straight_through_sign(gamma))  # phi = softplus
+        # Project the normed input to the gate, which stays fixed for all steps
+        h = self.norm(x)                                         # h_i <- rms(h_i)
+        gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
+        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i as printed
+        # Fold the preconditioner into the down projection
+        W_d = cache.output_weight(self) if cache else self.output_weight()  # (P V^T)^T, (D_v, D)
+        for _ in range(self.T):
+            # Project the current state up
+            u = self.norm(x)                                     # u_i <- rms(x_i)
+            z = F.linear(u, self.V)                              # V u_i
+            # Apply the activation and the gate
+            if self.cfg.mlp_energy == 'gated':
+                g = gamma * F.silu(z)                            # gamma * phi'(V u_i), phi' = SiLU
             else:
-                g = gamma * F.silu(z)                        # gamma * phi'(V u_i), phi' = SiLU
-            x = x + self.eta * (g @ W_out)                   # x_i <- x_i + eta P V^T g
+                g = gamma * torch.sigmoid(z * straight_through_sign(gamma))  # phi = softplus
+            # Project down: one gradient step on the energy
+            x = x + self.eta * (g @ W_d)                         # x_i <- x_i + eta P V^T g
         return x
 
     def output_weight(self) -> Tensor:
-        """P times each row of V, (D_v, D): g^T times it is (P V^T g)^T (Eq. 15)."""
-        return self.P(self.V[None])[0] if self.cem else self.W_d
+        """Return V, preconditioned (Eq. 15), (D_v, D): P times each row of V."""
+        return self.P(self.V[None])[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or -|gamma| . phi(sign(gamma) * V u),
-        phi = softplus (sign_convex): (B, J, D) -> (B, J). If P = I, dx = -d xi/du, h fixed."""
-        require(self.cem, 'a Llama sublayer has no energy: its weights are not tied; set mlp=cem')
+        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or -|gamma| . phi(sign(gamma)
+        * V u), phi = softplus (sign_convex): (B, J, D) -> (B, J). If P = I, dx = -d xi/du."""
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':
@@ -342,18 +431,22 @@ def straight_through_sign(x: Tensor) -> Tensor:
     return x + (x.sign() - x).detach()
 
 
+# The model
+
 class Block(nn.Module):
-    """One layer (Algorithm 1, Main Block). A CEM sublayer takes its T steps from one context; a
-    Llama sublayer of T > 1 acts T times, context and all: the paper's plain layer reuse."""
+    """One layer (Algorithm 1, Main Block). A sublayer with reuse > 1 is applied again to its own
+    output, with a fresh context: the paper's plain layer reuse."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.attn, self.mlp = Attention(cfg), MLP(cfg)
+        self.attn = CEMAttention(cfg) if cfg.attn == 'cem' else LlamaAttention(cfg)
+        self.mlp = CEMMLP(cfg) if cfg.mlp == 'cem' else LlamaMLP(cfg)
+        self.attn_reuse, self.mlp_reuse = cfg.attn_reuse, cfg.mlp_reuse
 
-    def forward(self, x: Tensor, pos: PositionTables, cache: Any = None) -> Tensor:
-        for _ in range(self.attn.reuse):
+    def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
+        for _ in range(self.attn_reuse):
             x = self.attn(x, pos, cache)
-        for _ in range(self.mlp.reuse):
-            x = self.mlp(x)
+        for _ in range(self.mlp_reuse):
+            x = self.mlp(x, cache)
         return x
 
 
@@ -362,10 +455,10 @@ class Transformer(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg, self.activation_checkpointing = cfg, False
-        self.embedding = drawn(cfg.vocab_size, cfg.d_model, std=cfg.embedding_std)
-        self.head = drawn(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer + cfg.extra_layers))
-        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+        self.embedding = normal_param(cfg.vocab_size, cfg.d_model, std=EMBEDDING_STD)
+        self.head = normal_param(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
+        self.norm = RMSNorm(cfg.d_model)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> tuple:
         """Ids (B, I) -> (logits (B, I, vocabulary), None). With targets (B, I) -> (None, their mean
@@ -375,28 +468,37 @@ class Transformer(nn.Module):
             return F.linear(x, self.head), None
         return None, compute.cross_entropy(x, self.head, targets)
 
-    def hidden(self, idx: Tensor, cache: Any = None) -> Tensor:
-        """What the head reads: (B, I) -> (B, I, D)."""
+    def hidden(self, idx: Tensor, cache: Any = None, key_mask: Tensor | None = None) -> Tensor:
+        """Return what the head reads: (B, I) -> (B, I, D). key_mask (B, J) is 0 at padding."""
         x = F.embedding(idx, self.embedding)
-        pos = position_tables(self.cfg, x, 0 if cache is None else cache.begin(idx.shape[1]))
-        lean = self.activation_checkpointing and self.training
+        past = 0 if cache is None else cache.begin(idx)
+        pos = make_positions(self.cfg, x, past, key_mask)
+        use_checkpointing = self.activation_checkpointing and self.training and cache is None
         for block in self.blocks:
-            x = checkpoint(block, x, pos, use_reentrant=False) if lean else block(x, pos, cache)
+            if use_checkpointing:  # recompute activations in the backward pass
+                x = checkpoint(block, x, pos, use_reentrant=False)
+            else:
+                x = block(x, pos, cache)
         return self.norm(x)
 
     def decayed_parameters(self) -> list[nn.Parameter]:
-        """What weight decay acts on."""
+        """Return the parameters that weight decay acts on."""
         return [p for name, p in self.named_parameters() if name.split('.')[-1] in DECAYED]
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
-        """Change T after training, eta as it was; None leaves T. ValueError below 1."""
-        for name, steps in (('attn', attn_steps), ('mlp', mlp_steps)):
-            whole = steps is None or (type(steps) is int and steps >= 1)
-            require(whole, f'{name}_steps={steps}: expected at least 1')
+        """Change T after training and keep eta; None leaves T. UserError below 1, or on Llama."""
+        for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
+            if T is not None:
+                require(operator.index(T) >= 1, f'{name}_steps={T}: expected at least 1')
+                require(getattr(self.cfg, name) == 'cem' or T == 1,
+                        f'{name}_steps={T}: a Llama sublayer takes no steps; expected {name}=cem')
+                for block in self.blocks:
+                    getattr(block, name).T = operator.index(T)
+
+    def set_attn_impl(self, impl: str) -> None:
+        """Choose how attention is computed: auto, readable, sdpa or triton (nanocem/fast.py)."""
         for block in self.blocks:
-            for sublayer, steps in ((block.attn, attn_steps), (block.mlp, mlp_steps)):
-                if steps is not None:
-                    setattr(sublayer, 'steps' if sublayer.cem else 'reuse', steps)
+            block.attn.impl = impl
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())

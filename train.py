@@ -45,8 +45,7 @@ STOPPED = 75  # exit code of a run that can go on, checkpoint written (EX_TEMPFA
 
 @dataclass
 class TrainConfig:
-    """The run. Defaults are the paper's recipe (Table 2). The sizes nano, micro and mini, which is
-    the default, bring the settings of config/SIZE.py under those that are given."""
+    """The run. Defaults are the paper's recipe (Table 2)."""
     data: str = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: str | None = None  # train on this text file or folder instead, prepared on first use
     tokenizer: str | None = None  # of --text: byte, gpt2, llama, or llama's model file
@@ -56,7 +55,7 @@ class TrainConfig:
     tokens: int | None = None  # training tokens; default: tokens_per_param x its Llama's parameters
     tokens_per_param: float = 20.0  # Chinchilla's budget
     batch_size: int = 128  # sequences a step, over all processes
-    micro_batch_size: int = 8  # sequences a forward pass
+    micro_batch_size: int | None = None  # sequences a forward pass; default: at most 16,384 tokens
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: for the blocks' matrices
     learning_rate: float = 2e-3  # at its highest, after the warm-up
     warmup: float = 0.05  # share of the steps
@@ -75,6 +74,7 @@ class TrainConfig:
     stop_step: int | None = None  # stop after this step of the schedule, checkpoint written
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: the faster
+    attn_impl: Literal['auto', 'readable', 'sdpa', 'triton'] = 'auto'  # see nanocem/fast.py
     compile: bool | None = None  # torch.compile; default: on a GPU, in long runs on a CPU
     activation_checkpointing: bool = False  # recompute a block going back: less memory, more time
     deterministic: bool = False  # refuse GPU operations that are not reproducible to the bit
@@ -118,6 +118,12 @@ def make_optimizers(model: Transformer, cfg: TrainConfig,
                      else [])]
 
 
+def largest_micro_batch(sequences: int, length: int) -> int:
+    """Return the largest divisor of a process's sequences a step with at most 16,384 tokens."""
+    return max(m for m in range(1, sequences + 1)
+               if sequences % m == 0 and (m == 1 or m * length <= 16_384))
+
+
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
     def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: Distributed):
@@ -132,6 +138,8 @@ class Trainer:
         length = self.model_cfg.context_length
         self.data = {split: TokenDataset(cfg.data, split, length, vocab_size)
                      for split in ('train', 'val', 'test')}
+        self.micro_batch_size = cfg.micro_batch_size or largest_micro_batch(
+            cfg.batch_size // world.size, length)
         self.order = BatchSampler(len(self.data['train']), cfg.batch_size, cfg.seed)
 
         # The budget: as many tokens, whatever its own size, as the model's Llama counterpart
@@ -147,6 +155,7 @@ class Trainer:
         torch.manual_seed(cfg.seed)
         self.raw_model = Transformer(self.model_cfg).to(world.device)
         self.raw_model.activation_checkpointing = cfg.activation_checkpointing
+        self.raw_model.set_attn_impl(cfg.attn_impl)
 
         # How the model runs: precision, compiler, processes
         if cfg.deterministic:
@@ -243,7 +252,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group['lr'] = self.schedule(self.step)
         # The global batch: a part for each process, in it a row for each micro-batch
-        numbers = self.order(self.step).reshape(world.size, -1, cfg.micro_batch_size)
+        numbers = self.order(self.step).reshape(world.size, -1, self.micro_batch_size)
         mine = numbers[world.rank]
         total = torch.zeros((), device=world.device)
         for m, row in enumerate(mine):
@@ -266,7 +275,7 @@ class Trainer:
     def evaluate(self, split: str, tokens: int) -> float:
         """Mean loss over fixed whole sequences of a split, evenly spaced where `tokens` does not
         reach for all."""
-        data, world, size = self.data[split], self.world, self.cfg.micro_batch_size
+        data, world, size = self.data[split], self.world, self.micro_batch_size
         numbers = evenly_spaced(len(data), tokens // data.length)
         mine = numbers[world.rank::world.size]
         total = torch.zeros((), dtype=torch.float64)
@@ -279,6 +288,33 @@ class Trainer:
             total += float(loss) * len(x)
         self.raw_model.train()
         return float(world.sum(total)) / len(numbers)
+
+    @torch.no_grad()
+    def bits_per_byte(self, split: str, tokens: int) -> float | None:
+        """Measure a split in bits per byte of text, BOS left out; None without its tokenizer."""
+        try:
+            tokenizer = load_tokenizer(self.cfg.data)
+        except UserError:
+            return None
+        data, world, size = self.data[split], self.world, self.micro_batch_size
+        token_bytes = tokenizer.token_bytes()
+        ids = evenly_spaced(len(data), tokens // data.length)
+        local = ids[world.rank::world.size]
+        sums = torch.zeros(2, dtype=torch.float64)  # nats, bytes
+        self.raw_model.eval()
+        for i in range(0, len(local), size):
+            x, y = self.batch(split, local[i:i + size])
+            text = y.cpu() < len(token_bytes)
+            text &= token_bytes[y.cpu().clamp(max=len(token_bytes) - 1)] > 0
+            y = y.masked_fill(~text.to(y.device), compute.NO_TARGET)
+            last_few = compute.eager() if len(x) < size else contextlib.nullcontext()
+            with self.autocast, last_few:
+                loss = self.model(x, y)[1]
+            sums[0] += float(loss) * int(text.sum())
+            sums[1] += int(token_bytes[y.cpu()[text]].sum())
+        self.raw_model.train()
+        nats, n_bytes = world.sum(sums).tolist()
+        return nats / math.log(2) / n_bytes if n_bytes else None
 
     def check_numbers(self, loss: float, norm: float) -> None:
         """Report a skipped step; give up after too many in a row."""
@@ -397,8 +433,10 @@ class Trainer:
             fail(f'test loss {test_loss}: try a lower learning_rate or init_std')
         self.report(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
                     f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token')
+        bits = {f'{split}_bits_per_byte': self.bits_per_byte(split, tokens) for split, tokens in
+                (('val', cfg.eval_tokens), ('test', cfg.test_tokens))}
         result = {
-            'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
+            **bits, 'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
             'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
             'parameters': self.raw_model.num_params(), 'steps': self.step,
             'tokens': self.step * self.tokens_per_step,
@@ -420,7 +458,7 @@ def main(argv: list[str]) -> int:
     if resume:
         options = runs.resumed_options(out_dir, given, TrainConfig)
     else:
-        options = runs.new_options(given, TrainConfig)
+        options = runs.new_options(given)
     cfg = build(TrainConfig, options)
 
     # Its processes; its folder, which no other run may touch; its data; and then training

@@ -1,8 +1,6 @@
 """CEM attention in one step, Llama MLP: weight tying and the shared diagonal, no preconditioner
 (paper, Figure 2a; without the diagonal: --kq_diag=none)."""
-size = '134m'
 attn = 'cem'
 mlp = 'llama'
 attn_steps = 1
-mlp_steps = 1
 preconditioner = 'none'

@@ -1,6 +1,5 @@
 """The paper's full model: CEM attention and MLP, two steps each, diagonal-plus-low-rank
 preconditioners, shared diagonal."""
-size = '134m'
 attn = 'cem'
 mlp = 'cem'
 attn_steps = 2

@@ -1,10 +1,12 @@
-"""A look in a minute or two. train.py reads this under all other options where size is nano."""
+"""A look in half a minute: the smallest size, for any of the models."""
 size = 'nano'
 context_length = 64
 data = 'data/builtin'
+tokens = 1_000_000
 batch_size = 32
-micro_batch_size = 32
+optimizer = 'adamw'
 learning_rate = 16e-3
 eval_interval = 250
 eval_tokens = 250_000
+test_tokens = 250_000
 checkpoint_interval = 250

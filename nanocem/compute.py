@@ -144,23 +144,23 @@ def flops_per_token(model: Any, training: bool = True) -> float:
     (projections, scores, weighted values, the diagonal's scores, the head), T steps of them, half
     of attention masked away; a backward pass counts as two forward ones. No elementwise work."""
     cfg, D = model.cfg, model.cfg.d_model
-    seen = (cfg.context_length + 1) / 2  # positions attended to, on average
+    mean_context = (cfg.context_length + 1) / 2  # positions attended to, on average
     macs = cfg.vocab_size * D
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp
         if attn.cem:
             diagonals = 0 if attn.kq_diag is None else len(attn.kq_diag)
-            step = 2 * D * D + (2 + diagonals) * seen * D
+            step = 2 * D * D + (2 + diagonals) * mean_context * D
             if cfg.exact_update:
                 rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
-                step += cfg.n_head * (seen * D + 4 * rank * D)
-            macs += D * D + attn.steps * step
+                step += cfg.n_head * (mean_context * D + 4 * rank * D)
+            macs += cfg.attn_reuse * (D * D + attn.T * step)
         else:
-            macs += attn.reuse * (4 * D * D + 2 * seen * D)
+            macs += cfg.attn_reuse * (4 * D * D + 2 * mean_context * D)
         if mlp.cem:
-            macs += mlp.W.numel() * (1 + 2 * mlp.steps)
+            macs += cfg.mlp_reuse * mlp.W.numel() * (1 + 2 * mlp.T)
         else:
-            macs += mlp.W.numel() * 3 * mlp.reuse
+            macs += cfg.mlp_reuse * mlp.W.numel() * 3
     return 2.0 * macs * (3 if training else 1)
 
 

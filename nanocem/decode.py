@@ -1,51 +1,59 @@
-"""Generation with a cache: D numbers a token and layer for CEM, half of Llama's (with a diagonal
-and rope, or the exact update, 2 D)."""
-import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+"""Generation with a cache, for CEM half of Llama's: D numbers a token and layer (with a diagonal
+and RoPE, or with the exact update, 2 D)."""
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import fail
-from model import position_tables
-from nanocem.fast import heads, merge
+from configurator import fail, require
 
 
 class Cache:
-    """What decoding keeps of the past, in buffers (B, max_length, D): keys for CEM, or h where a
-    diagonal reads it (W_K is then absorbed into query and output), or both where keys are needed
-    too; keys and values for Llama. Each forward pass calls `begin`, and then `update` once for each
-    attention, in their order."""
+    """Keep what decoding needs of the past, in buffers (B, max_length, D), and the folded output
+    weights. CEM stores its keys; or h where a diagonal reads it (W_K is then absorbed into query
+    and output); or both where it needs both. Llama stores keys and values. Each forward pass calls
+    `begin`, then `update` once for each attention, always in the same order."""
     def __init__(self, max_length: int):
         self.max_length = max_length
         self.past = self.length = 0  # tokens before this forward pass, and with it
         self.buffers: list[Tensor] = []
-        self.next = 0  # the buffer that the pass comes to next
+        self.next = 0  # index of the buffer that this pass uses next
+        self.weights: dict[Any, Tensor] = {}
 
-    def begin(self, tokens: int) -> int:
-        """A pass of so many new tokens; returns how many stand before them."""
-        self.past, self.length, self.next = self.length, self.length + tokens, 0
+    def begin(self, idx: Tensor) -> int:
+        """Begin a pass over the new ids (B, I); return how many tokens precede them. UserError if
+        they do not fit, or are another number of rows."""
+        length = self.length + idx.shape[1]
+        require(length <= self.max_length,
+                f'the cache holds {self.length} of {self.max_length} tokens: {idx.shape[1]} more '
+                'do not fit')
+        rows = self.buffers[0].shape[0] if self.buffers else idx.shape[0]
+        require(rows == idx.shape[0], f'the cache is of {rows} rows, the new ids of {idx.shape[0]}')
+        self.past, self.length, self.next = self.length, length, 0
         return self.past
+
+    def clear(self) -> None:
+        """Forget the tokens, and keep the buffers and weights."""
+        self.past = self.length = 0
 
     def update(self, attn: Any, h: Tensor, k: Tensor, v: Tensor,
                ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """h, k, v of the new tokens -> those of past and new; k and v are None where W_K is
-        absorbed."""
-        diagonal = attn.kq_diag is not None
-        if diagonal:
+        """Insert the new h, k, v, and return those of all tokens so far. k and v are None if the
+        cache stores h alone."""
+        cfg = attn.cfg
+        if attn.kq_diag is not None:
             h = self.append(h)
-        if diagonal and not attn.rope and not attn.cfg.exact_update:
-            return (h, k, v) if self.past == 0 else (h, None, None)
-        k = heads(self.append(merge(k)), attn.K)
+            if cfg.positions == 'alibi' and not cfg.exact_update:
+                return (h, k, v) if self.past == 0 else (h, None, None)
+        k = attn.split_heads(self.append(attn.merge_heads(k)))
         if attn.cem:
             return h, k, k
-        return h, k, heads(self.append(merge(v)), attn.K)
+        return h, k, attn.split_heads(self.append(attn.merge_heads(v)))
 
     def append(self, new: Tensor) -> Tensor:
-        """Store `new` (B, I, D) after the past and return both, (B, length, D)."""
+        """Store new (B, I, D) after the past, and return both, (B, length, D)."""
         new = to_autocast_dtype(new)
         if self.next == len(self.buffers):
             B, _, D = new.shape
@@ -55,39 +63,20 @@ class Cache:
         buffer[:, self.past:self.length] = new
         return buffer[:, :self.length]
 
+    def output_weight(self, sublayer: Any) -> Tensor:
+        """Return a CEM sublayer's output weight, folded once for all tokens."""
+        if sublayer not in self.weights:
+            self.weights[sublayer] = to_autocast_dtype(sublayer.output_weight())
+        return self.weights[sublayer]
+
     def floats_per_token(self) -> int:
         return sum(buffer.shape[-1] for buffer in self.buffers)
 
 
 def to_autocast_dtype(x: Tensor) -> Tensor:
-    """x in the precision of autocast's matrix products, where it is on."""
+    """Cast x to the precision of autocast's matrix products, if autocast is on."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-@contextlib.contextmanager
-def weights_at_hand(model: Any) -> Iterator[None]:
-    """Inside it, what no token changes is made but once: every sublayer's output weight, P folded
-    in, and the bias of a single token, which depends on distances alone."""
-    past = model.cfg.context_length - 1
-    last = position_tables(model.cfg, model.embedding.new_empty(1, 1, 0), past)
-    made = [(block, block.attn.bias(last), to_autocast_dtype(block.attn.output_weight()),
-             to_autocast_dtype(block.mlp.output_weight())) for block in model.blocks]
-    for block, row, attn_out, mlp_out in made:
-        block.attn.bias = partial(bias_at_hand, block.attn.bias, row)
-        block.attn.output_weight = lambda weight=attn_out: weight
-        block.mlp.output_weight = lambda weight=mlp_out: weight
-    try:
-        yield
-    finally:
-        for block in model.blocks:
-            del block.attn.bias, block.attn.output_weight, block.mlp.output_weight
-
-
-def bias_at_hand(bias: Any, last: Tensor, pos: Any) -> Tensor:
-    """The bias of one token is the end of that of the last one that fits."""
-    I, J = pos.mask.shape
-    return last[..., -J:] if I == 1 else bias(pos)
 
 
 @torch.no_grad()
@@ -96,31 +85,30 @@ def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 
              use_cache: bool = True, show: Callable[[Tensor], None] | None = None) -> Tensor:
     """Continue idx (B, J) to (B, J + max_new_tokens). Temperature 0 takes the likeliest token. When
     the context is full, it starts again from the last half of it. `show` gets the tokens of each
-    step, (B, 1). ValueError for a temperature below 0 or a top_k below 1."""
+    step, (B, 1). UserError for an empty idx, a temperature below 0 or a top_k below 1."""
     if not temperature >= 0 or (top_k is not None and top_k < 1):
         fail(f'temperature={temperature}, top_k={top_k}: expected at least 0, and 1')
+    require(idx.numel() > 0, f'idx {tuple(idx.shape)}: expected at least one token, BOS say')
     length = model.cfg.context_length
-    start = max(0, idx.shape[1] - length)  # the context's first token
-    cache = None
-    with weights_at_hand(model):
-        for _ in range(max_new_tokens):
-            if idx.shape[1] - start > length:
-                start = idx.shape[1] - max(1, length // 2)
-                cache = None
-            if use_cache and cache is None:
-                cache = Cache(length)
-            seen = cache.length if cache else 0
-            hidden = model.hidden(idx[:, start + seen:], cache)
-            logits = F.linear(hidden[:, -1], model.head).float()  # (B, vocabulary)
-            if top_k is not None:
-                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -torch.inf)
-            if temperature == 0:
-                new = logits.argmax(dim=-1, keepdim=True)
-            else:
-                p = (logits / temperature).softmax(dim=-1)
-                new = torch.multinomial(p, 1, generator=generator)
-            idx = torch.cat([idx, new], dim=1)
-            if show is not None:
-                show(new)
+    start = max(0, idx.shape[1] - length)  # the first token of the context
+    cache = Cache(length) if use_cache else None
+    for _ in range(max_new_tokens):
+        if idx.shape[1] - start > length:
+            start = idx.shape[1] - max(1, length // 2)
+            if cache:
+                cache.clear()
+        past = cache.length if cache else 0
+        hidden = model.hidden(idx[:, start + past:], cache)
+        logits = F.linear(hidden[:, -1], model.head).float()  # (B, vocabulary)
+        if top_k is not None:
+            kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        if temperature == 0:
+            new = logits.argmax(dim=-1, keepdim=True)
+        else:
+            p = (logits / temperature).softmax(dim=-1)
+            new = torch.multinomial(p, 1, generator=generator)
+        idx = torch.cat([idx, new], dim=1)
+        if show is not None:
+            show(new)
     return idx

@@ -2,7 +2,6 @@
 import json
 import re
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from configurator import UserError, fail
-from model import ModelConfig, Transformer
+from model import Transformer
 from nanocem.files import read_json, say, write_atomic
 from nanocem.tokenizers import tokenizer_of
 
@@ -65,10 +64,9 @@ def read_export(folder: str) -> dict[str, Any]:
     any kind where it is damaged."""
     config = read_json(f'{folder}/config.json', 'export the model again') or {}
     weights = load_file(f'{folder}/{WEIGHTS_FILE}')
-    names = [field.name for field in fields(ModelConfig) if field.name in config]
     return {**config.get('run', {}), 'folder': folder,
             'model': {name.removeprefix(PREFIX): w.float() for name, w in weights.items()},
-            'model_config': {name: config[name] for name in names}}
+            'model_config': config}
 
 
 def beside(code: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import UserError, check_values, fail, read_options
+from configurator import UserError, build, check_values, fail, merge
 from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
@@ -79,19 +79,13 @@ def read_config(out_dir: str | None) -> dict[str, Any] | None:
 
 # Options
 
-def new_options(given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """What was `given` for cls and the model, over the model that the run starts from (init_from)
-    and what config/SIZE.py brings."""
+def new_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a new run: those given, over the model that init_from names."""
     origin = given.get('init_from', 'scratch')
     source = {} if origin == 'scratch' else read_run(origin)['model_config']
     if source and given.get('size', source['size']) != source['size']:
         fail(f'init_from={origin} is of another size: {source["size"]} (now {given["size"]})')
-    if given.get('text') and 'data' in given:
-        fail(f'text={given["text"]} and data={given["data"]}: give one')
-    size = source.get('size') or given.get('size', 'mini')
-    small = size in ('nano', 'micro', 'mini')
-    brought = read_options([f'config/{size}.py'], cls, ModelConfig) if small else {}
-    return {**brought, **source, **one_budget(given)}
+    return merge(source, given)
 
 
 def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> dict[str, Any]:
@@ -99,23 +93,37 @@ def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> di
     those `given` for its next session."""
     config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir or "out/"}')
     known = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
-    saved = {k: v for k, v in {**config['train'], **config['model']}.items() if k in known}
-    saved = check_values(saved, f'{out_dir}/config.json', cls, ModelConfig)
-    return {**saved, 'stop_step': None, **one_budget(given), 'init_from': saved['init_from']}
+    saved = {**config['train'], **upgrade_config(config['model'])}
+    saved = check_values({k: v for k, v in saved.items() if k in known},
+                         f'{out_dir}/config.json', cls, ModelConfig)
+    return {**merge({**saved, 'stop_step': None}, given), 'init_from': saved['init_from']}
 
 
-def one_budget(given: dict[str, Any]) -> dict[str, Any]:
-    """The options; with tokens_per_param goes what tokens a size or a run has set."""
-    if given.get('tokens') and given.get('tokens_per_param'):
-        fail('tokens and tokens_per_param are two budgets: give one')
-    return {'tokens': None, **given} if 'tokens_per_param' in given else given
+def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved ModelConfig in today's options. UserError where an option that is gone had
+    another value than its default."""
+    saved = dict(saved)
+    if saved.get('size') == '256m' and saved.get('extra_layers') == 2:
+        saved.update(size='256m_cem', n_layer=saved['n_layer'] + 2, extra_layers=0)
+    if saved.get('size') == 'micro':  # its numbers are saved beside it
+        saved['size'] = 'mini'
+    gone = dict(extra_layers=0, kq_diag_init=0.0, embedding_std=1.0, norm_eps=1e-5)
+    for name, default in gone.items():
+        if saved.pop(name, default) != default:
+            fail(f'{name} is not an option any more, and the saved model has another value than '
+                 f'{default}: an earlier version of nanoCEM loads it')
+    if 'attn_reuse' not in saved:  # Llama's steps were how often a sublayer is applied
+        for kind in ('attn', 'mlp'):
+            if saved.get(kind) == 'llama':
+                saved[f'{kind}_reuse'] = saved.pop(f'{kind}_steps', 1)
+    return saved
 
 
 def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """The fields of two descriptions that differ, in words; neither how attention is computed
-    (attn_impl) makes a difference, nor what an earlier version did not save."""
+    """The fields of two descriptions that differ, in words; what an
+    earlier version did not save makes no difference."""
     return ', '.join(f'{key}={saved[key]} (now {now[key]})' for key in now
-                     if key in saved and key != 'attn_impl' and now[key] != saved[key])
+                     if key in saved and now[key] != saved[key])
 
 
 # Checkpoints
@@ -155,8 +163,9 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             state = torch.load(path, map_location='cpu', weights_only=True)
         if missing := NEEDED - state.keys() or set(TOKENIZER) - state['data'].keys():
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-        cfg = ModelConfig(**state['model_config'])
-        if cfg.n_layer + cfg.extra_layers > len(state['model']):
+        saved = upgrade_config(state['model_config'])
+        cfg = build(ModelConfig, saved)
+        if cfg.n_layer > len(state['model']):
             raise ValueError('its weights are not of its model_config')
         with torch.device('meta'):  # names and sizes, before memory is taken for them
             Transformer(cfg).load_state_dict(dict(state['model']), assign=True)

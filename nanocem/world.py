@@ -62,7 +62,8 @@ def find_device(kind: str, local_rank: int = 0) -> torch.device:
     return torch.device(kind, local_rank) if kind == 'cuda' else torch.device(kind)
 
 
-def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: float) -> Distributed:
+def start_world(kind: str, batch_size: int, micro_batch_size: int | None, minutes: float,
+                ) -> Distributed:
     """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), which wait so long for
     one another, or stand alone. SystemExit where the batch does not divide among them."""
     rank = int(os.environ.get('RANK', 0))
@@ -70,6 +71,7 @@ def start_world(kind: str, batch_size: int, micro_batch_size: int, minutes: floa
     device = find_device(kind, int(os.environ.get('LOCAL_RANK', 0)))
     if device.type == 'mps' and size > 1:
         fail('device=mps: needs a single process')
+    micro_batch_size = micro_batch_size or 1
     if batch_size % (micro_batch_size * size):
         fitting = [m for m in range(micro_batch_size, 0, -1) if batch_size % (m * size) == 0]
         larger = -(-batch_size // (micro_batch_size * size)) * micro_batch_size * size
