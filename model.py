@@ -17,7 +17,6 @@ Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the
 K heads of width R = D_r = D / K. A subscript k is a head, k_j a key.
 """
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -235,7 +234,7 @@ class BaseAttention(nn.Module):
         return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
-        """Return a_ijk = k_j . q_i / tau + b_ijk, -inf where i may not attend to j: (B, K, I, J)."""
+        """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf where i may not see j."""
         return q / self.tau @ k.mT + self.bias(pos)
 
     def bias(self, pos: Positions) -> Tensor:
@@ -487,13 +486,15 @@ class Transformer(nn.Module):
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T after training and keep eta; None leaves T. UserError below 1, or on Llama."""
-        for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
-            if T is not None:
-                require(operator.index(T) >= 1, f'{name}_steps={T}: expected at least 1')
-                require(getattr(self.cfg, name) == 'cem' or T == 1,
-                        f'{name}_steps={T}: a Llama sublayer takes no steps; expected {name}=cem')
-                for block in self.blocks:
-                    getattr(block, name).T = operator.index(T)
+        changes = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps))
+                   if T is not None}
+        for name, T in changes.items():
+            require(T >= 1, f'{name}_steps={T}: expected at least 1')
+            require(getattr(self.cfg, name) == 'cem',
+                    f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
+        for block in self.blocks:
+            for name, T in changes.items():
+                getattr(block, name).T = T
 
     def set_attn_impl(self, impl: str) -> None:
         """Choose how attention is computed: auto, readable, sdpa or triton (nanocem/fast.py)."""

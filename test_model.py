@@ -15,13 +15,13 @@ from scipy.integrate import quad
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import (
-    MLP,
-    SIZES,
-    Attention,
+    CEMMLP,
+    CEMAttention,
     ModelConfig,
     Preconditioner,
     Transformer,
-    position_tables,
+    apply_rope,
+    make_positions,
     straight_through_sign,
 )
 from nanocem.compute import Phi, flops_per_token
@@ -30,6 +30,7 @@ from nanocem.decode import generate
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
 OPTIONS = dict(
     attn=['llama', 'cem'], mlp=['llama', 'cem'], attn_steps=[1, 2, 3], mlp_steps=[1, 2],
+    attn_reuse=[1, 2], mlp_reuse=[1, 2],
     positions=['alibi', 'rope'], kq_diag=['none', 'shared', 'per_head'],
     score_scale=['head', 'model'], residual=['raw', 'normed'],
     preconditioner=['none', 'diag', 'diag_lowrank'], exact_update=[False, True],
@@ -78,14 +79,14 @@ class Given(torch.nn.Module):
         return self.values.pop(0)
 
 
-def update(sublayer: Attention | MLP, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+def update(sublayer: CEMAttention | CEMMLP, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """The step over eta that forward takes at this u from this context."""
-    norm, steps = sublayer.norm, sublayer.steps
-    sublayer.norm, sublayer.steps = Given(h, u), 1
-    pos = (position_tables(sublayer.cfg, u),) if isinstance(sublayer, Attention) else ()
+    norm, T = sublayer.norm, sublayer.T
+    sublayer.norm, sublayer.T = Given(h, u), 1
+    pos = (make_positions(sublayer.cfg, u),) if isinstance(sublayer, CEMAttention) else ()
     start = h if sublayer.cfg.residual == 'normed' else torch.zeros_like(h)
     step = (sublayer(start, *pos) - start) / sublayer.eta
-    sublayer.norm, sublayer.steps = norm, steps
+    sublayer.norm, sublayer.T = norm, T
     return step
 
 
@@ -107,16 +108,15 @@ def test_parameter_counts() -> None:
             llama = Transformer(ModelConfig(size=size).llama())
             cem = Transformer(ModelConfig(size=size, preconditioner='none', kq_diag='none'))
             assert llama.num_params() == count
-            assert cem.cfg.attn_step_size == cem.cfg.mlp_step_size == 1 / 2  # 1 / T
             baseline = ModelConfig(size=size, attn='llama', mlp='llama')
             assert baseline == llama.cfg
-            assert baseline.attn_steps == baseline.mlp_steps == baseline.attn_step_size == 1
             for part, fraction in (('attn', 1 / 2), ('mlp', 2 / 3)):
                 ours, theirs = (sum(p.numel() for p in getattr(model.blocks[0], part).parameters())
                                 for model in (cem, llama))
                 assert ours / theirs == pytest.approx(fraction, rel=1e-3)
-        big, layers = ModelConfig(size='256m'), SIZES['256m']['n_layer']
-        assert [len(Transformer(cfg).blocks) for cfg in (big, big.llama())] == [layers + 2, layers]
+        larger, llama = ModelConfig(size='256m_cem'), ModelConfig(size='256m').llama()
+        assert larger.llama() == llama
+        assert larger.n_layer == llama.n_layer + 2
         matched = Transformer(ModelConfig(size='86m', attn='llama', mlp_match='params',
                                           preconditioner='none'))
         assert matched.num_params() == expected['86m']
@@ -125,8 +125,9 @@ def test_parameter_counts() -> None:
 @pytest.mark.parametrize('cfg', [c for c in SETS if c.preconditioner == 'none'], ids=describe)
 def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
     """At one token of context nothing is masked away: torch's own count of products must agree."""
-    cfg.context_length, cfg.attn_impl = 1, 'readable'
+    cfg.context_length = 1
     model = Transformer(cfg)
+    model.set_attn_impl('readable')
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 1, dtype=torch.long))
     flops = counter.get_total_flops()
@@ -163,7 +164,7 @@ def u_and_h() -> tuple[torch.Tensor, torch.Tensor]:
     return u.requires_grad_(), h
 
 
-def slow_energy(attn: Attention, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """Eq. 2 word for word, A_k formed: for u, h (J, D),
     -tau sum_k log sum_{j <= i} exp(h_j^T A_k(i, j)^T u_i / tau + b_ijk)."""
     cfg, total = attn.cfg, []
@@ -209,11 +210,13 @@ def test_attention_update_is_minus_the_energys_gradient(options: dict) -> None:
     torch.testing.assert_close(update(attn, u, h), -gradient, rtol=0, atol=1e-9)
 
 
-def readable_alpha(attn: Attention, u: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def readable_alpha(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor,
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
     """alpha (B, K, J, J) and k (B, K, J, R)."""
-    pos = position_tables(attn.cfg, u)
-    q, k = attn.project(u, attn.W_Q, pos), attn.project(h, attn.W_K, pos)
-    return attn.scores(q, u, k, h, pos).softmax(-1), k
+    pos = make_positions(attn.cfg, u)
+    q, k = (apply_rope(attn.split_heads(F.linear(x, W)), pos)
+            for x, W in ((u, attn.W_Q), (h, attn.W_K)))
+    return attn.scores(q, k, pos, u, h).softmax(-1), k
 
 
 def test_algorithm_1_leaves_out_the_diagonals_part_of_the_gradient() -> None:
@@ -306,17 +309,17 @@ def test_alibis_slopes(n_head: int) -> None:
     """2^-k, and from eight heads on as many between 1 and 1/256 in equal ratios."""
     cfg = ModelConfig(**{**TINY, 'n_head': n_head, 'd_model': 2 * n_head})
     with torch.no_grad():
-        bias = Transformer(cfg).blocks[0].attn.bias(position_tables(cfg, torch.zeros(1, 2, 1)))
+        bias = Transformer(cfg).blocks[0].attn.bias(make_positions(cfg, torch.zeros(1, 2, 1)))
     m = -bias[:, 1, 0].double()
     expected = [0.5 ** k if n_head < 8 else 256.0 ** (-k / n_head) for k in range(1, n_head + 1)]
     torch.testing.assert_close(m, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
 def test_a_block_starts_as_the_paper_says() -> None:
-    block = Transformer(ModelConfig(size='mini', vocab_size=50, kq_diag_init=1)).blocks[0]
+    block = Transformer(ModelConfig(size='mini', vocab_size=50)).blocks[0]
     P = block.mlp.P
     assert P.U.shape == (1, 64, 16) and block.attn.P.U.shape == (4, 64, 4)
-    assert (block.attn.norm.gain == 1).all() and torch.equal(block.attn.kq_diag, torch.ones(1, 64))
+    assert (block.attn.norm.gain == 1).all() and torch.equal(block.attn.kq_diag, torch.zeros(1, 64))
     softplus_of_1 = torch.full((1, 64), math.log(1 + math.e))
     torch.testing.assert_close(F.softplus(8 * P.p), softplus_of_1)
     assert P.U.std().item() == pytest.approx(0.02, rel=0.2) and not P.V.any()
@@ -345,15 +348,13 @@ def test_gradients_reach_every_parameter(options: dict) -> None:
             assert p.grad.any(), name
 
 
-def test_a_llama_sublayer_with_steps_is_the_same_sublayer_again() -> None:
-    cfg = ModelConfig(**TINY, attn='llama', mlp='llama', attn_steps=3, mlp_steps=2)
-    model = randomize(Transformer(cfg), seed=12)
-    block, x = model.blocks[0], torch.randn(2, 8, 24, dtype=torch.float64)
-    pos = position_tables(cfg, x)
+@pytest.mark.parametrize('kind', OPTIONS['attn'])
+def test_reuse_applies_a_sublayer_to_its_own_output(kind: str) -> None:
+    cfg = ModelConfig(**TINY, attn=kind, mlp=kind, attn_reuse=3, mlp_reuse=2)
+    block = randomize(Transformer(cfg), seed=12).blocks[0]
+    x = torch.randn(2, 8, 24, dtype=torch.float64)
+    pos = make_positions(cfg, x)
     reused = block(x, pos)
-    model.set_steps(1, 1)
-    once = block(x, pos)
-    torch.testing.assert_close(block.mlp(block.attn(x, pos)), once)
     for _ in range(3):
         x = block.attn(x, pos)
     torch.testing.assert_close(block.mlp(block.mlp(x)), reused)
@@ -372,19 +373,21 @@ def test_steps_change_at_test_time() -> None:
     assert torch.equal(two(idx)[0], four(idx)[0])
     with pytest.raises(ValueError, match='mlp_steps=-1'):
         two.set_steps(3, -1)
-    with pytest.raises(ValueError, match=r'attn_steps=2\.5'):
-        two.set_steps(2.5)
-    assert two.blocks[0].attn.steps == 4  # nothing was changed
+    assert two.blocks[0].attn.T == 4  # nothing was changed
+    llama = Transformer(ModelConfig(**TINY, attn='llama', mlp='llama'))
+    with pytest.raises(ValueError, match='a Llama sublayer takes no steps'):
+        llama.set_steps(2)
 
 
 @pytest.mark.parametrize('options', [
     dict(exact_update=True, kq_diag='per_head'),
-    *(dict(options, attn_impl=way) for way in ('readable', 'sdpa') for options in (
-        dict(attn='llama', mlp='llama'), dict(), dict(positions='rope'),
-        dict(positions='rope', kq_diag='none')))], ids=str)
-def test_weights_in_bfloat16(options: dict) -> None:
+    dict(attn='llama', mlp='llama'), dict(attn_steps=2, mlp_steps=2), dict(positions='rope'),
+    dict(positions='rope', kq_diag='none')], ids=str)
+@pytest.mark.parametrize('impl', ['readable', 'sdpa'])
+def test_weights_in_bfloat16(options: dict, impl: str) -> None:
     """The whole model in bfloat16, reading and writing: no further off than rounding takes it."""
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=19)
+    model.set_attn_impl(impl)
     idx = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(20))
     with torch.no_grad():
         exact, _ = model(idx)
@@ -401,7 +404,7 @@ def test_steps_start_and_end_where_the_residual_says(residual: str) -> None:
     block = randomize(Transformer(cfg), seed=14).blocks[0]
     x0 = torch.randn(2, 7, 24, dtype=torch.float64)
     for sublayer in (block.attn, block.mlp):
-        pos = (position_tables(cfg, x0),) if sublayer is block.attn else ()
+        pos = (make_positions(cfg, x0),) if sublayer is block.attn else ()
         h = sublayer.norm(x0)
         x = {'raw': x0, 'normed': h}[residual]
         for _ in range(3):
@@ -424,12 +427,12 @@ def test_energy_falls_along_small_steps(residual: str) -> None:
             along.append(sublayer.energy(v, h).sum().item())
             v = v + update(sublayer, v, h)
         assert all(b < a for a, b in itertools.pairwise(along)), along
-        pos = (position_tables(cfg, h),) if sublayer is block.attn else ()
+        pos = (make_positions(cfg, h),) if sublayer is block.attn else ()
         # the norm's gain, applied to u, would turn the step away from the gradient
         torch.nn.init.ones_(sublayer.norm.gain)
         normed = []
         hook = sublayer.norm.register_forward_hook(lambda norm, x, out: normed.append(out))  # noqa: B023
-        sublayer.steps = 6
+        sublayer.T = 6
         sublayer(h, *pos)
         hook.remove()
         context, *states = normed  # h, u_0, ..., u_5
@@ -437,55 +440,26 @@ def test_energy_falls_along_small_steps(residual: str) -> None:
         assert len(along) == 6 and all(b < a for a, b in itertools.pairwise(along)), along
 
 
-# Bad configurations
+# Bad configurations, beside those in tests/test_refusals.py
 
 @pytest.mark.parametrize('options, message', [
-    (dict(size='7b'), 'expected one of nano'),
     (dict(exact_update='no'), 'exact_update=no: expected True or False'),
-    (dict(kq_diag_init=True), 'kq_diag_init=True: expected a number'),
     (dict(n_layer=2.0), 'n_layer=2.0: expected a whole number'),
-    (dict(kq_diag_init=math.inf), 'kq_diag_init'),
-    (dict(kq_diag_init=math.nan), 'kq_diag_init'),
-    (dict(d_model=0), 'd_model=0: expected 1 to'),
-    (dict(attn_steps=0), 'attn_steps=0: expected 1 to'),
-    (dict(extra_layers=-1), 'extra_layers'),
-    (dict(mlp_step_size=0.0), 'mlp_step_size=0.0: expected 1e-30 to'),
-    (dict(norm_eps=math.nan), 'norm_eps'),
-    (dict(attn='llama', kq_diag='shared'), 'set attn=cem'),
+    (dict(n_layer=True), 'n_layer=True: expected a whole number'),
+    (dict(attn_reuse=0), 'attn_reuse=0: expected 1 to'),
+    (dict(mlp_step_size=0.0), 'mlp_step_size=0.0: expected'),
+    (dict(attn_step_size=math.inf), 'attn_step_size=inf: expected a number'),
     (dict(attn='llama', attn_rank=9), 'set attn=cem'),
-    (dict(mlp='llama', mlp_match='params'), 'set mlp=cem'),
-    (dict(attn='llama', mlp='llama', residual='normed'), 'residual'),
-    (dict(d_model=65), 'multiple of n_head'),
-    (dict(d_model=12, n_head=4, positions='rope'), 'is odd'),
-    (dict(exact_update=True, kq_diag='none'), 'exact_update'),
-    (dict(kq_diag_init=0.5, attn='llama'), 'kq_diag_init'),
-    (dict(attn='gpt'), 'attn=gpt: expected one of llama, cem'),
-    (dict(preconditioner='low_rank'), 'preconditioner=low_rank: expected one of none'),
-    (dict(residual='post'), 'residual=post: expected one of raw, normed'),
-    (dict(attn_impl='math'), 'attn_impl=math: expected one of auto, readable'),
-    (dict(n_layer=0), 'n_layer=0'),
     (dict(attn='llama', attn_step_size=0.5), 'set attn=cem'),
+    (dict(attn='llama', attn_steps=2), 'set attn=cem'),
+    (dict(mlp='llama', mlp_steps=2), 'set mlp=cem'),
     (dict(mlp='llama', mlp_step_size=0.5), 'set mlp=cem'),
-    (dict(kq_diag_init=0.5, kq_diag='none'), 'kq_diag_init'),
-    (dict(attn_rank=9, attn='llama'), 'set attn=cem'),
-    (dict(mlp_rank=9, mlp='llama'), 'set mlp=cem'),
-    (dict(attn_step_size=math.inf), 'attn_step_size'),
-    (dict(mlp_step_size=math.nan), 'mlp_step_size'),
-    (dict(init_std=0.0), 'init_std'),
-    (dict(init_std=math.nan), 'init_std'),
-    (dict(rope_theta=math.inf), 'rope_theta'),
+    (dict(mlp='llama', mlp_rank=9), 'set mlp=cem'),
+    (dict(preconditioner='low_rank'), 'preconditioner=low_rank: expected one of none'),
 ], ids=str)
 def test_bad_configurations_say_what_would_be_right(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**options)
-
-
-def test_a_llama_sublayer_has_no_energy() -> None:
-    block = Transformer(ModelConfig(**TINY, attn='llama', mlp='llama')).blocks[0]
-    x = torch.randn(1, 3, 24)
-    for sublayer in (block.attn, block.mlp):
-        with pytest.raises(ValueError, match='no energy'):
-            sublayer.energy(x, x)
 
 
 def test_targets_of_another_shape_and_temperatures_below_zero_are_refused() -> None:

@@ -18,12 +18,13 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     # update; 2 D_h for Llama, for each reuse
     widths = 2 if cfg.exact_update or (cfg.positions == 'rope' and cfg.kq_diag != 'none') else 1
     if cfg.attn == 'llama':
-        widths = 2 * cfg.attn_steps
-    assert cache.floats_per_token() == widths * cfg.d_model * cfg.n_layer
+        widths = 2
+    assert cache.floats_per_token() == widths * cfg.attn_reuse * cfg.d_model * cfg.n_layer
 
 
 @pytest.mark.parametrize('options', [
-    dict(attn='llama', mlp='llama'), {}, dict(positions='rope', kq_diag='none'),
+    dict(attn='llama', mlp='llama'), dict(attn_steps=2, mlp_steps=2),
+    dict(positions='rope', kq_diag='none'), dict(attn_reuse=2, mlp_reuse=2),
     dict(positions='rope', kq_diag='per_head')], ids=str)
 def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15).eval()
@@ -39,14 +40,29 @@ def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     assert torch.equal(fast, slow)
 
 
-def test_generation_leaves_the_model_as_it_was() -> None:
-    model = randomize(Transformer(ModelConfig(**TINY)), seed=15)
-    generate(model, torch.randint(50, (1, 3)), 2)
-    attn = model.blocks[0].attn
-    before = attn.output_weight()
-    with torch.no_grad():
-        attn.W_Q.mul_(2)
-    assert not torch.equal(attn.output_weight(), before)
+@pytest.mark.parametrize('options', [dict(attn='llama', mlp='llama'), {}, dict(kq_diag='none')],
+                         ids=str)
+def test_two_caches_of_one_model_do_not_disturb_each_other(options: dict) -> None:
+    model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15)
+    a, b = torch.randint(50, (2, 2, 8))
+    caches = [Cache(16), Cache(16)]
+    for n in range(8):  # token by token, in turns
+        last = [model(idx[:, n:n + 1], cache=cache)[0] for idx, cache in zip((a, b), caches,
+                                                                          strict=True)]
+    for idx, logits in zip((a, b), last, strict=True):
+        torch.testing.assert_close(logits, model(idx)[0][:, -1:], rtol=0, atol=1e-9)
+
+
+def test_a_cache_refuses_what_does_not_fit() -> None:
+    model, idx = Transformer(ModelConfig(**TINY)), torch.randint(50, (2, 10))
+    cache = Cache(16)
+    model(idx, cache=cache)
+    with pytest.raises(ValueError, match='10 of 16 tokens: 10 more do not fit'):
+        model(idx, cache=cache)
+    with pytest.raises(ValueError, match='of 2 rows'):
+        model(idx[:1, :3], cache=cache)
+    with pytest.raises(ValueError, match='at least one token'):
+        generate(model, idx[:, :0], 3)
 
 
 def test_top_k_keeps_to_the_likeliest_tokens() -> None:

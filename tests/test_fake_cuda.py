@@ -21,7 +21,7 @@ from train import TrainConfig
 
 DEVICE = 'cuda' if torch.version.cuda else 'meta'
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=48, vocab_size=50, context_length=4)
-MODELS = {'CEM': {}, 'Llama': dict(attn='llama', mlp='llama'),
+MODELS = {'CEM': dict(attn_steps=2, mlp_steps=2), 'Llama': dict(attn='llama', mlp='llama'),
           'exact RoPE': dict(positions='rope', kq_diag='none')}
 CONFIGS = sorted(f'config/{path.name}' for path in (ROOT / 'config').glob('*.py'))
 launches: list[Any] = []
@@ -57,10 +57,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, impl: str = 'auto') -> None:
     """The loss both ways, gradients and a step of Muon; decoding until the context is full."""
     with torch.device(DEVICE):
         model = Transformer(ModelConfig(**{**options, **SMALL}))
+        model.set_attn_impl(impl)
         idx = torch.zeros(2, 4, dtype=torch.long)
     for at_once in (compute.LOGITS_AT_ONCE, 50):
         monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
@@ -74,11 +75,11 @@ def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         assert new.device.type == DEVICE and new.shape == (2, 6)
 
 
-@pytest.mark.parametrize('way', ['readable', 'sdpa', 'triton'])
+@pytest.mark.parametrize('impl', ['readable', 'sdpa', 'triton'])
 @pytest.mark.parametrize('name', MODELS)
-def test_every_way(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    try_out({**MODELS[name], 'attn_impl': way}, monkeypatch)
-    assert bool(launches) == (name == 'CEM' and way == 'triton')
+def test_every_implementation(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_out(MODELS[name], monkeypatch, impl)
+    assert bool(launches) == (name == 'CEM' and impl == 'triton')
 
 
 @pytest.mark.parametrize('config', CONFIGS)
@@ -88,6 +89,6 @@ def test_every_config(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tensor_on_the_wrong_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('model.slopes', lambda n_head, like: torch.ones(n_head))
+    monkeypatch.setattr('model.alibi_slopes', lambda n_head, like: torch.ones(n_head))
     with pytest.raises(RuntimeError, match='device'):
         try_out({}, monkeypatch)

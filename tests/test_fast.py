@@ -1,4 +1,4 @@
-"""nanocem/fast.py: each faster way against the readable one, and which way runs where."""
+"""nanocem/fast.py: each implementation against the readable one, and which one runs where."""
 import math
 from collections.abc import Callable, Iterator
 
@@ -22,9 +22,8 @@ SCALE = 0.25
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Whatever torch.empty gives is full of NaNs: what a way leaves unwritten, or reads unasked,
-    shows."""
-    # with torch.utils.deterministic.fill_uninitialized_memory, its default
+    """Fill whatever torch.empty gives with NaNs: memory that is read before it is written shows."""
+    # By torch.utils.deterministic.fill_uninitialized_memory, its default
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -108,7 +107,7 @@ def test_faster_attention_equals_the_readable_path(cfg: ModelConfig) -> None:
     model, idx = randomize(Transformer(cfg), seed=8), torch.randint(50, (2, 17))
     results = []
     for impl in ('readable', 'sdpa'):
-        cfg.attn_impl = impl
+        model.set_attn_impl(impl)
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for slow, *others in zip(*results, strict=True):
@@ -116,13 +115,14 @@ def test_faster_attention_equals_the_readable_path(cfg: ModelConfig) -> None:
             torch.testing.assert_close(slow, fused, rtol=1e-9, atol=1e-11)
 
 
-def losses(cfg: ModelConfig, ways: tuple[str, ...], idx: Tensor, compiled: bool = False,
+def losses(cfg: ModelConfig, impls: tuple[str, ...], idx: Tensor, compiled: bool = False,
            ) -> list[list[Tensor]]:
-    """For each way of the same model its logits, loss and every parameter's gradient."""
+    """For each implementation of the same model its logits, loss and every parameter's gradient."""
     results = []
-    for cfg.attn_impl in ways:
+    for impl in impls:
         torch.manual_seed(0)
         model = Transformer(cfg)
+        model.set_attn_impl(impl)
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p) * 0.2)
@@ -135,22 +135,24 @@ def losses(cfg: ModelConfig, ways: tuple[str, ...], idx: Tensor, compiled: bool 
 
 WHOLE = pytest.mark.parametrize('options', [
     dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
-    dict(kq_diag='none'), {}, dict(positions='rope'), dict(residual='normed'),
+    dict(kq_diag='none'), dict(attn_steps=2, mlp_steps=2), dict(positions='rope'),
+    dict(residual='normed', attn_steps=2),
     dict(score_scale='head', mlp='llama')], ids=str)
 
 
-def agree(options: dict, way: str) -> None:
+def agree(options: dict, impl: str) -> None:
     """In float32. A tensor's elements sum terms alike: one that cancels is held to all of them."""
     cfg = ModelConfig(**{**SMALL, **options})
     idx = torch.randint(50, (2, 18), generator=torch.Generator().manual_seed(1))
-    for slow, other in zip(*losses(cfg, ('readable', way), idx), strict=True):
+    for slow, other in zip(*losses(cfg, ('readable', impl), idx), strict=True):
         assert (other - slow).norm() <= 2e-4 * slow.norm()
 
 
-def is_one_graph(way: str) -> None:
+def is_one_graph(impl: str) -> None:
     """fullgraph=True: torch.compile would refuse a break."""
-    cfg, idx = ModelConfig(**{**SMALL, 'n_layer': 1}), torch.randint(50, (2, 18))
-    (eager,), (compiled,) = losses(cfg, (way,), idx), losses(cfg, (way,), idx, compiled=True)
+    cfg = ModelConfig(**{**SMALL, 'n_layer': 1, 'attn_steps': 2})
+    idx = torch.randint(50, (2, 18))
+    (eager,), (compiled,) = losses(cfg, (impl,), idx), losses(cfg, (impl,), idx, compiled=True)
     for a, b in zip(eager, compiled, strict=True):
         assert (a - b).norm() <= 1e-5 * a.norm()
 
@@ -159,31 +161,52 @@ def test_a_training_step_is_one_graph() -> None:
     is_one_graph('readable')
 
 
-# Which way runs
+@pytest.mark.parametrize('options', [
+    dict(attn='llama', mlp='llama'), dict(attn='llama', positions='alibi'), dict(attn_steps=2),
+    dict(positions='rope', kq_diag='per_head')], ids=str)
+def test_padding_changes_no_logit(options: dict) -> None:
+    """Two texts in a batch, the shorter one padded on the left or on the right, against each
+    alone; every implementation falls back to the one that takes a mask."""
+    model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=21)
+    idx = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(22))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    for impl in ('auto', 'sdpa', 'triton'):
+        model.set_attn_impl(impl)
+        for hidden, shown in ((slice(0, 4), slice(4, 9)), (slice(5, 9), slice(0, 5))):
+            mask[1] = True
+            mask[1, hidden] = False
+            both, alone = model.hidden(idx, key_mask=mask), model.hidden(idx[1:, shown])
+            torch.testing.assert_close(both[1:, shown], alone, rtol=0, atol=1e-11)
+            torch.testing.assert_close(both[:1], model.hidden(idx[:1]), rtol=0, atol=1e-11)
+            assert both.isfinite().all()
 
-def test_the_way_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+
+# Which implementation runs
+
+def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu, half = torch.device('cpu'), torch.device('cuda'), torch.bfloat16
-    def path(device: torch.device, dtype: torch.dtype, **options) -> str:
+    def path(device: torch.device, dtype: torch.dtype, impl: str = 'auto', **options) -> str:
         with torch.device('meta'):
             model = Transformer(ModelConfig(**{**SMALL, **options}))
+        model.set_attn_impl(impl)
         return fast.attention_path(model, device, dtype)
-    llama, rope = dict(attn='llama', attn_steps=1), dict(positions='rope', kq_diag='none')
+    llama, rope = dict(attn='llama'), dict(positions='rope', kq_diag='none')
     alibi = {**llama, 'positions': 'alibi'}
     by_softmax, by_torch, ours = 'readable attention', 'sdpa attention', 'triton attention'
     assert path(cpu, torch.float32) == path(cpu, half, **alibi) == by_softmax
     assert path(cpu, torch.float32, **rope) == by_torch
     if fast.HAS_TRITON:
-        assert path(cpu, torch.float32, attn_impl='triton') == ours  # interpreted
+        assert path(cpu, torch.float32, 'triton') == ours  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
     monkeypatch.setattr(fast, 'HAS_TRITON', True)
     monkeypatch.setattr(triton_attention, 'agrees', lambda *case: True)
     assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
-    for options in (rope, llama, alibi, dict(attn_impl='sdpa'), dict(d_model=300)):
+    for options in (rope, llama, alibi, dict(impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == by_torch
-    for options in dict(attn_impl='readable'), dict(exact_update=True):
+    for options in dict(impl='readable'), dict(exact_update=True):
         assert path(gpu, half, **options) == by_softmax
     assert path(gpu, torch.float32) == by_torch
-    assert 'triton cannot run' in path(cpu, torch.float32, attn_impl='triton')
+    assert 'triton cannot run' in path(cpu, torch.float32, 'triton')
     monkeypatch.setattr(triton_attention, 'agrees', lambda *case: False)
     assert path(gpu, half) == by_torch
     monkeypatch.setattr(fast, 'HAS_TRITON', False)
