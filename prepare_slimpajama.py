@@ -13,7 +13,6 @@ and not before; what was downloaded stays in the Hub's cache.
 """
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -25,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -55,7 +53,11 @@ LIBRARY = sysconfig.get_paths()['stdlib']
 SPLITS = ('train', 'val', 'test')
 SPLIT_IN_PATH = re.compile(r'(?:^|/)(train|val|test)(?:(?<=val)id(?:ation)?)?(?=[/._-])')
 PART = 1 << 16  # characters a thread gets at a time; longer documents are cut
+LONGEST_PART = 1 << 20  # characters; a part may end inside a word beyond it
 BATCH = 1 << 21  # characters all threads get at a time
+BPE_TEXT = 32_000_000  # bytes of text that a tokenizer is trained on
+TOKEN_BYTES = 8  # more than a token has on average
+FEW_TOKENS = 4096  # of a held-out split
 SMALL_TEXT = 20_000_000  # bytes; below it prepare_text's tokens are bytes
 
 
@@ -66,7 +68,7 @@ class PrepareConfig:
     out_dir: str | None = None  # the data folder; default: data/ and the name of the input
     tokens: int | None = None  # training tokens, or as many as there are; default 3.3B
     size: Literal['86m', '108m', '134m', '162m', '256m'] | None = None  # tokens for such a model
-    tokenizer: str | None = None  # llama, gpt2, byte, bpe4096 (trained), a model file; default llama
+    tokenizer: str | None = None  # llama, gpt2, byte, bpe2048 (trained), a model file; default llama
     held_out: float | None = None  # share of val, and of test; default 0.005, builtin 0.05
     seed: int = 0  # shuffle the order of the files; 0: by name
     column: str = 'text'  # the column of .parquet files, the field of .jsonl lines
@@ -77,23 +79,30 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         require(not (self.tokens and self.size), 'tokens and size: give one')
         tokenizer, held_out = OWN_TEXTS.get(self.input, ('llama', 0.005))
-        resolve_defaults(self, tokens=round(SIZES[self.size or '162m']), tokenizer=tokenizer, held_out=held_out)
-        known = re.fullmatch(r'llama|gpt2|byte|bpe[1-9]\d{2,5}', self.tokenizer)
+        # For texts of few documents, whose end is held out
+        self.held_out_end = 0.05 if self.held_out is None else self.held_out
+        tokens = round(SIZES[self.size or '162m'])
+        resolve_defaults(self, tokens=tokens, tokenizer=tokenizer, held_out=held_out)
+        pieces = re.fullmatch(r'bpe(\d+)', self.tokenizer)
+        known = pieces or self.tokenizer in ('llama', 'gpt2', 'byte')
         require(known or os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file'
-                ', and none of llama, gpt2, byte, bpe4096')
+                ', and none of llama, gpt2, byte, bpe2048')
+        require(not pieces or 512 <= int(pieces[1]) <= 65_536,
+                f'tokenizer={self.tokenizer}: expected bpe512 to bpe65536')
         in_range(self, 1, 10**15, 'tokens shard_tokens')
         in_range(self, 1, 1024, 'workers')
         in_range(self, 0, 0.49, 'held_out')
-        self.least = 1  # tokens of each split; with fewer, the end of the text is held out
+        self.least = 1  # bytes of each split; with fewer, the end of the text is held out
         name = os.path.basename(self.input).partition('.')[0] or 'text'
         if self.input.startswith(HUB):
             name = '-'.join(self.input.removeprefix(HUB).rstrip('/').split('/')[1:])
         elif self.input not in OWN_TEXTS:
             self.input = os.path.abspath(self.input)
-        resolve_defaults(self, out_dir='data/' + ('slimpajama' if self.input == SLIMPAJAMA else name))
+        name = 'slimpajama' if self.input == SLIMPAJAMA else name
+        resolve_defaults(self, out_dir=f'data/{name}')
 
     def identity(self) -> dict[str, Any]:
-        """What a data folder's bytes depend on, beside the files."""
+        """Return what the bytes of a data folder depend on, beside the files."""
         names = ('input', 'tokenizer', 'tokens', 'held_out', 'seed', 'column', 'shard_tokens')
         return {name: getattr(self, name) for name in names}
 
@@ -112,6 +121,10 @@ class Source(NamedTuple):
     name: str  # a path, 'builtin', 'corpus', or hf://datasets/OWNER/NAME@COMMIT
     folder: str  # where the files are; the Hub's are in its cache
     files: list[File]
+
+    def splits(self) -> set[str | None]:
+        """Return the splits that the source has files of."""
+        return {file.split for file in self.files}
 
     def digest(self, tokenizer: str) -> str:
         """Of the files' names, sizes and times: another says that something changed."""
@@ -288,7 +301,7 @@ class Part(NamedTuple):
 
 
 def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
-    """A document in parts of `size` characters or, up to the next space or line end, more."""
+    """Cut a document into parts of `size` characters or, up to the next space or line end, more."""
     rest = ''
     for chunk in chunks:
         searched = len(rest) - 1  # all but the last character, which had nothing after it yet
@@ -298,33 +311,93 @@ def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
             yield rest[at:found.end()]
             at = found.end()
         rest = rest[at:]
+        if len(rest) > LONGEST_PART:  # a text without spaces
+            yield rest
+            rest = ''
     if rest:
         yield rest
 
 
-def read_parts(path: str, column: str, held_out: float, fixed: str | None) -> Iterator[Part]:
-    """The documents of a file in parts. A document is of the split that is `fixed`, or that a hash
-    of its text says: val and test get a share of `held_out` each."""
-    for chunks in read_documents(path, column):
-        digest = hashlib.sha256()
-        for chunk in chunks():
-            digest.update(chunk.encode())
-        x = int.from_bytes(digest.digest()[:8], 'big') / 2 ** 64
-        split = fixed or ('test' if x < held_out else 'val' if x < 2 * held_out else 'train')
-        for n, text in enumerate(split_text(chunks())):
-            yield Part(split, text, n == 0)
+def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
+               skipped: dict[str, str], is_full: Callable[[str], bool]) -> Iterator[Part]:
+    """Yield the parts of all documents, each with its split. Files of a split that is full are
+    not opened; damaged ones are added to `skipped`, or end the program."""
+    held_out = o.held_out if ends is None else 0
+    own = source.splits()
+    position = 0  # bytes of the documents read so far
+    for file in source.files:
+        if is_full(file.split or 'train'):
+            continue
+        path = source.path(file)
+        try:
+            for chunks in read_documents(path, o.column):
+                split = file.split
+                if split not in ('val', 'test'):
+                    split = split_by_hash(chunks, held_out)
+                    # A split that the source has files of gets no other documents
+                    split = 'train' if split in own else split
+                for n, text in enumerate(split_text(chunks())):
+                    part = Part(split, text, n == 0)
+                    if ends is None or file.split in ('val', 'test'):
+                        yield part
+                    else:
+                        yield from split_by_position(part, position, ends)
+                        position += len(text.encode())
+        except BadFile as error:
+            if not o.skip_bad:
+                fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves it out')
+            skipped[file.name] = str(error)
 
 
-def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts together, as much as all threads get at a time."""
-    batch, size = [], 0
-    for part in parts:
-        batch.append(part)
-        size += len(part.text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
+def split_by_hash(chunks: Callable[[], Iterator[str]], held_out: float) -> str:
+    """Choose the split of a document by a hash of its text: val and test each get a share of
+    `held_out`."""
+    if not held_out:
+        return 'train'
+    digest = hashlib.sha256()
+    for chunk in chunks():
+        digest.update(chunk.encode())
+    x = int.from_bytes(digest.digest()[:8], 'big') / 2 ** 64
+    return 'test' if x < held_out else 'val' if x < 2 * held_out else 'train'
+
+
+def split_by_position(part: Part, position: int, ends: dict[str, int]) -> Iterator[Part]:
+    """Cut a part that begins `position` bytes after the beginning of the text where train, val and
+    test end, at the next space or line end. What lies behind the last end is left out."""
+    text, begins = part.text, part.begins
+    for split, end in ends.items():
+        content = text.encode()
+        at = len(text)
+        if position + len(content) > end:
+            at = len(content[:max(0, end - position)].decode(errors='ignore'))
+            found = CUT.search(text, at)
+            at = found.end() if found and at else at
+        if at:
+            yield Part(split, text[:at], begins)
+            position += len(text[:at].encode())
+            text, begins = text[at:], False
+
+
+def find_ends(o: PrepareConfig, source: Source, skipped: dict[str, str]) -> dict[str, int] | None:
+    """Find the bytes where train, val and test end, for a text of so few documents that their
+    hashes would leave a split empty. None where there are enough."""
+    drawn = [split for split in SPLITS if split == 'train' or split not in source.splits()]
+    if not o.held_out or len(drawn) == 1:
+        return None
+    sizes = dict.fromkeys(SPLITS, 0)
+    for part in read_parts(o, source, None, skipped, lambda split: split != 'train'):
+        sizes[part.split] += len(part.text.encode())
+        # A token has a byte at least, but for those that begin a document
+        if 2 * sizes['train'] <= o.tokens and min(sizes[split] for split in drawn) >= o.least:
+            return None
+        if sizes['train'] > TOKEN_BYTES * o.tokens:
+            break
+    total = sum(sizes.values())
+    held_out = round(o.held_out_end * total)
+    say(f'{o.input} has few documents: the last {o.held_out_end:.3g} of the text is {drawn[-1]}'
+        + ', as much before that val' * (len(drawn) == 3))
+    return {split: total - held_out * n for n, split in zip((2, 1, 0)[-len(drawn):], drawn,
+                                                            strict=True)}
 
 
 # Shards
@@ -335,14 +408,6 @@ class Writer:
         self.folder, self.shard_tokens = folder, shard_tokens
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
         self.tokens = dict.fromkeys(SPLITS, 0)
-
-    def shards(self, split: str) -> dict[str, int]:
-        """The names of a split's shards, and their tokens."""
-        total = self.tokens[split]
-        if split != 'train':
-            return {f'{split}.bin': total} if total else {}
-        return {f'train_{number:05d}.bin': min(self.shard_tokens, total - first)
-                for number, first in enumerate(range(0, total, self.shard_tokens))}
 
     def append(self, split: str, ids: np.ndarray) -> None:
         while len(ids):
@@ -355,131 +420,164 @@ class Writer:
             self.tokens[split] += min(room, len(ids))
             ids = ids[room:]
 
-    def take_end(self, count: int) -> np.ndarray:
-        """So many tokens off the end of train."""
-        taken = [np.zeros(0, self.dtype)]
-        while count:
-            name, n = list(self.shards('train').items())[-1]
-            path = os.path.join(self.folder, name)
-            ids = np.fromfile(path, self.dtype)
-            left = max(0, n - count)
-            taken.insert(0, ids[left:])
-            os.truncate(path, left * self.dtype.itemsize) if left else os.remove(path)
-            self.tokens['train'] -= n - left
-            count -= n - left
-        return np.concatenate(taken)
+    def describe(self) -> dict[str, Any]:
+        """Return the `splits` of meta.json: the shards of each split and their tokens."""
+        splits = {}
+        for split, total in self.tokens.items():
+            size = self.shard_tokens if split == 'train' else total
+            shards = [{'file': f'train_{n:05d}.bin' if split == 'train' else f'{split}.bin',
+                       'tokens': min(size, total - first)}
+                      for n, first in enumerate(range(0, total, size or 1))]
+            splits[split] = {'tokens': total, 'shards': shards}
+        return splits
 
 
 # From one to the other
 
 def prepare(o: PrepareConfig, source: Source | None = None) -> None:
-    """Make o.out_dir; nothing where it is made. SystemExit with one line where that cannot be."""
-    parent, name = os.path.split(os.path.abspath(o.out_dir))
+    """Make the data folder o.out_dir, or leave it as it is if it is made already. It is made in a
+    hidden folder beside it, which is renamed when it is whole. UserError, OSError."""
+    if is_prepared(o):
+        return
+    source = source or find_source(o.input, o.seed)
+    parent, name = os.path.split(os.path.realpath(o.out_dir))
+    folder = os.path.join(parent, f'.{name}.partial')
     os.makedirs(parent, exist_ok=True)
-    with locked(os.path.join(parent, f'.{name}.lock')), TemporaryDirectory(dir=parent) as folder:
-        if meta := read_json(os.path.join(o.out_dir, 'meta.json'), 'delete the folder'):
-            was = meta.get('config', {})
-            if different := [f'{name}={was.get(name)}, not {value}'
-                             for name, value in o.identity().items() if was.get(name) != value]:
-                fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another '
-                     '--out_dir')
-            return say(f'{o.out_dir} is prepared already; delete it to prepare it anew')
-        if os.path.exists(o.out_dir) and os.listdir(o.out_dir):
-            fail(f'{o.out_dir} holds other files: choose another --out_dir')
-        source = source or find_source(o.input, o.seed)
-        tokenizer = bring_tokenizer(o, source, folder)
-        writer = Writer(folder, tokenizer.vocab_size, o.shard_tokens)
-        skipped = tokenize(o, source, tokenizer, writer, True, o.tokens)
-
-        # Where documents are too few to draw val and test from, they are the end of the text
-        own = {file.split for file in source.files}
-        drawn = [split for split in SPLITS if split == 'train' or split not in own]
-        fewest = min(writer.tokens[split] for split in drawn)
-        if fewest < o.least and o.held_out and any(writer.tokens.values()):
-            writer.take_end(writer.tokens['train'])
-            for split in ('val', 'test'):
-                with suppress(FileNotFoundError):
-                    os.remove(os.path.join(folder, f'{split}.bin'))
-            writer.tokens = dict.fromkeys(SPLITS, 0)
-            share = max(o.held_out, 0.05)
-            most = round(share * o.tokens)  # for each of the others
-            tokenize(o, source, tokenizer, writer, False, o.tokens + most * (len(drawn) - 1))
-            say(f'{o.input} has few documents: its last {share:.3g} is test, as much before that val')
-            count = min(most, round(share * writer.tokens['train']))
-            for split in ('test', 'val'):
-                if split not in own:
-                    writer.append(split, writer.take_end(count))
-        empty = [split for split in SPLITS if not writer.tokens[split]]
-        if 'train' in empty or (empty and o.held_out):
-            fail(f'{o.input} holds too little text for {" and ".join(empty)}: give more')
-
-        splits = {split: {'tokens': n, 'shards': [
-            {'file': name, 'tokens': n} for name, n in writer.shards(split).items()]}
-            for split, n in writer.tokens.items()}
-        write_atomic(os.path.join(folder, 'meta.json'), json.dumps({
-            'format': FORMAT, 'tokenizer': tokenizer.name, 'tokenizer_sha256': tokenizer.sha256,
-            'vocab_size': tokenizer.vocab_size, 'bos': tokenizer.bos, 'dtype': writer.dtype.name,
-            'splits': splits, 'config': o.identity(), 'source': source.name,
-            'files': [file.name for file in source.files], 'skipped': skipped}, indent=1).encode())
-        os.chmod(folder, 0o755)
-        os.replace(folder, o.out_dir)
-        os.mkdir(folder)  # which goes again
-    for split, n in writer.tokens.items():
-        say(f'{split:5} {n:>15,} tokens')
-    for name, why in skipped.items():
+    with locked(os.path.join(parent, f'.{name}.lock'), f'{o.out_dir} is being prepared'):
+        if is_prepared(o):
+            return
+        try:
+            shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
+            os.mkdir(folder)
+            meta = fill(o, source, folder)
+            os.replace(folder, os.path.join(parent, name))
+        except OSError as error:
+            error.filename = error.filename or folder
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    for split, of in meta['splits'].items():
+        say(f'{split:5} {of["tokens"]:>15,} tokens')
+        if 0 < of['tokens'] < FEW_TOKENS and split != 'train':
+            say(f'WARNING: {split} has fewer than {FEW_TOKENS:,} tokens: too few for a perplexity')
+    for name, why in meta['skipped'].items():
         say(f'damaged, left out from there on: {name}: {why}')
 
 
-def bring_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
-    """The tokenizer of the options; a SentencePiece model is put into the folder: Llama's, the file
-    that was given, or one trained on the first 512 parts of the text."""
+def is_prepared(o: PrepareConfig) -> bool:
+    """Whether o.out_dir is made already, with these options. UserError where it is made with others
+    or holds anything else."""
+    if meta := read_json(os.path.join(o.out_dir, 'meta.json'), 'choose another --out_dir'):
+        was = meta.get('config')
+        if not isinstance(was, dict):
+            fail(f'{o.out_dir} holds a meta.json of something else: choose another --out_dir')
+        if different := [f'{name}={was.get(name)}, not {value}'
+                         for name, value in o.identity().items() if was.get(name) != value]:
+            fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another '
+                 '--out_dir')
+        say(f'{o.out_dir} is prepared already; delete it to prepare it anew')
+    elif os.path.exists(o.out_dir) and os.listdir(o.out_dir):
+        fail(f'{o.out_dir} holds other files: choose another --out_dir')
+    return meta is not None
+
+
+def fill(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any]:
+    """Write tokenizer, shards and meta.json to an empty folder. Returns what meta.json holds."""
+    skipped: dict[str, str] = {}
+    ends = find_ends(o, source, skipped)
+    tokenizer = find_tokenizer(o, source, folder, ends)
+    writer = Writer(folder, tokenizer.vocab_size, o.shard_tokens)
+    tokenize(o, source, ends, tokenizer, writer, skipped)
+    empty = [split for split in SPLITS if not writer.tokens[split]]
+    if 'train' in empty or (empty and o.held_out):
+        fail(f'{o.input} holds too little text for {" and ".join(empty)}: give more '
+             '(prepare_slimpajama.py --held_out=0 makes train alone)')
+    meta = {
+        'format': FORMAT, 'tokenizer': tokenizer.name, 'tokenizer_sha256': tokenizer.sha256,
+        'vocab_size': tokenizer.vocab_size, 'bos': tokenizer.bos, 'dtype': writer.dtype.name,
+        'splits': writer.describe(), 'config': o.identity(), 'source': source.name,
+        'files': [file.name for file in source.files], 'skipped': skipped}
+    write_atomic(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1).encode())
+    return meta
+
+
+def find_tokenizer(o: PrepareConfig, source: Source, folder: str,
+                   ends: dict[str, int] | None) -> Any:
+    """Make the tokenizer of the options. A SentencePiece model is put into the folder: Llama's, the
+    file that was given, or one trained on text of the train split."""
     model = os.path.join(folder, 'tokenizer.model')
     if o.tokenizer == 'llama':
         with hub() as hf:
             shutil.copyfile(hf.HfApi().hf_hub_download(*LLAMA), model)
-    elif os.path.isfile(o.tokenizer):
-        shutil.copyfile(o.tokenizer, model)
     elif o.tokenizer.startswith('bpe'):
-        parts = (part.text for file in source.files
-                 for part in read_parts(source.path(file), o.column, 0, None))
-        lines = (line for text in itertools.islice(parts, 512) for line in text.splitlines() if line)
-        train_bpe(model, int(o.tokenizer.removeprefix('bpe')), lines)
+        train_bpe(model, int(o.tokenizer.removeprefix('bpe')), sample_train(o, source, ends))
+    elif o.tokenizer not in ('byte', 'gpt2'):
+        shutil.copyfile(o.tokenizer, model)
     return make_tokenizer(o.tokenizer, folder)
 
 
-def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer, by_hash: bool,
-             most: int) -> dict[str, str]:
-    """All documents to the writer, until train has `most` tokens: of the splits that their hashes
-    say, or all of train. Returns damaged files, and why."""
-    own, skipped = {file.split for file in source.files}, {}
-    limit = {split: round(o.tokens * o.held_out) if split in own else sys.maxsize
-             for split in SPLITS} | {'train': most}
+def sample_train(o: PrepareConfig, source: Source, ends: dict[str, int] | None) -> list[str]:
+    """Read at most BPE_TEXT bytes of the train split, evenly spaced through it."""
+    texts: list[str] = []
+    stride, kept, total = 1, 0, 0
+    parts = read_parts(o, source, ends, {}, lambda split: split != 'train')
+    for n, part in enumerate(part for part in parts if part.split == 'train'):
+        size = len(part.text.encode())
+        total += size
+        if n % stride == 0:
+            texts.append(part.text)
+            kept += size
+        if kept > BPE_TEXT:
+            texts = texts[::2]
+            stride *= 2
+            kept = sum(len(text.encode()) for text in texts)
+        if total > TOKEN_BYTES * o.tokens:
+            break
+    say(f'Training the tokenizer {o.tokenizer} on {kept / 1e6:.1f} of {total / 1e6:.1f} MB of text')
+    return texts
+
+
+def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, tokenizer: Any,
+             writer: Writer, skipped: dict[str, str]) -> None:
+    """Write the tokens of all documents, until the train split has o.tokens of them."""
+    own = source.splits()
+    limit = dict.fromkeys(SPLITS, sys.maxsize) | {'train': o.tokens}
+    for split in ('val', 'test'):
+        if ends or split in own:
+            limit[split] = max(1, round(o.tokens * (o.held_out_end if ends else o.held_out)))
+
+    def room(split: str) -> int:
+        return limit[split] - writer.tokens[split]
+
+    parts = read_parts(o, source, ends, skipped, lambda split: room(split) <= 0)
     bos = np.array([tokenizer.bos])
-    with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False) as bar:
-        for file in source.files:
-            if writer.tokens[file.split or 'train'] >= limit[file.split or 'train']:
-                continue
-            path = source.path(file)
-            fixed = file.split if file.split != 'train' else None
-            try:
-                for batch in batches(read_parts(path, o.column, o.held_out * by_hash, fixed)):
-                    ids: dict[str, list[np.ndarray]] = {split: [bos[:0]] for split in SPLITS}
-                    encoded = tokenizer.encode_parts(batch, o.workers)
-                    for part, of in zip(batch, encoded, strict=True):
-                        # a split that the source has files of is drawn from no others
-                        split = 'train' if part.split in own and not fixed else part.split
-                        ids[split] += [bos[:part.begins], of]
-                    for split, arrays in ids.items():
-                        new = np.concatenate(arrays)[:limit[split] - writer.tokens[split]]
-                        writer.append(split, new)
-                        bar.update(len(new))
-                    if writer.tokens['train'] >= limit['train']:
-                        break
-            except BadFile as error:
-                if not o.skip_bad:
-                    fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves it out')
-                skipped[file.name] = str(error)
-    return skipped
+    with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar:
+        for batch in batches(parts, room):
+            ids: dict[str, list[np.ndarray]] = {split: [bos[:0]] for split in SPLITS}
+            for part, of in zip(batch, tokenizer.encode_parts(batch, o.workers), strict=True):
+                ids[part.split] += [bos[:part.begins], of]
+            for split, arrays in ids.items():
+                new = np.concatenate(arrays)[:room(split)]
+                writer.append(split, new)
+                bar.update(len(new))
+            if ends is None and room('train') <= 0:
+                return
+
+
+def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[Part]]:
+    """Group parts, as many as all threads get at a time: few where a split has little room left."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        if room(part.split) <= 0:
+            continue
+        batch.append(part)
+        size += len(part.text)
+        if size >= min(BATCH, room(part.split)):
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 # Its callers

@@ -1,6 +1,5 @@
 """Files that are written whole or not at all; locks; lines on the screen that cannot end a run."""
 import contextlib
-import fcntl
 import io
 import json
 import math
@@ -8,6 +7,8 @@ import os
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from configurator import UserError, fail
 
@@ -80,28 +81,31 @@ def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
 
 
-def lock(path: str, wait: bool = False) -> int | None:
-    """Hold the file `path`, made if need be, until the returned handle is closed or this process
-    ends. None where another one holds it. A file system without locks holds nothing back."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def lock(path: str, wait: bool = False) -> contextlib.AbstractContextManager[Any] | None:
+    """Lock the file `path`, made if need be, until the returned context ends or this process does.
+    None where another process holds it. A file system without locks holds nothing back."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
+        return FileLock(path, timeout=-1 if wait else 0).acquire()
+    except Timeout:
         return None
     except OSError:
-        pass
-    return handle
+        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def locked(path: str) -> Iterator[None]:
-    """Hold the file `path`, once no other process does."""
-    handle = lock(path, wait=True)
-    try:
-        yield
-    finally:
-        os.close(handle)
+def locked(path: str, busy: str) -> Iterator[None]:
+    """Hold the file `path`, once no other process does; say `busy` where there is one. The file is
+    deleted at the end."""
+    handle = lock(path)
+    if handle is None:
+        say(f'{busy} by another process: waiting for it')
+        handle = lock(path, wait=True)
+    with handle:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(path)
 
 
 class BadFile(UserError):

@@ -1,8 +1,9 @@
 """Tokenizers: bytes, tiktoken's gpt2, and SentencePiece: Llama's model, your own, or one trained."""
 import hashlib
+import io
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from configurator import fail
 from nanocem.data import read_meta
 from nanocem.files import say
 
+LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
+LINE = 4096  # characters; a longer line is cut before a tokenizer is trained on it
 # The character before a space or line end: no token of ours crosses from one to the other, so that
 # both sides can be tokenized apart.
 CUT = re.compile('[^\\s\u2581](?=[ \\n])')
@@ -67,60 +70,87 @@ class Gpt2Tokenizer:
 
 
 class SentencePieceTokenizer:
-    """Any SentencePiece model file. With Llama's the ids are those of LlamaTokenizerFast of 2023, but
+    """Any SentencePiece model file. Llama's ids are those of LlamaTokenizerFast of 2023, except that
     "<s>", "</s>" and "<unk>" in a text are text, or struck-out HTML would begin a document."""
-    name = 'sentencepiece'
-
     def __init__(self, path: str):
         from sentencepiece import SentencePieceProcessor
         with open(path, 'rb') as file:
             model = file.read()
-        self.path, self.sha256 = path, hashlib.sha256(model).hexdigest()
         try:
             self.model = SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            fail(f'{path} is no SentencePiece model ({error})')
+            pieces = self.model.encode('a', out_type=str)
+        except (RuntimeError, TypeError) as error:  # TypeError: an empty file
+            fail(f'{path} is not a SentencePiece model ({error})')
+        self.path = path
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.name = 'llama' if self.sha256 == LLAMA_SHA256 else 'sentencepiece'
         self.vocab_size = self.model.vocab_size()
-        self.bos = self.model.bos_id()
-        if self.bos < 0:
-            fail(f'{path} has no token that begins a text (bos_id)')
-        self.lead = self.model.encode('\n')
+        # A model without BOS begins a document with its end-of-text token, or else with <unk>.
+        special = (self.model.bos_id(), self.model.eos_id(), self.model.unk_id())
+        self.bos = next(i for i in special if i >= 0)
+        self.newline = self.model.encode('\n')
+        # SentencePiece spells a space as U+2581. A model that adds no space before a text can keep
+        # the two apart: a U+2581 in the text becomes its three bytes.
+        adds_space = ''.join(pieces).startswith('\u2581')
+        sign = [self.model.piece_to_id(f'<0x{byte:02X}>') for byte in '\u2581'.encode()]
+        self.sign = sign if not adds_space and all(map(self.model.is_byte, sign)) else None
 
     def encode(self, text: str) -> list[int]:
-        return self.model.encode(text)
+        text = text.encode('utf-8', 'replace').decode()  # half a surrogate pair becomes "?"
+        if self.sign is None:
+            return self.model.encode(text)
+        first, *others = self.model.encode(text.split('\u2581'))
+        return first + [i for ids in others for i in (*self.sign, *ids)]
 
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        # SentencePiece puts a space before every text. Before a later part of a document goes a
-        # line end, and both leave again.
+        if self.sign is not None and any('\u2581' in part.text for part in parts):
+            return [np.array(self.encode(part.text), np.int32) for part in parts]
+        # Llama's model puts a space before every text. A later part of a document gets a newline
+        # before it instead, whose tokens are then removed.
         texts = [part.text if part.begins else '\n' + part.text for part in parts]
         ids = self.model.encode(texts, num_threads=threads, return_type='numpy')
-        n = len(self.lead)
-        return [i if part.begins or list(i[:n]) != self.lead else i[n:]
+        n = len(self.newline)
+        return [i if part.begins or list(i[:n]) != self.newline else i[n:]
                 for i, part in zip(ids, parts, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode([i for i in ids if i < self.vocab_size])
 
     def token_bytes(self) -> torch.Tensor:
-        """How many bytes of text each token spells, (vocabulary,): BOS and its like none."""
-        spelled = []
+        """Count the bytes of text that each token spells: (vocabulary,), 0 for BOS and its like."""
+        counts = []
         for i in range(self.vocab_size):
-            # SentencePiece's sign for a space is three bytes long
             piece = self.model.id_to_piece(i).replace('\u2581', ' ')
-            nothing = self.model.is_control(i) or self.model.is_unknown(i)
-            spelled.append(0 if nothing else 1 if self.model.is_byte(i) else len(piece.encode()))
-        return torch.tensor(spelled)
+            special = self.model.is_control(i) or self.model.is_unknown(i)
+            counts.append(0 if special else 1 if self.model.is_byte(i) else len(piece.encode()))
+        return torch.tensor(counts)
 
 
-def train_bpe(path: str, vocab_size: int, lines: Iterator[str]) -> None:
-    """Write a SentencePiece model of byte-pair merges, as Llama's is, learnt from these lines."""
+def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
+    """Train byte-pair merges on these texts and write them to `path` as a SentencePiece model.
+
+    The model spells every text exactly, and unknown characters by their bytes. No piece crosses
+    the end of a line. UserError where the texts are too few."""
     from sentencepiece import SentencePieceTrainer
-    with open(path, 'wb') as file:
+    lines = (line[at:at + LINE] for text in texts for line in text.splitlines()
+             for at in range(0, len(line), LINE))
+    model = io.BytesIO()
+    try:
         SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=file, model_type='bpe', vocab_size=vocab_size,
+            sentence_iterator=lines, model_writer=model, model_type='bpe', vocab_size=vocab_size,
             byte_fallback=True, split_digits=True, normalization_rule_name='identity',
-            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
-            character_coverage=0.9995, max_sentence_length=1 << 20, minloglevel=2)
+            add_dummy_prefix=False, remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True, character_coverage=0.9995,
+            num_threads=1,  # the file keeps this number: the same file on every machine
+            max_sentence_length=4 * LINE, minloglevel=2)
+    except RuntimeError as error:
+        limit = re.search(r'<= (\d+)|required_chars. \d+ vs (\d+)', str(error))
+        expected = '' if not limit else (f'at most bpe{limit[1]}' if limit[1] else
+                                         f'more than bpe{limit[2]}, its characters alone')
+        fail(f'tokenizer=bpe{vocab_size}: not for this text; expected '
+             f'{expected or "more text"}, or --tokenizer=byte')
+    with open(path, 'wb') as file:
+        file.write(model.getvalue())
 
 
 def make_tokenizer(name: str, folder: str) -> Any:
