@@ -1,19 +1,21 @@
 """
-SlimPajama, or any text, to token shards that train.py reads.
+Turn SlimPajama, or any text, into token shards that train.py reads.
 
     python prepare_slimpajama.py                      the paper's subset: 3.3 B tokens, from the Hub
     python prepare_slimpajama.py --size=86m           as much as one model needs
     python prepare_slimpajama.py --input=FOLDER       your .parquet, .jsonl (.zst, .gz), .txt files
+    python prepare_slimpajama.py --input=FOLDER --tokenizer=bpe2048
     python prepare_slimpajama.py --input=hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT
     python prepare_slimpajama.py --input=corpus       what results/ladder was trained on
 
-Documents are tokenized in their order, BOS before each, and laid end to end: train_00000.bin, ...,
-val.bin, test.bin (little-endian unsigned integers) and meta.json. A folder is there when it is whole,
-and not before; what was downloaded stays in the Hub's cache.
+Documents keep their order. A BOS token begins each, and they are concatenated in train_00000.bin,
+..., val.bin and test.bin (little-endian unsigned integers). meta.json describes them. The folder
+appears when it is complete. A preparation that was stopped begins again; downloads are kept.
 """
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -40,7 +42,14 @@ from configurator import (
 )
 from nanocem.data import FORMAT
 from nanocem.files import BadFile, locked, read_json, read_text, say, write_atomic
-from nanocem.tokenizers import CUT, make_tokenizer, train_bpe
+from nanocem.tokenizers import (
+    CUT,
+    MODEL_FILE,
+    SentencePieceTokenizer,
+    make_tokenizer,
+    tokenizer_of,
+    train_bpe,
+)
 
 HUB = 'hf://datasets/'
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
@@ -48,17 +57,19 @@ LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # a mirror o
 # 20 tokens a parameter, and 1% more
 SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2e9}
 OWN_TEXTS = {'builtin': ('byte', 0.05), 'corpus': ('byte', 0.01)}  # tokenizer, held_out
+# The tokenizer of train.py --text, where none is given: the first whose bytes exceed the text's
+TEXT_TOKENIZERS = {4e6: 'byte', 20e6: 'bpe1024', 100e6: 'bpe2048', 1e9: 'bpe4096',
+                   math.inf: 'bpe32000'}
 SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 LIBRARY = sysconfig.get_paths()['stdlib']
 SPLITS = ('train', 'val', 'test')
-SPLIT_IN_PATH = re.compile(r'(?:^|/)(train|val|test)(?:(?<=val)id(?:ation)?)?(?=[/._-])')
+SPLIT_IN_NAME = re.compile(r'(?:^|[/._-])(train|val|test)(?:(?<=val)id(?:ation)?)?(?=[/._-])', re.I)
 PART = 1 << 16  # characters a thread gets at a time; longer documents are cut
-LONGEST_PART = 1 << 20  # characters; a part may end inside a word beyond it
+LONGEST_PART = 1 << 20  # characters; a longer part ends inside a word
 BATCH = 1 << 21  # characters all threads get at a time
 BPE_TEXT = 32_000_000  # bytes of text that a tokenizer is trained on
-TOKEN_BYTES = 8  # more than a token has on average
-FEW_TOKENS = 4096  # of a held-out split
-SMALL_TEXT = 20_000_000  # bytes; below it prepare_text's tokens are bytes
+TOKEN_BYTES = 8  # more bytes than a token has on average
+FEW_TOKENS = 4096  # a held-out split of fewer gets a warning
 
 
 @dataclass
@@ -68,7 +79,7 @@ class PrepareConfig:
     out_dir: str | None = None  # the data folder; default: data/ and the name of the input
     tokens: int | None = None  # training tokens, or as many as there are; default 3.3B
     size: Literal['86m', '108m', '134m', '162m', '256m'] | None = None  # tokens for such a model
-    tokenizer: str | None = None  # llama, gpt2, byte, bpe2048 (trained), a model file; default llama
+    tokenizer: str | None = None  # llama, gpt2, byte, bpe2048 (trained), FILE.model; default llama
     held_out: float | None = None  # share of val, and of test; default 0.005, builtin 0.05
     seed: int = 0  # shuffle the order of the files; 0: by name
     column: str = 'text'  # the column of .parquet files, the field of .jsonl lines
@@ -79,20 +90,27 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         require(not (self.tokens and self.size), 'tokens and size: give one')
         tokenizer, held_out = OWN_TEXTS.get(self.input, ('llama', 0.005))
-        # For texts of few documents, whose end is held out
+        # Where documents are few, the end of the text is held out instead of some documents.
         self.held_out_end = 0.05 if self.held_out is None else self.held_out
+        self.min_bytes = 1  # documents are few if a split gets fewer bytes
         tokens = round(SIZES[self.size or '162m'])
         resolve_defaults(self, tokens=tokens, tokenizer=tokenizer, held_out=held_out)
-        pieces = re.fullmatch(r'bpe(\d+)', self.tokenizer)
-        known = pieces or self.tokenizer in ('llama', 'gpt2', 'byte')
-        require(known or os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file'
-                ', and none of llama, gpt2, byte, bpe2048')
-        require(not pieces or 512 <= int(pieces[1]) <= 65_536,
-                f'tokenizer={self.tokenizer}: expected bpe512 to bpe65536')
         in_range(self, 1, 10**15, 'tokens shard_tokens')
         in_range(self, 1, 1024, 'workers')
         in_range(self, 0, 0.49, 'held_out')
-        self.least = 1  # bytes of each split; with fewer, the end of the text is held out
+
+        self.model_file: str | None = None  # the SentencePiece model that --tokenizer names
+        pieces = re.fullmatch(r'bpe(\d{1,9})', self.tokenizer)
+        if pieces:
+            require(512 <= int(pieces[1]) <= 65_536,
+                    f'tokenizer={self.tokenizer}: expected bpe512 to bpe65536')
+        elif self.tokenizer not in ('llama', 'gpt2', 'byte'):
+            require(os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file, '
+                    'and none of llama, gpt2, byte, bpe2048')
+            self.model_file = self.tokenizer
+            model = SentencePieceTokenizer(self.model_file)
+            self.tokenizer = 'llama' if model.name == 'llama' else f'{model.name} {model.sha256:.8}'
+
         name = os.path.basename(self.input).partition('.')[0] or 'text'
         if self.input.startswith(HUB):
             name = '-'.join(self.input.removeprefix(HUB).rstrip('/').split('/')[1:])
@@ -110,29 +128,35 @@ class PrepareConfig:
 # Files
 
 class File(NamedTuple):
+    """A file of a source."""
     name: str  # below the source's folder
-    size: int
-    changed: int = 0  # when, in nanoseconds; 0 on the Hub, where a commit never changes
-    split: str | None = None  # the source's own: train, val, test
+    size: int  # bytes
+    split: str | None = None  # train, val or test, where the file's name says so
 
 
 class Source(NamedTuple):
     """Files of documents, in the order they are read."""
     name: str  # a path, 'builtin', 'corpus', or hf://datasets/OWNER/NAME@COMMIT
-    folder: str  # where the files are; the Hub's are in its cache
+    folder: str  # the folder of the files; the Hub's are in its cache
     files: list[File]
+    left_out: list[str]  # names of files of other kinds
 
-    def splits(self) -> set[str | None]:
-        """Return the splits that the source has files of."""
-        return {file.split for file in self.files}
+    def names(self, split: str | None) -> list[str]:
+        """Return the names of the files whose split is known to be this one."""
+        return [file.name for file in self.files if file.split == split]
 
     def digest(self, tokenizer: str) -> str:
-        """Of the files' names, sizes and times: another says that something changed."""
-        text = json.dumps([self.name, tokenizer, self.files])
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+        """Hash the tokenizer and all files, names and contents, to eight digits."""
+        digest = hashlib.sha256(os.fsencode(f'{self.name} {tokenizer}'))
+        for file in self.files:
+            digest.update(os.fsencode(file.name))
+            if not self.name.startswith(HUB):  # a commit, which is in the name, never changes
+                with open(self.path(file), 'rb') as opened:
+                    digest.update(hashlib.file_digest(opened, 'sha256').digest())
+        return digest.hexdigest()[:8]
 
     def path(self, file: File) -> str:
-        """Where a file is; one of the Hub is downloaded to its cache first."""
+        """Return the path of a file. A file of the Hub is downloaded to its cache first."""
         if not self.name.startswith(HUB):
             return os.path.join(self.folder, file.name)
         repository, commit = self.name.removeprefix(HUB).split('@')
@@ -141,41 +165,40 @@ class Source(NamedTuple):
                                               revision=commit.split('/')[0])
 
 
-def find_source(where: str, seed: int = 0) -> Source:
-    """The files of an --input: its own held-out splits first, then by name, or shuffled where there
-    is a seed. SystemExit where there are none."""
-    if where in OWN_TEXTS:
-        return Source(where, LIBRARY, described(LIBRARY, list_builtin() if where == 'builtin'
-                                                else list_corpus()))
+def find_source(where: str, seed: int = 0, option: str = 'input') -> Source:
+    """List the files of an --input: held-out splits first, the rest by name, or shuffled if there
+    is a seed. UserError if there are none."""
     name, folder = where, where
+    if where in OWN_TEXTS:
+        names = list_builtin() if where == 'builtin' else list_corpus()
+        return Source(where, LIBRARY, add_sizes(LIBRARY, names), [])
     if where.startswith(HUB):
-        name, found = list_hub(where)
+        name, files = list_hub(where)
     elif os.path.isdir(where):
-        found = described(where, walk(where))
+        files = add_sizes(where, list_files(where))
     elif os.path.isfile(where):
         folder, base = os.path.split(where)
-        found = described(folder, [base])
+        return Source(name, folder, add_sizes(folder, [base]), [])
     else:
-        fail(f'input={where}: no such file or folder; the Hub is {HUB}OWNER/NAME')
-    files = [file for file in found if file.name.lower().endswith(SUFFIXES)]
+        fail(f'{option}={where}: no such file or folder')
+    left_out = [file.name for file in files if not file.name.lower().endswith(SUFFIXES)]
+    files = [file for file in files if file.name.lower().endswith(SUFFIXES)]
     if not files:
-        fail(f'input={where} holds no {", ".join(SUFFIXES)} file')
-    if others := [file.name for file in found if file not in files]:
-        say(f'left out: {len(others):,} files of other kinds, as {", ".join(others[:5])}')
-    splits = [SPLIT_IN_PATH.search(file.name) for file in files]
-    # or else it is a folder that happens to be called test
-    if any(match and match[1] == 'train' for match in splits):
-        files = [file._replace(split=match and match[1])
-                 for file, match in zip(files, splits, strict=True)]
+        fail(f'{option}={where} holds no {", ".join(SUFFIXES)} file')
+    # Without a file named train, "test" is only a folder that happens to be called so.
+    splits = [SPLIT_IN_NAME.search(file.name) for file in files]
+    splits = [match and match[1].lower() for match in splits]
+    if 'train' in splits:
+        files = [file._replace(split=split) for file, split in zip(files, splits, strict=True)]
     if seed:
         files.sort(key=lambda file: hashlib.sha256(os.fsencode(f'{seed}:{file.name}')).digest())
     files.sort(key=lambda file: file.split not in ('val', 'test'))
-    return Source(name, folder, files)
+    return Source(name, folder, files, left_out)
 
 
-def walk(root: str) -> list[str]:
-    """The files below a folder, its own before those of its folders, by name. Hidden ones and what
-    is no file are passed over (a pipe would be waited for), no folder is read twice."""
+def list_files(root: str) -> list[str]:
+    """List the files below a folder by name, its own before those of its subfolders. Hidden files
+    and pipes are left out, links are followed, and no folder is read twice."""
     names, seen = [], set()
     for folder, subfolders, files in os.walk(root, followlinks=True):
         real = os.path.realpath(folder)
@@ -187,26 +210,26 @@ def walk(root: str) -> list[str]:
     return names
 
 
-def described(folder: str, names: Iterable[str]) -> list[File]:
-    stats = ((name, os.stat(os.path.join(folder, name))) for name in names)
-    return [File(name, of.st_size, of.st_mtime_ns) for name, of in stats]
+def add_sizes(folder: str, names: Iterable[str]) -> list[File]:
+    return [File(name, os.path.getsize(os.path.join(folder, name))) for name in names]
 
 
-def list_builtin(leave: Iterable[str] = ('test', 'tests', 'idle_test'), suffixes: Any = '.py',
-                 ) -> list[str]:
-    """Python's own library, without its tests."""
-    leave = {'site-packages', 'dist-packages', '__pycache__', *leave}
-    return [name for name in walk(LIBRARY)
-            if name.endswith(suffixes) and leave.isdisjoint(name.split('/'))]
+def list_builtin(leave_out: Iterable[str] = ('test', 'tests', 'idle_test'),
+                 suffixes: str | tuple[str, ...] = '.py') -> list[str]:
+    """List the files of Python's own library, without its tests."""
+    leave_out = {'site-packages', 'dist-packages', '__pycache__', *leave_out}
+    return [name for name in list_files(LIBRARY)
+            if name.endswith(suffixes) and leave_out.isdisjoint(name.split('/'))]
 
 
 def list_corpus() -> list[str]:
-    """Source and English of the standard library and of the packages in requirements.txt: no
-    content twice, none that is blank or not UTF-8."""
+    """List source and English of the standard library and of the packages in requirements.txt. No
+    content appears twice, and none is blank or not UTF-8."""
     suffixes = ('.py', '.md', '.rst', '.txt')
     paths = [os.path.join(LIBRARY, name) for name in list_builtin((), suffixes)]
     with open(os.path.join(os.path.dirname(__file__), 'requirements.txt')) as lines:
         packages = [re.split(r'[=;<>~ ]', line)[0] for line in lines if re.match(r'\w', line)]
+    packages.remove('filelock')  # it was required only after the corpus was fixed
     for package in packages:
         try:
             files = sorted(metadata.files(package) or [], key=str)
@@ -224,16 +247,16 @@ def list_corpus() -> list[str]:
 
 @contextmanager
 def hub() -> Iterator[Any]:
-    """The Hub; whatever goes wrong with it ends the program with one line."""
+    """Give access to the Hub. UserError whatever goes wrong with it."""
     import huggingface_hub
     try:
         yield huggingface_hub
     except Exception as error:  # the HTTP library's own too, too many to name
-        fail(f'the Hugging Face Hub: {error} (is there a network? the same command goes on)')
+        fail(f'the Hugging Face Hub: {error} (is there a network? what was downloaded is kept)')
 
 
 def list_hub(where: str) -> tuple[str, list[File]]:
-    """`where` with the commit it is at now, and its files."""
+    """Return `where` with its current commit, and its files."""
     with hub() as hf:
         uri = hf.parse_hf_uri(where.rstrip('/'))
         commit = hf.HfApi().dataset_info(uri.id, revision=uri.revision).sha
@@ -248,8 +271,8 @@ def list_hub(where: str) -> tuple[str, list[File]]:
 # Documents, and their parts
 
 def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str]]]:
-    """The documents of a file: functions that give the text a chunk at a time, from its beginning
-    at each call. BadFile where it is damaged."""
+    """Yield the documents of a file, each as a function that reads it in chunks from its beginning.
+    BadFile if the file is damaged."""
     import pyarrow
     kind = os.path.splitext(path.lower())[1]
     if kind not in ('.parquet', '.jsonl', '.zst', '.gz'):
@@ -260,7 +283,7 @@ def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str
         for text in texts:
             if not isinstance(text, str | None):
                 raise BadFile(f'a "{column}" that is no string but {text!r:.40}')
-            # half a surrogate pair is no text
+            # Half a surrogate pair, which JSON can spell, is not text.
             whole = (text or '').encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
             yield partial(iter, [whole])
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -269,7 +292,7 @@ def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str
 
 def read_parquet(path: str, column: str) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
-    # buffer_size and pre_buffer: or pyarrow keeps all it has read in memory
+    # Without buffer_size and pre_buffer, pyarrow keeps all that it has read in memory.
     with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
         names = table.schema_arrow.names
         if column not in names:
@@ -290,14 +313,15 @@ def read_jsonl(path: str, column: str, kind: str) -> Iterator[Any]:
                 try:
                     yield json.loads(line)[column]
                 except (ValueError, RecursionError, LookupError, TypeError):
-                    raise BadFile(f'line {number} is no JSON with "{column}" (--column chooses)') from None
+                    raise BadFile(f'line {number} is no JSON with "{column}" (--column chooses)'
+                                  ) from None
 
 
 class Part(NamedTuple):
     """A part of a document that can be tokenized by itself."""
     split: str
     text: str
-    begins: bool  # a document
+    begins: bool  # whether a document begins with it
 
 
 def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
@@ -320,10 +344,9 @@ def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
 
 def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
                skipped: dict[str, str], is_full: Callable[[str], bool]) -> Iterator[Part]:
-    """Yield the parts of all documents, each with its split. Files of a split that is full are
-    not opened; damaged ones are added to `skipped`, or end the program."""
-    held_out = o.held_out if ends is None else 0
-    own = source.splits()
+    """Yield the parts of all documents, each with its split: by hash, or by position if there are
+    `ends`. Files of a full split are not opened. Damaged files are added to `skipped`, or end the
+    program."""
     position = 0  # bytes of the documents read so far
     for file in source.files:
         if is_full(file.split or 'train'):
@@ -331,14 +354,13 @@ def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
         path = source.path(file)
         try:
             for chunks in read_documents(path, o.column):
-                split = file.split
-                if split not in ('val', 'test'):
-                    split = split_by_hash(chunks, held_out)
-                    # A split that the source has files of gets no other documents
-                    split = 'train' if split in own else split
+                named = file.split in ('val', 'test')
+                split = file.split if named else split_by_hash(chunks, 0 if ends else o.held_out)
+                if not named and source.names(split):
+                    split = 'train'  # the source has files for val or test
                 for n, text in enumerate(split_text(chunks())):
                     part = Part(split, text, n == 0)
-                    if ends is None or file.split in ('val', 'test'):
+                    if named or ends is None:
                         yield part
                     else:
                         yield from split_by_position(part, position, ends)
@@ -347,6 +369,8 @@ def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
             if not o.skip_bad:
                 fail(f'{path}: {error}; prepare_slimpajama.py --skip_bad leaves it out')
             skipped[file.name] = str(error)
+        if ends and position >= max(ends.values()):
+            return
 
 
 def split_by_hash(chunks: Callable[[], Iterator[str]], held_out: float) -> str:
@@ -362,8 +386,8 @@ def split_by_hash(chunks: Callable[[], Iterator[str]], held_out: float) -> str:
 
 
 def split_by_position(part: Part, position: int, ends: dict[str, int]) -> Iterator[Part]:
-    """Cut a part that begins `position` bytes after the beginning of the text where train, val and
-    test end, at the next space or line end. What lies behind the last end is left out."""
+    """Cut a part that begins `position` bytes into the text at the first space or line end after
+    the end of each split. Text after the last end is left out."""
     text, begins = part.text, part.begins
     for split, end in ends.items():
         content = text.encode()
@@ -379,64 +403,61 @@ def split_by_position(part: Part, position: int, ends: dict[str, int]) -> Iterat
 
 
 def find_ends(o: PrepareConfig, source: Source, skipped: dict[str, str]) -> dict[str, int] | None:
-    """Find the bytes where train, val and test end, for a text of so few documents that their
-    hashes would leave a split empty. None where there are enough."""
-    drawn = [split for split in SPLITS if split == 'train' or split not in source.splits()]
+    """Find at which bytes train, val and test end if documents are so few that their hashes would
+    leave a split empty. None if there are enough."""
+    drawn = [split for split in SPLITS if split == 'train' or not source.names(split)]
     if not o.held_out or len(drawn) == 1:
         return None
     sizes = dict.fromkeys(SPLITS, 0)
     for part in read_parts(o, source, None, skipped, lambda split: split != 'train'):
         sizes[part.split] += len(part.text.encode())
-        # A token has a byte at least, but for those that begin a document
-        if 2 * sizes['train'] <= o.tokens and min(sizes[split] for split in drawn) >= o.least:
+        # Half: every token has at least one byte, except BOS and a space that Llama's model adds.
+        if 2 * sizes['train'] <= o.tokens and min(sizes[split] for split in drawn) >= o.min_bytes:
             return None
         if sizes['train'] > TOKEN_BYTES * o.tokens:
             break
-    total = sum(sizes.values())
-    held_out = round(o.held_out_end * total)
     say(f'{o.input} has few documents: the last {o.held_out_end:.3g} of the text is {drawn[-1]}'
         + ', as much before that val' * (len(drawn) == 3))
-    return {split: total - held_out * n for n, split in zip((2, 1, 0)[-len(drawn):], drawn,
-                                                            strict=True)}
+    total = sum(sizes.values())
+    shares = {'train': len(drawn) - 1, 'val': len(drawn) - 2, 'test': 0}
+    return {split: total - shares[split] * round(o.held_out_end * total) for split in drawn}
 
 
 # Shards
 
 class Writer:
-    """The shards of a folder while they grow; val and test have one."""
+    """The shards of a folder while they grow: several of the train split, one of val and test."""
     def __init__(self, folder: str, vocab_size: int, shard_tokens: int):
         self.folder, self.shard_tokens = folder, shard_tokens
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
-        self.tokens = dict.fromkeys(SPLITS, 0)
+        self.shards: dict[str, dict[str, int]] = {split: {} for split in SPLITS}  # file: tokens
+
+    def tokens(self, split: str) -> int:
+        return sum(self.shards[split].values())
 
     def append(self, split: str, ids: np.ndarray) -> None:
         while len(ids):
             name, room = f'{split}.bin', len(ids)
             if split == 'train':
-                number, used = divmod(self.tokens[split], self.shard_tokens)
+                number, used = divmod(self.tokens(split), self.shard_tokens)
                 name, room = f'train_{number:05d}.bin', self.shard_tokens - used
             with open(os.path.join(self.folder, name), 'ab') as file:
                 file.write(ids[:room].astype(self.dtype).tobytes())
-            self.tokens[split] += min(room, len(ids))
+            self.shards[split][name] = self.shards[split].get(name, 0) + len(ids[:room])
             ids = ids[room:]
 
     def describe(self) -> dict[str, Any]:
-        """Return the `splits` of meta.json: the shards of each split and their tokens."""
-        splits = {}
-        for split, total in self.tokens.items():
-            size = self.shard_tokens if split == 'train' else total
-            shards = [{'file': f'train_{n:05d}.bin' if split == 'train' else f'{split}.bin',
-                       'tokens': min(size, total - first)}
-                      for n, first in enumerate(range(0, total, size or 1))]
-            splits[split] = {'tokens': total, 'shards': shards}
-        return splits
+        """Return the entry `splits` of meta.json."""
+        return {split: {'tokens': self.tokens(split), 'shards': [
+            {'file': name, 'tokens': n} for name, n in shards.items()]}
+            for split, shards in self.shards.items()}
 
 
-# From one to the other
+# The data folder
 
 def prepare(o: PrepareConfig, source: Source | None = None) -> None:
-    """Make the data folder o.out_dir, or leave it as it is if it is made already. It is made in a
-    hidden folder beside it, which is renamed when it is whole. UserError, OSError."""
+    """Make the data folder o.out_dir unless it exists. It grows in a hidden folder beside it, which
+    is renamed when it is complete. UserError, OSError."""
     if is_prepared(o):
         return
     source = source or find_source(o.input, o.seed)
@@ -449,28 +470,28 @@ def prepare(o: PrepareConfig, source: Source | None = None) -> None:
         try:
             shutil.rmtree(folder, ignore_errors=True)  # left by a process that was killed
             os.mkdir(folder)
-            meta = fill(o, source, folder)
+            meta = write_folder(o, source, folder)
             os.replace(folder, os.path.join(parent, name))
         except OSError as error:
             error.filename = error.filename or folder
             raise
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    for split, of in meta['splits'].items():
-        say(f'{split:5} {of["tokens"]:>15,} tokens')
-        if 0 < of['tokens'] < FEW_TOKENS and split != 'train':
-            say(f'WARNING: {split} has fewer than {FEW_TOKENS:,} tokens: too few for a perplexity')
+    for split, content in meta['splits'].items():
+        say(f'{split:5} {content["tokens"]:>15,} tokens')
+        if 0 < content['tokens'] < FEW_TOKENS and split != 'train':
+            say(f'WARNING: {split} has so few tokens that its perplexity says little')
     for name, why in meta['skipped'].items():
         say(f'damaged, left out from there on: {name}: {why}')
 
 
 def is_prepared(o: PrepareConfig) -> bool:
-    """Whether o.out_dir is made already, with these options. UserError where it is made with others
+    """Whether o.out_dir was made with these options. UserError if it was made with other options,
     or holds anything else."""
     if meta := read_json(os.path.join(o.out_dir, 'meta.json'), 'choose another --out_dir'):
         was = meta.get('config')
         if not isinstance(was, dict):
-            fail(f'{o.out_dir} holds a meta.json of something else: choose another --out_dir')
+            fail(f"{o.out_dir} holds another program's meta.json: choose another --out_dir")
         if different := [f'{name}={was.get(name)}, not {value}'
                          for name, value in o.identity().items() if was.get(name) != value]:
             fail(f'{o.out_dir} was made otherwise: {"; ".join(different)}. Choose another '
@@ -481,14 +502,21 @@ def is_prepared(o: PrepareConfig) -> bool:
     return meta is not None
 
 
-def fill(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any]:
-    """Write tokenizer, shards and meta.json to an empty folder. Returns what meta.json holds."""
+def write_folder(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any]:
+    """Write tokenizer, shards and meta.json to an empty folder, and return the content of
+    meta.json."""
+    if names := source.left_out:
+        say(f'left out: {len(names):,} files of other kinds, for example {", ".join(names[:5])}')
+    for split in SPLITS:
+        if names := source.names(split):
+            say(f'{split}: {", ".join(names[:3])}' + f' and {len(names) - 3:,} more files'
+                * (len(names) > 3))
     skipped: dict[str, str] = {}
     ends = find_ends(o, source, skipped)
     tokenizer = find_tokenizer(o, source, folder, ends)
     writer = Writer(folder, tokenizer.vocab_size, o.shard_tokens)
     tokenize(o, source, ends, tokenizer, writer, skipped)
-    empty = [split for split in SPLITS if not writer.tokens[split]]
+    empty = [split for split in SPLITS if not writer.tokens(split)]
     if 'train' in empty or (empty and o.held_out):
         fail(f'{o.input} holds too little text for {" and ".join(empty)}: give more '
              '(prepare_slimpajama.py --held_out=0 makes train alone)')
@@ -504,16 +532,20 @@ def fill(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any]:
 def find_tokenizer(o: PrepareConfig, source: Source, folder: str,
                    ends: dict[str, int] | None) -> Any:
     """Make the tokenizer of the options. A SentencePiece model is put into the folder: Llama's, the
-    file that was given, or one trained on text of the train split."""
-    model = os.path.join(folder, 'tokenizer.model')
-    if o.tokenizer == 'llama':
+    user's file, or one that is trained on the train split."""
+    model = os.path.join(folder, MODEL_FILE)
+    if o.model_file:
+        shutil.copyfile(o.model_file, model)
+    elif o.tokenizer == 'llama':
         with hub() as hf:
             shutil.copyfile(hf.HfApi().hf_hub_download(*LLAMA), model)
     elif o.tokenizer.startswith('bpe'):
         train_bpe(model, int(o.tokenizer.removeprefix('bpe')), sample_train(o, source, ends))
-    elif o.tokenizer not in ('byte', 'gpt2'):
-        shutil.copyfile(o.tokenizer, model)
-    return make_tokenizer(o.tokenizer, folder)
+    tokenizer = make_tokenizer(o.tokenizer, model)
+    if o.model_file and tokenizer.model.bos_id() < 0:
+        piece = tokenizer.model.id_to_piece(tokenizer.bos)
+        say(f'{o.model_file} has no BOS: {piece} begins each document')
+    return tokenizer
 
 
 def sample_train(o: PrepareConfig, source: Source, ends: dict[str, int] | None) -> list[str]:
@@ -540,22 +572,22 @@ def sample_train(o: PrepareConfig, source: Source, ends: dict[str, int] | None) 
 def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, tokenizer: Any,
              writer: Writer, skipped: dict[str, str]) -> None:
     """Write the tokens of all documents, until the train split has o.tokens of them."""
-    own = source.splits()
     limit = dict.fromkeys(SPLITS, sys.maxsize) | {'train': o.tokens}
     for split in ('val', 'test'):
-        if ends or split in own:
+        if ends or source.names(split):
             limit[split] = max(1, round(o.tokens * (o.held_out_end if ends else o.held_out)))
 
     def room(split: str) -> int:
-        return limit[split] - writer.tokens[split]
+        return limit[split] - writer.tokens(split)
 
     parts = read_parts(o, source, ends, skipped, lambda split: room(split) <= 0)
     bos = np.array([tokenizer.bos])
     with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar:
         for batch in batches(parts, room):
             ids: dict[str, list[np.ndarray]] = {split: [bos[:0]] for split in SPLITS}
-            for part, of in zip(batch, tokenizer.encode_parts(batch, o.workers), strict=True):
-                ids[part.split] += [bos[:part.begins], of]
+            encoded = tokenizer.encode_parts(batch, o.workers)
+            for part, part_ids in zip(batch, encoded, strict=True):
+                ids[part.split] += [bos[:part.begins], part_ids]
             for split, arrays in ids.items():
                 new = np.concatenate(arrays)[:room(split)]
                 writer.append(split, new)
@@ -565,7 +597,8 @@ def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, toke
 
 
 def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[Part]]:
-    """Group parts, as many as all threads get at a time: few where a split has little room left."""
+    """Group parts into batches for all threads, small ones when a split has little room left. Parts
+    of a full split are left out."""
     batch: list[Part] = []
     size = 0
     for part in parts:
@@ -580,13 +613,19 @@ def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[
         yield batch
 
 
-# Its callers
+# What train.py and evaluate.py call
 
-def find_data(folder: str, text: str | None = None, tokenizer: str | None = None) -> str:
-    """The data folder: made from a text of the user's, or, at first use, from this Python's."""
+def find_data(folder: str, text: str | None = None, tokenizer: str | None = None,
+              source_state: dict[str, Any] | None = None) -> str:
+    """Return the data folder. For a user's text, data/builtin and data/corpus it is made on first
+    use. A text without a `tokenizer` gets that of the checkpoint `source_state`, if there is one,
+    so that training can continue from its weights. UserError, OSError."""
     if text:
+        if source_state and not tokenizer:
+            origin = tokenizer_of(source_state)
+            tokenizer = origin.path or origin.name
         return prepare_text(text, tokenizer)
-    parent, name = os.path.split(folder.rstrip('/'))
+    parent, name = os.path.split(os.path.relpath(folder))
     if parent == 'data' and name in OWN_TEXTS and not os.path.exists(f'{folder}/meta.json'):
         say(f"Preparing {folder} from this Python's own text")
         prepare(PrepareConfig(input=name))
@@ -594,16 +633,16 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
 
 
 def prepare_text(path: str, tokenizer: str | None) -> str:
-    """A text of one's own, one file or a folder, as a data folder under data/, named after the
-    text, its files and the tokenizer: made once, and anew after a change."""
-    o = build(PrepareConfig, {'input': path, 'tokenizer': tokenizer or 'byte'})
-    source = find_source(o.input)
+    """Prepare a user's text, a file or a folder, below data/, and return the data folder. Its name
+    contains a hash of the text and the tokenizer, so that a changed text is prepared anew."""
+    if path in OWN_TEXTS:
+        path = os.path.join('.', path)  # the user's folder of that name
+    source = find_source(path if path.startswith(HUB) else os.path.abspath(path), option='text')
     size = sum(file.size for file in source.files)
-    if size < SMALL_TEXT:
-        o.held_out = 0.05
-    elif not tokenizer:
-        o.tokenizer = 'llama'
-    o.least = min(4096, size // 100)
+    tokenizer = tokenizer or next(name for most, name in TEXT_TOKENIZERS.items() if size < most)
+    held_out = 0.05 if size < 20e6 else 0.005
+    o = PrepareConfig(input=path, tokenizer=tokenizer, held_out=held_out)
+    o.min_bytes = min(FEW_TOKENS, size // 100)
     o.out_dir += f'-{source.digest(o.tokenizer)}'
     if not os.path.exists(os.path.join(o.out_dir, 'meta.json')):
         tokens = 'one token a byte' if o.tokenizer == 'byte' else f'tokenizer {o.tokenizer}'
