@@ -1,6 +1,6 @@
-"""Files that are written whole or not at all; locks; lines on the screen that cannot end a run."""
+"""Files that are written completely or not at all; locks; printing that cannot end a run."""
+import codecs
 import contextlib
-import fcntl
 import io
 import json
 import math
@@ -9,12 +9,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from configurator import UserError, fail
 
 
 def say(text: str, end: str = '\n') -> None:
-    """Print a line, at once. A closed pipe, a full disk behind stdout, or a locale that lacks a
-    character costs the line at most, never the program."""
+    """Print a line immediately. A closed pipe, a full disk behind stdout, or a locale that lacks a
+    character costs at most the line, never the program."""
     stream = sys.stdout
     line = (text + end).encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
@@ -27,34 +29,35 @@ def say(text: str, end: str = '\n') -> None:
 
 
 def on_terminal() -> bool:
-    """Whether what is said is read as it comes."""
+    """Whether stdout is a terminal."""
     return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with its columns aligned."""
+    """Format a Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ['-' * width for width in widths], *rows]
     return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
 
 
 def write_atomic(path: str, data: bytes) -> None:
-    """Write a file whole or not at all. OSError where the disk does not take it."""
+    """Write a file completely or not at all. OSError, with the file's name, if that fails."""
     try:
         with open(path + '.tmp', 'wb') as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(path + '.tmp', path)
-    except OSError:
+    except OSError as error:
+        error.filename = path
         with contextlib.suppress(OSError):
             os.remove(path + '.tmp')
         raise
 
 
 def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
-    """The object in a JSON file, None where there is no file. UserError, with what to do, where it is
-    damaged or holds something else."""
+    """Read the object in a JSON file; None if there is no file. UserError, with what to do, if the
+    file is damaged or holds something else."""
     if not os.path.exists(path):
         return None
     with open(path, encoding='utf-8') as file, contextlib.suppress(ValueError, RecursionError):
@@ -64,7 +67,7 @@ def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """The objects in a file of one to a line, damaged lines left out. OSError."""
+    """Read the objects in a file of JSON lines, without damaged lines. OSError."""
     found = []
     with open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
@@ -74,34 +77,37 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """As JSON, where NaN and infinity, which JSON does not have, become null."""
+    """Encode as JSON. NaN and infinity, which JSON does not have, become null."""
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
 
 
-def lock(path: str, wait: bool = False) -> int | None:
-    """Hold the file `path`, made if need be, until the returned handle is closed or this process
-    ends. None where another one holds it. A file system without locks holds nothing back."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def lock(path: str, wait: bool = False) -> contextlib.AbstractContextManager[Any] | None:
+    """Lock the file `path`, made if need be, until the returned context ends or this process does.
+    None where another process holds it. A file system without locks holds nothing back."""
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
+        return FileLock(path, timeout=-1 if wait else 0).acquire()
+    except Timeout:
         return None
     except OSError:
-        pass
-    return handle
+        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def locked(path: str) -> Iterator[None]:
-    """Hold the file `path`, once no other process does."""
-    handle = lock(path, wait=True)
-    try:
-        yield
-    finally:
-        os.close(handle)
+def locked(path: str, busy: str) -> Iterator[None]:
+    """Hold the file `path`, once no other process does; say `busy` where there is one. The file is
+    deleted at the end."""
+    handle = lock(path)
+    if handle is None:
+        say(f'{busy} by another process: waiting for it')
+        handle = lock(path, wait=True)
+    with handle:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(path)
 
 
 class BadFile(UserError):
@@ -109,18 +115,26 @@ class BadFile(UserError):
 
 
 def read_text(path: str) -> Iterator[str]:
-    """A text file, a chunk at a time. BadFile where it is not UTF-8; Python's library comes as it is."""
+    """Read a text file in chunks. BadFile if it is not UTF-8, except for Python source, where
+    undecodable bytes are replaced."""
+    errors = 'replace' if path.endswith('.py') else 'strict'
     try:
-        errors = 'replace' if path.endswith('.py') else 'strict'
         with open(path, encoding='utf-8', errors=errors, newline='') as file:
             yield from iter(lambda: file.read(1 << 20), '')
     except UnicodeDecodeError as error:
-        raise BadFile(f'{path} is not UTF-8 ({error.reason}): no text, or of another encoding (iconv -f latin1 -t '
-                  'utf-8 makes it UTF-8)') from None
+        with open(path, 'rb') as file:
+            utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = 'utf-16' if utf16 else 'latin1'
+        raise BadFile(f'not UTF-8 ({error.reason}); if it is text, iconv -f {encoding} -t utf-8 '
+                      'converts it') from None
 
 
 def read_text_file(path: str, option: str) -> str:
-    """The text file that an option (text=) names. SystemExit where it is none, or not in UTF-8."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for, for ever
-        fail(f'{option}{path} is no file; expected a text file')
-    return ''.join(read_text(path))
+    """Read the text file that an option names, for example text=. UserError if it is not a file or
+    not UTF-8."""
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait forever
+        fail(f'{option}{path} is not a file; expected a text file')
+    try:
+        return ''.join(read_text(path))
+    except BadFile as error:
+        fail(f'{option}{path}: {error}')

@@ -68,7 +68,7 @@ def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
     if handle is None:
         fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
              'start beside it with another --out_dir')
-    locks.callback(os.close, handle)
+    locks.enter_context(handle)
 
 
 def read_config(out_dir: str | None) -> dict[str, Any] | None:
