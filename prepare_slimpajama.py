@@ -565,7 +565,7 @@ def sample_train(o: PrepareConfig, source: Source, ends: dict[str, int] | None) 
             kept = sum(len(text.encode()) for text in texts)
         if total > TOKEN_BYTES * o.tokens:
             break
-    say(f'Training the tokenizer {o.tokenizer} on {kept / 1e6:.1f} of {total / 1e6:.1f} MB of text')
+    say(f'Training the tokenizer {o.tokenizer} on {kept / 1e6:.2f} of {total / 1e6:.2f} MB of text')
     return texts
 
 
@@ -646,7 +646,7 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
     o.out_dir += f'-{source.digest(o.tokenizer)}'
     if not os.path.exists(os.path.join(o.out_dir, 'meta.json')):
         tokens = 'one token a byte' if o.tokenizer == 'byte' else f'tokenizer {o.tokenizer}'
-        say(f'Preparing {path}, {size / 1e6:,.1f} MB, in {o.out_dir}: {tokens}')
+        say(f'Preparing {path}, {size / 1e6:,.2f} MB, in {o.out_dir}: {tokens}')
         prepare(o, source)
     return o.out_dir
 

@@ -80,8 +80,8 @@ class SentencePieceTokenizer:
         try:
             self.model = SentencePieceProcessor(model_proto=model)
             pieces = self.model.encode('a', out_type=str)
-        except (RuntimeError, TypeError) as error:  # TypeError: an empty file
-            fail(f'{path} is not a SentencePiece model ({error})')
+        except RuntimeError:
+            fail(f'{path} is not a SentencePiece model')
         self.path = path
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.name = 'llama' if self.sha256 == LLAMA_SHA256 else 'sentencepiece'
