@@ -61,7 +61,7 @@ TEXTS = 'texts texts/a.txt texts/b.jsonl texts/c.jsonl.gz texts/p.parquet texts/
 PREPARED = 'prepared prepared/.lock prepared/meta.json prepared/val.bin'
 PATHS = {'train': f'{RUN} {DATA} c.py', 'sample': RUN, 'evaluate': f'{RUN} {DATA} {TEXTS} out',
          'prepare_slimpajama': f'{TEXTS} {PREPARED}',
-         'synthetic_gp': 'gp gp/cells gp/table.md gp/figure.png gp/cells/* out'}
+         'synthetic_gp': 'gp gp/table*.md gp/figure*.png out'}
 
 
 def into_a_closed_pipe() -> None:
