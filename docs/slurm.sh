@@ -22,10 +22,12 @@ done
 [ ! -e "$out_dir/config.json" ] || set -- "$@" --init_from=resume
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not inherit --cpus-per-task
 srun torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv_backend=c10d --rdzv_endpoint="$host:29500" --rdzv_id="$SLURM_JOB_ID" \
-    train.py "$@" &
+    --shutdown-timeout=240 train.py "$@" &
 srun=$!
-# Five minutes before the end: stop after the step, write a checkpoint, queue again
+# Five minutes before the end: stop after the step, write a checkpoint, queue again. torchrun would
+# kill its workers 30 s after SIGTERM, which a validation or a compilation can outlast: hence 240.
 trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"; wait "$srun" || scontrol requeue "$SLURM_JOB_ID"; exit' TERM
 wait "$srun"

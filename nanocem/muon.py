@@ -1,12 +1,13 @@
 """
-Muon for the matrices of the blocks, AdamW for all else.
+Muon, the optimizer of the blocks' matrices; AdamW trains all other parameters.
 
-Muon (Jordan et al., 2024) takes the momentum of a matrix's gradient to the nearest orthogonal
-matrix, near enough by five Newton-Schulz steps, so that all its directions move alike. Its update
-has the RMS of AdamW's (Liu et al., arXiv 2502.16982): one learning rate serves both.
+Muon (Jordan et al., 2024) replaces the momentum of a matrix's gradient by the nearest orthogonal
+matrix, so that all its directions move equally far. Five Newton-Schulz steps come near enough. The
+update is scaled to the RMS of AdamW's (Liu et al., arXiv 2502.16982), so one learning rate serves
+both.
 
-As torch.optim.Muon (match_rms_adamw), which takes one matrix at a time and always multiplies in
-bfloat16; here matrices of one shape go as one batch (on a CPU small ones), in the run's precision.
+torch.optim.Muon (match_rms_adamw) does the same for one matrix at a time and always in bfloat16.
+Here matrices of one shape go through as a batch, in the run's precision.
 """
 from collections.abc import Callable
 from typing import Any
@@ -14,20 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MATRICES = ('W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d')  # of attention and MLP; not P's U, V
-AT_ONCE = 2**20  # entries in one batch on a CPU: more of them leave its cache
+MATRICES = ('W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d')  # attention's and the MLP's
+BATCH_ENTRIES = 2**20  # largest batch on a CPU: more numbers do not fit its cache
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
 
 def block_matrices(model: Any) -> list[Tensor]:
-    """What Muon takes: the matrices of the blocks' sublayers."""
+    """Return the matrices of the blocks' sublayers, without those of a Preconditioner."""
     return [p for name, p in model.blocks.named_parameters()
             if name.split('.')[-1] in MATRICES and '.P.' not in name]
 
 
 class Muon(torch.optim.Optimizer):
-    """M <- momentum M + (1 - momentum) G; W <- (1 - lr decay) W - lr 0.2 sqrt(max(m, n)) O, with O
-    the orthogonalised Nesterov momentum of an (m, n) matrix W, found in dtype (default: W's)."""
+    """Update an (m, n) matrix W with gradient G:
+
+        M <- momentum M + (1 - momentum) G
+        W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(m, n)) O
+
+    where O is the orthogonalized Nesterov momentum, computed in dtype (default: W's)."""
     def __init__(self, params: list[Tensor], lr: float, weight_decay: float,
                  momentum: float = 0.95, steps: int = 5, dtype: torch.dtype | None = None):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum,
@@ -36,6 +41,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
+        """Update every matrix that has a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for p in group['params']:
@@ -44,16 +50,18 @@ class Muon(torch.optim.Optimizer):
             for shape, matrices in by_shape.items():
                 rate = group['lr'] * 0.2 * max(shape) ** 0.5
                 torch._foreach_mul_(matrices, 1 - group['lr'] * group['weight_decay'])
-                on_cpu = matrices[0].device.type == 'cpu'
-                few = max(1, AT_ONCE // shape.numel()) if on_cpu else len(matrices)
-                for i in range(0, len(matrices), few):
-                    batch = matrices[i:i + few]
+                size = len(matrices)
+                if matrices[0].device.type == 'cpu':
+                    size = max(1, BATCH_ENTRIES // shape.numel())
+                for i in range(0, len(matrices), size):
+                    batch = matrices[i:i + size]
                     M = torch.stack([self.nesterov(p, group['momentum']) for p in batch])
                     O = orthogonal(M.to(self.dtype or M.dtype), group['steps']).type_as(M)
                     torch._foreach_add_(batch, list(O.unbind()), alpha=-rate)
 
     def nesterov(self, p: Tensor, momentum: float) -> Tensor:
-        """Takes the gradient into the momentum; returns what lies one step ahead of it."""
+        """Add the gradient to the momentum. Returns the momentum as the next such gradient would
+        leave it."""
         state = self.state[p]
         if not state:
             state['momentum'] = torch.zeros_like(p)
@@ -62,7 +70,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(G: Tensor, steps: int) -> Tensor:
-    """Matrices G (n, rows, columns) with all singular values moved near 1 (0.7 to 1.2)."""
+    """Move all singular values of the matrices G (n, rows, columns) near 1: to 0.7 to 1.2."""
     a, b, c = NEWTON_SCHULZ
     X = G.mT if G.shape[-2] > G.shape[-1] else G
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)

@@ -264,9 +264,9 @@ def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: 
 
 
 # Rows BM and columns BN of a tile, warps, stages of the pipeline: by GPU, kernel and R (up to 64,
-# up to 128). They fit the shared memory (163 KB on an A100; the first table also GPUs with 99 KB) and
-# keep sums in registers. The side that a kernel's loop walks along divides the other; both divide
-# PAD. None has been timed. Candidates for sm_80 without spills, for the first run on a GPU:
+# up to 128). They fit the shared memory (163 KB on an A100; the first table also GPUs with 99 KB)
+# and keep sums in registers. The side that a kernel's loop walks along divides the other; both
+# divide PAD. None has been timed. Candidates for sm_80 without spills, for the first run on a GPU:
 # forward (128, 64, 8, 3), (64, 64, 4, 3); dq (64, 64, 4, 2); dk (64, 64, 8, 2), (32, 64, 4, 3).
 TILES: dict[int, dict[Any, dict[int, tuple[int, int, int, int]]]] = {
     80: {

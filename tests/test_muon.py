@@ -11,13 +11,13 @@ SHAPES = ((24, 24), (20, 24), (24, 24), (40, 16), (1, 8))
 
 def matrices(seed: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(*shape, generator=generator).to(dtype) for shape in SHAPES]
-    return [torch.nn.Parameter(w) for w in drawn]
+    return [torch.nn.Parameter(torch.randn(*shape, generator=generator).to(dtype))
+            for shape in SHAPES]
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 def test_five_steps_stay_near_torchs_own(dtype: torch.dtype) -> None:
-    """Which multiplies in bfloat16: the two part by its rounding and no more."""
+    """Torch multiplies in bfloat16: the two differ by its rounding and no more."""
     ours, theirs = matrices(1, torch.float32), matrices(1, torch.float32)
     options = dict(lr=0.02, weight_decay=0.1, momentum=0.95)
     both = [Muon(ours, dtype=dtype, **options),
@@ -32,11 +32,11 @@ def test_five_steps_stay_near_torchs_own(dtype: torch.dtype) -> None:
         assert (a - b).norm() < 0.02 * (b - w).norm()
 
 
-@pytest.mark.parametrize('at_once', [1, 1000, muon.AT_ONCE])
+@pytest.mark.parametrize('entries', [1, 1000, muon.BATCH_ENTRIES])
 def test_a_step_equals_the_formula_one_matrix_at_a_time(
-        at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float64: by the singular values, on which Newton-Schulz is a polynomial."""
-    monkeypatch.setattr(muon, 'AT_ONCE', at_once)
+        entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64, by the singular values: Newton-Schulz is a polynomial of each."""
+    monkeypatch.setattr(muon, 'BATCH_ENTRIES', entries)
     weights, (a, b, c) = matrices(1, torch.float64), NEWTON_SCHULZ
     optimizer = Muon(weights, lr=0.01, weight_decay=0.2, momentum=0.9)
     momenta = [torch.zeros_like(w) for w in weights]
@@ -60,7 +60,7 @@ def test_a_step_equals_the_formula_one_matrix_at_a_time(
 def test_it_takes_the_matrices_of_the_blocks_and_nothing_else(attn: str) -> None:
     model = Transformer(ModelConfig(size='nano', vocab_size=50, attn=attn, mlp='cem'))
     ids = {id(p) for p in block_matrices(model)}
-    taken = {name for name, p in model.named_parameters() if id(p) in ids}
+    chosen = {name for name, p in model.named_parameters() if id(p) in ids}
     names = ['attn.W_Q', 'attn.W_K', 'mlp.W', 'mlp.V']
     names += ['attn.W_V', 'attn.W_O'] if attn == 'llama' else []
-    assert taken == {f'blocks.{n}.{name}' for n in range(2) for name in names}
+    assert chosen == {f'blocks.{n}.{name}' for n in range(2) for name in names}
