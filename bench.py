@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configurator import build, command_line, fail, in_range, read_options
-from model import SIZES, ModelConfig, Transformer, position_tables
+from model import SIZES, ModelConfig, Transformer, make_positions
 from nanocem import compute, fast
 from nanocem.decode import Cache, generate
 from nanocem.files import say, table
@@ -243,9 +243,7 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
         'Llama': LLAMA,
         'Llama, cuDNN': LLAMA,  # which has no gradient for a bias
         'CEM, exact RoPE': T1 | ROPE,
-        'CEM, readable': T1 | dict(attn_impl='readable'),
-        'CEM, sdpa': T1 | dict(attn_impl='sdpa'),
-        'CEM, triton': T1 | dict(attn_impl='triton'),
+        **{f'CEM, {impl}': T1 for impl in ('readable', 'sdpa', 'triton')},
     }
     if cfg.device == 'cpu':
         del variants['Llama, cuDNN'], variants['CEM, triton']
@@ -254,10 +252,12 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
 
     def make_run(name: str, options: Row) -> Run:
         model = cfg.model(**options, n_layer=1)
+        impl = name.removeprefix('CEM, ')
+        model.set_attn_impl(impl if impl in ('readable', 'sdpa', 'triton') else 'auto')
         attn = model.blocks[0].attn
         x, grad = torch.randn(2, cfg.batch_size, cfg.context_length, model.cfg.d_model,
                               device=cfg.device)
-        pos = position_tables(model.cfg, x)
+        pos = make_positions(model.cfg, x)
         path = fast.attention_path(model, torch.device(cfg.device), cfg.torch_dtype, cfg.compile)
         paths[name] = path.partition(' attention')[0]
 

@@ -79,6 +79,7 @@ def activation_bytes(model: Any, batch_size: int, device: torch.device, dtype: t
     with (FakeTensorMode(), torch.device(device), saved_tensors_hooks(pack, lambda x: x),
           torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)):
         fake = type(model)(model.cfg)
+        fake.set_attn_impl(model.blocks[0].attn.impl)
         fake.activation_checkpointing = model.activation_checkpointing
         ids = torch.zeros(batch_size, model.cfg.context_length, dtype=torch.long)
         fake(ids, ids)
