@@ -1,25 +1,26 @@
 """
 Does the paper hold? Its claims, the training runs that decide them, and the verdicts.
 
-    python reproduce.py                              verdicts and pictures, of results/tokens/runs.csv
+    python reproduce.py                              the verdicts and pictures of results/tokens
     python reproduce.py --todo --text=FILE | sh      train what is missing on a text, one by one
-    python reproduce.py --anew                       verdicts of your own runs alone
+    python reproduce.py --anew                       the verdicts of your own runs alone
     python reproduce.py --scale=paper                the commands at the paper's sizes
 
-Learning rates are chosen by trials, runs of their own: --todo prints more once these are finished,
-so repeat it until it prints nothing. `| xargs -P 2 -I{} sh -c "{}"` trains two at a time. Runs live
-in out/reproduce/; tables and pictures are written to out/results/tokens/.
+The claims, models and sizes are verdicts.csv, models.csv and sizes.csv in results/tokens; RULE.md
+explains them. Learning rates are chosen by trials, runs of their own: --todo prints more once these
+are finished, so repeat it until it prints nothing. `| xargs -P 2 -I{} sh -c "{}"` trains two at a
+time. Runs live in out/reproduce/; tables and pictures are written to out/results/tokens/.
 
-The rule (results/tokens/RULE.md). y is the loss of the held-out text, validation and test together,
-in nats a Llama token. At each size the runs are a table of models by seeds, to which a mean for each
-model and each seed is fitted; s is the root mean square of the residuals, with f degrees of freedom.
-d is the mean of y(A) - y(B) over the n seeds that both have, its interval
+The rule. y is the loss of the held-out text, validation and test together, in nats a Llama token. At
+each size the runs are a table of models by seeds, to which a mean for each model and each seed is
+fitted; s is the root mean square of the residuals, with f degrees of freedom. d is the mean of
+y(A) - y(B) over the n seeds that both have, its interval
 
     d +- t(1 - 0.025 / m; f) s sqrt(2 / n)      m: the number of rows of this size (Bonferroni)
 
-A row of verdicts.csv holds if its interval lies inside its bounds, does not hold if it lies outside,
-and is undecided else. A row with a failed run does not hold. The largest size with two seeds or more
-gives the word; the scarce sizes must agree. Bounds are per cent of perplexity, A over B.
+A row holds if its interval lies inside its bounds, does not hold if it lies outside, and is
+undecided else; with a failed run it does not hold. Bounds are per cent of perplexity, A over B. The
+largest size with two seeds or more gives the word; the scarce sizes must agree.
 """
 import csv
 import glob
@@ -51,88 +52,29 @@ CPU_FLOPS = 30e9  # a second, of one core: an estimate
 MFU = {'llama': 0.37, 'cem': 0.29}  # on an A100: estimates, 'cem' that of all-CEM with two steps
 A100_FLOPS = 312e12  # a second, of dense bf16 products
 
-# The models. A name says which sublayers are CEM's, then T, then words: cem-2-normed
-
-ATTN = ('--attn=cem --attn_steps={T} --attn_step_size={eta:g} --attn_rank=4 --kq_diag=shared '
-        '--score_scale=model')
-MLP = '--mlp=cem --mlp_steps={T} --mlp_step_size={eta:g} --mlp_rank=16'
-CEM = '--preconditioner=diag_lowrank --residual=raw'
-KINDS = {
-    'llama': '--attn=llama --mlp=llama --positions=rope',
-    'attn': f'{ATTN} --mlp=llama --positions=alibi {CEM}',
-    'mlp': f'--attn=llama {MLP} --positions=rope {CEM}',
-    'cem': f'{ATTN} {MLP} --positions=alibi {CEM}',
-}
-WORDS = {
-    'alibi': '--positions=alibi',
-    'rope': '--positions=rope --kq_diag=none --score_scale=head',
-    'none': '--preconditioner=none',
-    'diag': '--preconditioner=diag',
-    'nodiag': '--kq_diag=none',
-    'perhead': '--kq_diag=per_head',
-    'normed': '--residual=normed',
-    'eta1': '--attn_step_size=1 --mlp_step_size=1',
-    'attn_twice': '--attn_reuse=2',
-    'mlp_twice': '--mlp_reuse=2',
-    'twice': '--attn_reuse=2 --mlp_reuse=2',
-    'params': '--mlp_match=params',  # an MLP with the weights of Llama's
-    'narrow': '',  # layers with the weights of all-CEM, by the width of the MLP
-    'equal': '',  # layers with the weights of Llama with ALiBi
-    'mlp87': '--d_mlp=87',  # 18.7 k weights in all-CEM,
-    'mlp54': '--d_mlp=54',  # in Llama with ALiBi,
-    '24x97': '--d_model=24 --d_mlp=97',  # and in a narrower one
-    '1.8x': '--tokens=64.4M',  # one pass with the FLOPs of Llama taken twice,
-    '2.1x': '--tokens=76.3M',  # and of two steps of CEM
-}
-
-
-# The sizes, in the order of their runs
-
-class Size(NamedTuple):
-    """One size of models, and their training. The models are those of its rows in verdicts.csv."""
-    options: str
-    seeds: tuple[int, ...]
-    more: tuple[str, ...] = ()  # models to train first; some are in no row
-    tuned: tuple[str, ...] = ()  # models whose learning rates are tried at this size,
-    rate: float = math.nan  # three of them, the middle one this,
-    ratio: float = math.nan  # in these steps,
-    trial_seeds: tuple[int, ...] = ()  # with seeds that are not reported
-
-
 COMMON = (
     '--attn_reuse=1 --mlp_reuse=1 --warmup=0.05 --final_lr=0.1 --weight_decay=0.1 --grad_clip=1 '
     '--beta1=0.9 --beta2=0.95 --adam_eps=1e-9 --dtype=float32 --compile=True --eval_tokens=1B '
     '--test_tokens=1B --eval_interval=1M --log_interval=1 --checkpoint_interval=500 '
     '--keep_checkpoints=1 --tensorboard=False --sample_tokens=0')
-TOKENS = (f'--context_length=256 --batch_size=16 --micro_batch_size=16 --data=data/english '
-          f'--vocab_size=2048 --optimizer=adamw {COMMON}')
-BYTES = (f'--context_length=128 --batch_size=64 --micro_batch_size=64 --data=data/english-bytes '
-         f'--vocab_size=257 --optimizer=muon {COMMON}')
-SCARCE = f'--n_layer=2 --d_model=32 --n_head=2 --d_mlp=86 {BYTES}'
-FIVE = ('llama-alibi', 'llama-alibi-twice', 'cem-1-equal-twice', 'cem-1-equal',
-        'cem-2-equal or cem-2-equal-eta1')  # the better one in trials
-SIZES = {
-    'XS': Size(f'--n_layer=3 --d_model=48 --n_head=3 --d_mlp=128 {TOKENS} --tokens=5.6M', (1, 2, 3),
-               (), ('llama', 'llama-alibi', 'attn-1', 'attn-2', 'mlp-1', 'mlp-2', 'cem-1', 'cem-2',
-                    'cem-2-normed'), 0.014, math.sqrt(2), (101, 102)),
-    'S': Size(f'--n_layer=5 --d_model=80 --n_head=5 --d_mlp=216 {TOKENS} --tokens=14.3M', (1, 2),
-              (), ('llama', 'cem-2'), 0.007, math.sqrt(2), (101,)),
-    'scarce-25k': Size(
-        f'{SCARCE} --tokens=35.8M', (1, 2, 3, 4), FIVE,
-        ('llama-alibi', 'llama-alibi-twice', 'cem-2-equal', 'cem-2-equal-eta1', 'cem-1-equal-twice',
-         'llama-alibi-mlp54', 'llama-alibi-24x97'), 0.016, 2.0, (101,)),
-    'scarce-25k-more': Size(f'{SCARCE} --tokens=35.8M', (1,), (
-        'cem-4-equal', 'llama-alibi-1.8x', 'llama-alibi-2.1x')),
-    'scarce-25k-240': Size(f'{SCARCE} --tokens=5.96M', (1, 2, 3, 4), FIVE),
-    'scarce-25k-40': Size(f'{SCARCE} --tokens=994K', (1, 2, 3, 4), FIVE),
-    'M': Size(f'--n_layer=7 --d_model=112 --n_head=7 --d_mlp=296 {TOKENS} --tokens=30M', (1,),
-              ('llama-alibi', 'cem-2')),
-    'scarce-83k': Size(f'--n_layer=3 --d_model=48 --n_head=3 --d_mlp=129 {BYTES} --tokens=26.8M',
-                       (1, 2, 3)),
-}
-# Models with the learning rate of another one; the rest have that of the one they are named after
-RATE_OF = {'attn-3': 'attn-2', 'mlp-3': 'mlp-2', 'cem-1-twice': 'cem-2', 'cem-1-equal': 'cem-2-equal',
-           'cem-4-equal': 'cem-2-equal', 'cem-2-mlp87': 'cem-2-equal'}
+
+
+def read_csv(name: str) -> list[dict[str, str]]:
+    with open(os.path.join(PUBLISHED, name), encoding='utf-8', newline='') as file:
+        return list(csv.DictReader(file))
+
+
+ROWS = read_csv('verdicts.csv')
+MODELS = {row['model']: row for row in read_csv('models.csv')}
+SIZES = {row['size']: row for row in read_csv('sizes.csv')}  # in the order of their runs
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def names(text: str) -> list[str]:
+    return text.split('; ') if text else []
 
 
 @cache
@@ -149,12 +91,10 @@ def count_weights(options: str) -> int:
 
 @cache
 def model_options(shape: str, model: str) -> str:
-    """Return the options of a model of a shape, each of them once."""
-    kind, *words = model.split('-')
-    T = int(words.pop(0)) if words and words[0].isdigit() else 1
-    options = ' '.join([shape, KINDS[kind], *map(WORDS.__getitem__, words)]).format(T=T, eta=1 / T)
-    if {'narrow', 'equal'} & set(words):
-        like = 'cem-1' if 'narrow' in words else 'llama-alibi'
+    """Return the options of a model of a shape, each of them once. If the layers must have the
+    weights of another model, the width of the MLP sees to it."""
+    options = f'{shape} {MODELS[model]["options"]}'
+    if like := MODELS[model]['weights_of']:
         target = count_weights(model_options(shape, like))
         one, two = (count_weights(f'{options} --d_mlp={width}') for width in (1, 2))
         options += f' --d_mlp={1 + round((target - one) / (two - one))}'
@@ -170,7 +110,7 @@ class Run(NamedTuple):
 
     @property
     def options(self) -> str:
-        return model_options(SIZES[self.size].options, self.model)
+        return model_options(f'{COMMON} {SIZES[self.size]["options"]}', self.model)
 
     @property
     def folder(self) -> str:
@@ -192,29 +132,16 @@ class Run(NamedTuple):
 
 # Results: the columns of runs.csv after those of Run. The losses of a failed run are infinite.
 
-NUMBERS = ('parameters', 'weights', 'tokens', 'flops_per_token', 'seconds', 'val_bpb', 'test_bpb', 'y',
-           'skipped', 'spikes')
+NUMBERS = ('parameters', 'weights', 'tokens', 'flops_per_token', 'seconds', 'val_bpb', 'test_bpb',
+           'y', 'skipped', 'spikes')
 Results = dict[Run, dict[str, float]]
-
-
-def read_csv(path: str) -> list[dict[str, str]]:
-    with open(path, encoding='utf-8', newline='') as file:
-        return list(csv.DictReader(file))
-
-
-def write_csv(path: str, header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    with open(path, 'w', encoding='utf-8', newline='') as file:
-        csv.writer(file, lineterminator='\n').writerows([header, *rows])
-
-
-ROWS = read_csv(f'{PUBLISHED}/verdicts.csv')
 
 
 def read_results(anew: bool) -> Results:
     """Read the published runs, unless `anew`, and those that are finished in out/reproduce."""
     found: Results = {}
     if os.path.exists(f'{PUBLISHED}/runs.csv') and not anew:
-        for row in read_csv(f'{PUBLISHED}/runs.csv'):
+        for row in read_csv('runs.csv'):
             run = Run(row['size'], row['model'], float(row['rate']), int(row['seed']))
             found[run] = {name: float(row[name]) for name in NUMBERS}
     for path in sorted(glob.glob('out/reproduce/*/*/log.jsonl')):
@@ -233,42 +160,44 @@ def read_run(run: Run) -> dict[str, float] | None:
     # A spike is 0.5 nats above the median of the 50 batches before
     spikes = sum(losses[n] > statistics.median(losses[n - 50:n]) + 0.5
                  for n in range(50, len(losses)))
-    numbers = dict.fromkeys(NUMBERS, math.nan) | {
+    found = dict.fromkeys(NUMBERS, math.nan) | {
         'weights': count_weights(run.options), 'parameters': model.num_params(),
         'flops_per_token': flops_per_token(model), 'spikes': spikes}
     if result := read_json(f'{run.folder}/result.json'):
         val, test = result['val_bits_per_byte'], result['test_bits_per_byte']
         own = {name: result[name] for name in ('tokens', 'seconds', 'skipped')}
-        return numbers | own | dict(val_bpb=val, test_bpb=test, y=loss_per_llama_token(val, test))
+        return found | own | dict(val_bpb=val, test_bpb=test, y=loss_per_llama_token(val, test))
     # train.py gives a run up after MAX_SKIPPED skipped steps in a row; each leaves two lines
     skipped = sum(line.get('event') == 'skipped' for line in lines[-2 * MAX_SKIPPED - 2:])
     failed = dict.fromkeys(('val_bpb', 'test_bpb', 'y'), math.inf)
-    return numbers | failed if skipped > MAX_SKIPPED else None
+    return found | failed if skipped > MAX_SKIPPED else None
 
 
 def loss_per_llama_token(val_bpb: float, test_bpb: float) -> float:
     """Convert bits a byte to nats a Llama token, of both splits; NaN while there is no text.csv."""
-    paths = [path for path in (f'{OUT}/text.csv', f'{PUBLISHED}/text.csv') if os.path.exists(path)]
-    if not paths:
+    path = os.path.abspath(f'{OUT}/text.csv')  # of a text of one's own
+    path = path if os.path.exists(path) else f'{PUBLISHED}/text.csv'
+    if not os.path.exists(path):
         return math.nan
-    val, test = read_csv(paths[0])
+    val, test = read_csv(path)
     bits = val_bpb * int(val['bytes']) + test_bpb * int(test['bytes'])
     return math.log(2) * bits / (int(val['llama_tokens']) + int(test['llama_tokens']))
 
 
-def count_text(folder: str, llama_tokenizer: str) -> None:
-    """Write text.csv: documents, bytes and Llama tokens of a data folder's held-out splits. Each
+def count_text(folder: str) -> str:
+    """Count documents, bytes and Llama tokens of a data folder's held-out splits, for text.csv. Each
     document is encoded alone, without BOS, its line ends kept."""
     meta, tokenizer = read_meta(folder), load_tokenizer(folder)
-    llama, rows = SentencePieceTokenizer(llama_tokenizer), []
+    llama = SentencePieceTokenizer(os.environ.get('LLAMA_TOKENIZER', 'tokenizer.model'))
+    lines = ['split,documents,bytes,llama_tokens']
     for split in ('val', 'test'):
         (shard,) = meta['splits'][split]['shards']
         ids = open_shard(folder, meta, shard)
         documents = np.split(ids, np.flatnonzero(ids == meta['bos']))[1:]
         texts = [tokenizer.decode(document[1:].tolist()) for document in documents]
-        rows.append((split, len(texts), sum(len(text.encode()) for text in texts),
-                     sum(len(llama.encode(text)) for text in texts)))
-    write_csv(f'{OUT}/text.csv', ('split', 'documents', 'bytes', 'llama_tokens'), rows)
+        size = sum(len(text.encode()) for text in texts)
+        lines.append(f'{split},{len(texts)},{size},{sum(len(llama.encode(text)) for text in texts)}')
+    return '\n'.join(lines)
 
 
 # Learning rates
@@ -282,22 +211,24 @@ class Trials(NamedTuple):
 
 def search(found: Results, size: str, model: str, seed: int | None = None) -> Trials:
     """Try three rates, and further ones while the best is at an end. The best rate is the vertex of
-    the parabola, in log rate, through the lowest loss and its neighbours: of the mean over seeds, or
-    of one seed."""
-    _, _, _, _, rate, ratio, seeds = SIZES[size]
+    the parabola, in log rate, through the lowest loss and its neighbours: of the mean over seeds,
+    or of one seed."""
+    rate, ratio = (float(SIZES[size][name]) for name in ('rate', 'ratio'))
     low, high = -1, 1
     while True:
         rates = [float(f'{rate * ratio ** n:.3g}') for n in range(low, high + 1)]
-        trials = [[Run(size, model, rate, seed) for seed in seeds] for rate in rates]
-        if not all(run in found for some in trials for run in some):
-            return Trials(rates)
-        losses = [statistics.fmean(found[run]['val_bpb'] for run in some) for some in trials]
+        losses = []
+        for tried in rates:
+            runs = [Run(size, model, tried, of) for of in numbers(SIZES[size]['trial_seeds'])]
+            if not all(run in found for run in runs):
+                return Trials(rates)
+            losses.append(statistics.fmean(found[run]['val_bpb'] for run in runs))
         best = int(np.argmin(losses))
         if 0 < best < len(rates) - 1 or len(rates) == 7:
             break
         low, high = (low - 1, high) if best == 0 else (low, high + 1)
     if seed:
-        losses = [found[Run(size, model, rate, seed)]['val_bpb'] for rate in rates]
+        losses = [found[Run(size, model, tried, seed)]['val_bpb'] for tried in rates]
         best = int(np.argmin(losses))
     left, middle, right = [math.inf, *losses, math.inf][best:best + 3]
     curvature = left + right - 2 * middle
@@ -308,29 +239,32 @@ def search(found: Results, size: str, model: str, seed: int | None = None) -> Tr
 def best_rate(found: Results, size: str, model: str) -> float | None:
     """Return a model's learning rate; None while trials that decide on it are missing."""
     base = 'scarce-25k' if size.startswith('scarce') else 'XS'
-    family = RATE_OF.get(model) or max(filter(model.startswith, SIZES[base].tuned), key=len)
+    family = MODELS[model]['rate_of']
     rate = search(found, base, family).best
     if size not in ('S', 'M') or rate is None:
         return rate
     # The change from XS to S of the two models that are tuned at both; to M by a power law
     changes = {}
-    for tuned in SIZES['S'].tuned:
+    for tuned in names(SIZES['S']['tuned']):
         small, large = (search(found, name, tuned).best for name in ('XS', 'S'))
         if small is None or large is None:
             return None
         changes[tuned] = math.log(large / small)
     change = changes.get(family, statistics.fmean(changes.values()))
-    XS, S, here = (math.log(count_weights(SIZES[name].options)) for name in ('XS', 'S', size))
+    XS, S, here = (math.log(count_weights(Run(name, 'llama', 0, 0).options))
+                   for name in ('XS', 'S', size))
     return float(f'{rate * math.exp(change * (here - XS) / (S - XS)):.3g}')
 
 
 def choose(found: Results, model: str) -> str | None:
-    """Return the better of 'A or B' in the trials, None while some are missing."""
-    names = model.split(' or ')
-    trials = {name: search(found, 'scarce-25k', name.removesuffix('-twice')) for name in names}
-    if len(names) > 1 and any(trial.best is None for trial in trials.values()):
+    """Return the better of 'A or B' in their trials; None while some are missing."""
+    if ' or ' not in model:
+        return model
+    trials = {name: search(found, 'scarce-25k', MODELS[name]['rate_of'])
+              for name in model.split(' or ')}
+    if any(trial.best is None for trial in trials.values()):
         return None
-    return min(names, key=lambda name: trials[name].lowest)
+    return min(trials, key=lambda name: trials[name].lowest)
 
 
 # The plan
@@ -339,14 +273,16 @@ def planned(found: Results, size: str) -> tuple[list[Run], list[Run], list[Run]]
     """Return the trials of a size; the runs that are reported, seed by seed; and those to report
     whose learning rate is not known yet."""
     here, runs, waiting = SIZES[size], [], []
-    trials = [Run(size, model, rate, seed) for model in here.tuned
-              for rate in search(found, size, model).rates for seed in here.trial_seeds]
+    trials = [Run(size, model, rate, seed) for model in names(here['tuned'])
+              for rate in search(found, size, model).rates
+              for seed in numbers(here['trial_seeds'])]
     in_rows = [row[side] for row in ROWS if size in row['sizes'].split() for side in 'AB']
-    for name in dict.fromkeys([*here.more, *filter(None, in_rows)]):
+    for name in dict.fromkeys([*names(here['first']), *filter(None, in_rows)]):
         model = choose(found, name)
         rate = model and best_rate(found, size, model)
         run = Run(size, model or name.split(' or ')[0], rate or math.nan, 0)
-        (runs if rate else waiting).extend(run._replace(seed=seed) for seed in here.seeds)
+        seeds = numbers(here['seeds'])
+        (runs if rate else waiting).extend(run._replace(seed=seed) for seed in seeds)
     return trials, sorted(runs, key=lambda run: run.seed), waiting
 
 
@@ -376,40 +312,43 @@ def say_todo(found: Results, text: str | None) -> None:
 def say_paper() -> None:
     """Print the commands at the paper's sizes, with their A100-hours."""
     for size in ('86m', '108m', '134m', '162m', '256m'):
-        tokens = 20 * meta_model(f'--size={size} {KINDS["llama"]}').num_params()
+        llama = meta_model(f'--size={size} {MODELS["llama"]["options"]}')
         for model in dict.fromkeys(run.model for run in planned({}, 'XS')[2]):
             larger = '_cem' * (size == '256m' and model.startswith('cem'))
-            options = model_options(f'--size={size}{larger} --tokens={tokens}', model)
+            shape = f'--size={size}{larger} --tokens={20 * llama.num_params()}'
+            options = model_options(shape, model)
             mfu = MFU['cem' if '=cem' in options else 'llama']
-            hours = tokens * flops_per_token(meta_model(options)) / mfu / A100_FLOPS / 3600
+            flops = 20 * llama.num_params() * flops_per_token(meta_model(options))
             say(f'torchrun --nproc_per_node=8 train.py {options} --learning_rate=0.002 --seed=1 '
-                f'--out_dir=out/reproduce/{size}/{model}  # {hours:.0f} A100-hours')
+                f'--out_dir=out/reproduce/{size}/{model}  '
+                f'# {flops / mfu / A100_FLOPS / 3600:.0f} A100-hours')
 
 
 # Verdicts
 
-Cells = dict[tuple[str, int], float]  # y of (model, seed), the runs of one size
+Cells = dict[tuple[str, int], float]  # y of (model, seed): the runs of one size
 
 
 class Effect(NamedTuple):
-    """A's y less B's at a size, the mean over seeds; half of its interval, NaN with one seed."""
+    """A's y less B's at a size: the mean over seeds, and half of its interval, NaN with one seed.
+    It is infinite where a run failed."""
     size: str
     d: float
     half: float = math.nan
 
     def percent(self) -> list[float]:
-        """The effect, and the ends of its interval, on perplexity."""
+        """The change in perplexity, and the ends of its interval."""
         return [100 * math.expm1(x) for x in (self.d, self.d - self.half, self.d + self.half)]
 
     def __str__(self) -> str:
         d, low, high = self.percent()
         interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f})'
-        return f'{self.size} ' + (f'{d:+.1f}%{interval}' if math.isfinite(d) else 'failed')
+        return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
 
 
 def split_failed(y: Cells) -> tuple[Cells, set[str]]:
-    """Return the runs that did not fail, and the models of those that did: whose y is not finite, or
-    0.5 nats above the median of the model's seeds."""
+    """Return the runs that did not fail, and the models of those that did: their y is not finite,
+    or 0.5 nats above the median of the model's seeds."""
     medians = {name: statistics.median(of for (model, _), of in y.items() if model == name)
                for name, _ in y}
     sound = {cell: of for cell, of in y.items() if of < min(math.inf, medians[cell[0]] + 0.5)}
@@ -417,9 +356,9 @@ def split_failed(y: Cells) -> tuple[Cells, set[str]]:
 
 
 def residual_error(y: Cells) -> tuple[float, int]:
-    """Fit a mean for each model and each seed. Return the root mean square of the residuals, and its
-    degrees of freedom."""
-    models, seeds = (sorted(set(names)) for names in zip(*y, strict=True))
+    """Fit a mean for each model and each seed. Return the root mean square of the residuals, and
+    its degrees of freedom."""
+    models, seeds = (sorted(set(factor)) for factor in zip(*y, strict=True))
     design = np.zeros((len(y), len(models) + len(seeds)))
     for row, (model, seed) in enumerate(y):
         design[row, models.index(model)] = 1
@@ -448,126 +387,123 @@ def compare(y: Cells, A: str, B: str, size: str, m: int) -> Effect | None:
     return Effect(size, statistics.fmean(d), float(half))
 
 
-def compare_rates(found: Results, A: str, B: str, size: str) -> Effect | None:
-    """Compare the logs of two models' best rates, one a seed, by the pooled t-test."""
-    seeds = SIZES[size].trial_seeds
-    best = [[search(found, size, model, seed).best for seed in seeds] for model in (A, B)]
-    if not seeds or None in best[0] + best[1]:
-        return None
-    (a, b), n = np.log(best), len(seeds)
-    if n == 1:
-        return Effect(size, float(a[0] - b[0]))
-    error = math.sqrt((a.var(ddof=1) + b.var(ddof=1)) / n)
-    return Effect(size, float(a.mean() - b.mean()), float(student.ppf(0.975, 2 * n - 2) * error))
-
-
-def decide(effect: Effect, row: dict[str, str]) -> str:
-    """Say whether the interval lies inside the row's bounds; nothing where there is none."""
-    if math.isinf(effect.d):
-        return 'does not hold'
+def decide(effect: Effect, above: float, below: float) -> str:
+    """Say whether the interval lies inside the bounds; nothing where there is no interval."""
     _, low, high = effect.percent()
-    above, below = float(row['above_%'] or '-inf'), float(row['below_%'] or 'inf')
-    if math.isnan(low):
-        return ''
     if above < low and high < below:
         return 'holds'
-    return 'does not hold' if high < above or low > below else 'undecided'
+    if math.isinf(effect.d) or high < above or low > below:
+        return 'does not hold'
+    return '' if math.isnan(low) else 'undecided'
 
 
-class Verdict(NamedTuple):
-    row: dict[str, str]
-    effects: list[Effect]
-    word: str
-    shown: str
+Verdict = tuple[dict[str, str], list[Effect], str]  # row, effects by size, word
 
 
 def judge(found: Results, tables: dict[str, Cells]) -> list[Verdict]:
     """Decide every row of verdicts.csv."""
-    compared = [row for row in ROWS if row['A'] and row['kind'] != 'higher rate']
     verdicts = []
     for row in ROWS:
         effects, sizes = [], row['sizes'].split()
+        above, below = float(row['above_%'] or '-inf'), float(row['below_%'] or 'inf')
         for size in sizes if row['A'] else []:
             A, B = choose(found, row['A']), choose(found, row['B'])
-            m = sum(size in other['sizes'].split() for other in compared)
-            effects.append(compare(tables[size], A, B, size, m) if row in compared else
-                           compare_rates(found, A, B, size))
-        effects = [effect for effect in effects if effect]
-        words = [word for effect in effects if (word := decide(effect, row))] or ['not run']
-        if sizes and sizes[0].startswith('scarce') and effects and words != words[:1] * len(sizes):
+            y, m = tables[size], sum(size in of['sizes'].split() and of['A'] != '' and
+                                     of['kind'] != 'higher rate' for of in ROWS)
+            if row['kind'] == 'higher rate':  # the same rule for log rates, one row
+                y, m = tuned_rates(found, size), 1
+            effects += filter(None, [compare(y, A, B, size, m)])
+        words = [word for effect in effects if (word := decide(effect, above, below))]
+        if row['kind'] == 'stable':
+            failed = [size for size in sizes if any(
+                model.startswith('cem') for model in split_failed(tables[size])[1])]
+            words = ['does not hold'] if failed else ['holds'] * any(map(tables.get, sizes))
+        if row['kind'] == 'elsewhere':
+            words = ['see results/gp']
+        if words and row['id'].startswith('s') and words != words[:1] * len(sizes):
             words = ['undecided']
-        verdict = Verdict(row, effects, words[-1], '; '.join(map(str, effects)))
-        verdicts.append(verdict if row['A'] else stability(found, row))
+        verdicts.append((row, effects, words[-1] if words else 'not run'))
     return verdicts
 
 
-def stability(found: Results, row: dict[str, str]) -> Verdict:
-    """Count the failed runs of all-CEM, and its loss spikes beside Llama's."""
-    shown, failed = [], 0
-    for size in row['sizes'].split():
-        runs = [run for run in planned(found, size)[1] if run in found]
-        cem, llama = ([run for run in runs if run.model.startswith(kind)] for kind in ('cem', 'llama'))
-        if cem and llama:
-            failed += len(split_failed({(run.model, run.seed): found[run]['y'] for run in cem})[1])
-            a, b = (statistics.fmean(found[run]['spikes'] for run in of) for of in (cem, llama))
-            shown.append(f'{size} {len(cem)} runs, {a:.1f} spikes each, Llama {b:.1f}')
-    word = ('does not hold' if failed else 'holds') if shown else 'see results/gp'
-    return Verdict(row, [], word, '; '.join(shown))
+def tuned_rates(found: Results, size: str) -> Cells:
+    """Return the log of the best rate of every tuned model and seed."""
+    best = {(model, seed): search(found, size, model, seed).best
+            for model in names(SIZES[size]['tuned'])
+            for seed in numbers(SIZES[size]['trial_seeds'])}
+    return {cell: math.log(rate) for cell, rate in best.items() if rate}
 
 
 def in_weights(tables: dict[str, Cells], size: str, model: str) -> str:
-    """Return the weights of the Llama with ALiBi of the same loss, where it lies between sizes."""
+    """Return the weights of the Llama with ALiBi of the same loss, if it lies between its sizes."""
     def mean(size: str, model: str) -> float:
         return statistics.fmean(of for (name, _), of in tables[size].items() if name == model)
 
-    line = sorted((mean(name, 'llama-alibi'), math.log(Run(name, 'llama-alibi', 0, 0).weights))
-                  for name in ('XS', 'S', 'M') if ('llama-alibi', 1) in tables[name])
-    y = mean(size, model) if size in ('XS', 'S', 'M') else math.nan
+    grid = ('XS', 'S', 'M')
+    line = sorted((mean(name, 'llama-alibi'), count_weights(Run(name, 'llama-alibi', 0, 0).options))
+                  for name in grid if ('llama-alibi', 1) in tables[name])
+    y = mean(size, model) if size in grid else math.nan
     if len(line) < 2 or not line[0][0] <= y <= line[-1][0]:
         return ''
-    same = math.exp(np.interp(y, *zip(*line, strict=True)))
-    return f'{Run(size, model, 0, 0).weights / 1e3:.0f} k as {same / 1e3:.0f} k'
+    losses, weights = zip(*line, strict=True)
+    return f'{math.exp(np.interp(math.log(y), np.log(losses), np.log(weights))) / 1e3:.0f} k'
 
 
 def verdict_table(tables: dict[str, Cells], verdicts: list[Verdict]) -> str:
-    rows = [[v.row['id'], v.row['claim'], f'{v.row["A"]} / {v.row["B"]}', v.row['kind'], v.shown,
-             in_weights(tables, v.effects[-1].size, v.row['A']) if v.effects else '', v.word]
-            for v in verdicts]
-    header = ['', 'claim', 'A / B', 'A is', 'A over B', 'A as Llama with ALiBi', 'verdict']
-    return ('Perplexity a Llama token of the held-out text, A over B less one, and its interval over '
-            f'seeds.\n\n{table(header, rows)}\n')
+    rows = [[row['id'], row['claim'], f'{row["A"]} / {row["B"]}', row['kind'],
+             '; '.join(map(str, effects)),
+             in_weights(tables, effects[-1].size, row['A']) if effects else '', word]
+            for row, effects, word in verdicts]
+    header = ['', 'claim', 'A / B', 'A is', 'A over B', 'A is a Llama with ALiBi of', 'verdict']
+    return ('Perplexity a Llama token of the held-out text, A over B less one, and its interval '
+            f'over seeds.\n\n{table(header, rows)}\n')
 
 
 # Pictures
 
-def percents(y: Cells, A: str, B: str) -> list[float]:
-    return [100 * math.expm1(d) for d in differences(y, A, B)]
-
-
 def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
-    """Every row with an effect: its interval at the largest size, coloured by the verdict."""
+    """Draw the interval of every row at its largest size, coloured by the verdict."""
     colors = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}
-    shown = [v for v in verdicts if v.effects and math.isfinite(v.effects[-1].d)][::-1]
+    shown = [of for of in verdicts if of[1] and math.isfinite(of[1][-1].d)][::-1]
     figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(shown)), layout='constrained')
-    for place, v in enumerate(shown):
-        d, low, high = v.effects[-1].percent()
+    for place, (row, effects, word) in enumerate(shown):
+        d, low, high = effects[-1].percent()
         bars = None if math.isnan(low) else [[d - low], [high - d]]
-        axes.errorbar([d], [place], xerr=bars, fmt='o', ms=4, color=colors.get(v.word, 'black'))
-        for bound in filter(None, (v.row['above_%'], v.row['below_%'])):
+        axes.errorbar([d], [place], xerr=bars, fmt='o', ms=4, color=colors.get(word, 'black'))
+        for bound in filter(None, (row['above_%'], row['below_%'])):
             axes.plot([float(bound)] * 2, [place - 0.4, place + 0.4], color='black', lw=1)
-    axes.set_yticks(range(len(shown)), [f'{v.row["id"]} {v.row["claim"]}' for v in shown], fontsize=7)
+    axes.set_yticks(range(len(shown)), [f'{row["id"]} {row["claim"]}' for row, _, _ in shown])
+    axes.tick_params('y', labelsize=7)
     axes.set_xscale('symlog', linthresh=10)
-    axes.set(xlabel='perplexity a Llama token, A over B, % (line: bound; green holds, red does not)')
+    axes.set_xlabel('perplexity a Llama token, A over B, %; black: bound, green: holds, red: not')
     return figure
 
 
-def draw_lines(tables: dict[str, Cells], sizes: dict[str, float], models: dict[str, str], base: str,
+# A picture's lines: for each label the places (x, size, model)
+GAP = {label: [(count_weights(Run(size, 'llama', 0, 0).options), size, model)
+               for size in ('XS', 'S', 'M')] for label, model in {
+    'Llama with ALiBi': 'llama-alibi', 'the same, weights of all-CEM': 'llama-alibi-narrow',
+    'CEM attention, T = 1, no P': 'attn-1-none', 'all-CEM, T = 1': 'cem-1',
+    'all-CEM, T = 2': 'cem-2'}.items()}
+STEPS = {f'{label}, {P or "low-rank P"}': [(T, 'XS', f'{kind}-{T}{P and "-" + P}')
+                                           for T in (1, 2, 3) if f'{kind}-{T}{P and "-" + P}' in MODELS]
+         for label, kind in {'CEM attention': 'attn', 'CEM MLP': 'mlp'}.items()
+         for P in ('none', 'diag', '')}
+SCARCE = {label: [(x, size, model) for x, size in (
+    (40, 'scarce-25k-40'), (240, 'scarce-25k-240'), (1440, 'scarce-25k'))] for label, model in {
+    'all-CEM, one step': 'cem-1-equal', 'all-CEM, two steps': 'cem-2-equal',
+    'all-CEM, two steps of 1': 'cem-2-equal-eta1',
+    'all-CEM, one step, twice with a fresh context': 'cem-1-equal-twice',
+    'Llama with ALiBi twice': 'llama-alibi-twice'}.items()}
+
+
+def draw_lines(tables: dict[str, Cells], lines: dict[str, list[tuple[float, str, str]]], base: str,
                xlabel: str) -> plt.Figure:
-    """A line a model over sizes: perplexity over the base's, means and standard deviations."""
+    """Draw perplexity over the base's: means over seeds and their standard deviations."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
-    for label, names in models.items():
-        found = [(x, d) for size, x in sizes.items() for name in names.split(' or ')
-                 if (d := percents(tables[size], name, base))]
+    for label, places in lines.items():
+        found = [(x, [100 * math.expm1(of) for of in d]) for x, size, model in places
+                 if (d := differences(split_failed(tables[size])[0], model, base))]
         if found:
             bars = [statistics.stdev(d) if len(d) > 1 else 0 for _, d in found]
             axes.errorbar([x for x, _ in found], [statistics.fmean(d) for _, d in found], bars,
@@ -578,23 +514,6 @@ def draw_lines(tables: dict[str, Cells], sizes: dict[str, float], models: dict[s
     return figure
 
 
-def draw_bars(y: Cells) -> plt.Figure:
-    """Steps, P and d_k at XS over Llama, as in the paper's Figures 2 and 3."""
-    panels = {'CEM attention': [f'attn-{T}{P}' for T in (1, 2, 3) for P in ('-none', '-diag', '')],
-              'CEM MLP': [f'mlp-{T}{P}' for T in (1, 2, 3) for P in ('-none', '-diag', '', '-params')],
-              'd_k': ['attn-1-diag-nodiag', 'attn-1-diag', 'attn-1-diag-perhead']}
-    figure, grid = plt.subplots(1, 3, figsize=(12, 4), sharey=True, layout='constrained')
-    for axes, (title, models) in zip(grid, panels.items(), strict=True):
-        found = {model: d for model in models if (d := percents(y, model, 'llama'))}
-        bars = [statistics.stdev(d) if len(d) > 1 else 0 for d in found.values()]
-        axes.bar(list(found), [statistics.fmean(d) for d in found.values()], yerr=bars, capsize=3)
-        axes.axhline(0, color='hotpink', ls='--')
-        axes.set_title(title)
-        axes.tick_params('x', rotation=60)
-    grid[0].set_ylabel('perplexity a Llama token over Llama, %')
-    return figure
-
-
 @dataclass
 class ReproduceConfig:
     """What to print."""
@@ -602,40 +521,35 @@ class ReproduceConfig:
     todo: bool = False  # print the commands of the runs that are missing, and no more
     text: str | None = None  # a text that --todo has prepared; default: data/english is there
     anew: bool = False  # leave the published runs out
-    count: str | None = None  # count a data folder's bytes and tokens by $LLAMA_TOKENIZER, a model file
+    count: str | None = None  # print text.csv of this data folder, by the model $LLAMA_TOKENIZER
 
 
 @command_line
 def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
+    if cfg.count:
+        return say(count_text(cfg.count))
     if cfg.scale == 'paper':
         return say_paper()
     found = read_results(cfg.anew)
     if cfg.todo:
         return say_todo(found, cfg.text)
-    os.makedirs(OUT, exist_ok=True)
-    if cfg.count:
-        return count_text(cfg.count, os.environ.get('LLAMA_TOKENIZER', 'tokenizer.model'))
     tables = {size: {(run.model, run.seed): found[run]['y'] for run in planned(found, size)[1]
                      if run in found and not math.isnan(found[run]['y'])} for size in SIZES}
     verdicts = judge(found, tables)
     page = verdict_table(tables, verdicts)
     say(page)
-    write_csv(f'{OUT}/runs.csv', (*Run._fields, *NUMBERS),
-              [(*run, *(found[run][name] for name in NUMBERS)) for run in sorted(found)])
+    os.makedirs(OUT, exist_ok=True)
     with open(f'{OUT}/verdicts.md', 'w', encoding='utf-8') as file:
         file.write(page)
+    with open(f'{OUT}/runs.csv', 'w', encoding='utf-8', newline='') as file:
+        rows = [[*run, *(found[run][name] for name in NUMBERS)] for run in sorted(found)]
+        csv.writer(file, lineterminator='\n').writerows([[*Run._fields, *NUMBERS], *rows])
     draw_rows(verdicts).savefig(f'{OUT}/rows.png')
-    draw_lines(tables, {size: Run(size, 'llama', 0, 0).weights for size in ('XS', 'S', 'M')}, {
-        'Llama with ALiBi': 'llama-alibi', 'the same with all-CEM\'s weights': 'llama-alibi-narrow',
-        'CEM attention, T = 1, no P': 'attn-1-none', 'all-CEM, T = 1': 'cem-1',
-        'all-CEM, T = 2': 'cem-2'}, 'llama', "weights of Llama's layers").savefig(f'{OUT}/gap.png')
-    draw_bars(tables['XS']).savefig(f'{OUT}/steps.png')
-    draw_lines(tables, {'scarce-25k-40': 40, 'scarce-25k-240': 240, 'scarce-25k': 1440}, {
-        'all-CEM, one step': 'cem-1-equal', 'two steps': 'cem-2-equal or cem-2-equal-eta1',
-        'one step, taken twice with a fresh context': 'cem-1-equal-twice',
-        'Llama with ALiBi, taken twice': 'llama-alibi-twice'}, 'llama-alibi',
-        'bytes of text a weight').savefig(f'{OUT}/scarce.png')
+    for name, picture in {
+            'gap': (GAP, 'llama', "weights of Llama's layers"), 'steps': (STEPS, 'llama', 'T'),
+            'scarce': (SCARCE, 'llama-alibi', 'bytes of text a weight')}.items():
+        draw_lines(tables, *picture).savefig(f'{OUT}/{name}.png')
     say(f'{OUT}: runs.csv, verdicts.md, and the pictures')
 
 
