@@ -11,16 +11,9 @@ explains them. Learning rates are chosen by trials, runs of their own: --todo pr
 are finished, so repeat it until it prints nothing. `| xargs -P 2 -I{} sh -c "{}"` trains two at a
 time. Runs live in out/reproduce/; tables and pictures are written to out/results/tokens/.
 
-The rule. y is the loss of the held-out text, validation and test together, in nats a Llama token. At
-each size the runs are a table of models by seeds, to which a mean for each model and each seed is
-fitted; s is the root mean square of the residuals, with f degrees of freedom. d is the mean of
-y(A) - y(B) over the n seeds that both have, its interval
-
-    d +- t(1 - 0.025 / m; f) s sqrt(2 / n)      m: the number of rows of this size (Bonferroni)
-
-A row holds if its interval lies inside its bounds, does not hold if it lies outside, and is
-undecided else; with a failed run it does not hold. Bounds are per cent of perplexity, A over B. The
-largest size with two seeds or more gives the word; the scarce sizes must agree.
+The unit is the loss of the held-out text, validation and test together, in nats a Llama token.
+A row compares models A and B by the rule of nanocem/verdicts.py, with bounds in per cent of
+perplexity. The largest size with two seeds or more gives the word; the scarce sizes must agree.
 """
 import csv
 import glob
@@ -31,19 +24,19 @@ import statistics
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from scipy.stats import t as student
 
 from configurator import build, command_line, fail, read_options
 from model import ModelConfig, Transformer
 from nanocem.compute import flops_per_token
 from nanocem.data import open_shard, read_meta
-from nanocem.files import read_json, read_json_lines, say, table
+from nanocem.files import read_json, read_json_lines, say, table, write_atomic
 from nanocem.tokenizers import SentencePieceTokenizer, load_tokenizer
+from nanocem.verdicts import Cells, Effect, compare, decide, differences, split_failed, vertex
 from train import MAX_SKIPPED, TrainConfig
 
 PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results/tokens')
@@ -69,19 +62,12 @@ MODELS = {row['model']: row for row in read_csv('models.csv')}
 SIZES = {row['size']: row for row in read_csv('sizes.csv')}  # in the order of their runs
 
 
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split()]
-
-
-def names(text: str) -> list[str]:
-    return text.split('; ') if text else []
-
-
 @cache
 def meta_model(options: str) -> Transformer:
     """Return the model that train.py makes of these options, without memory for its weights."""
     with torch.device('meta'):
-        return Transformer(build(ModelConfig, read_options(options.split(), TrainConfig, ModelConfig)))
+        given = read_options(options.split(), TrainConfig, ModelConfig)
+        return Transformer(build(ModelConfig, given))
 
 
 def count_weights(options: str) -> int:
@@ -105,8 +91,8 @@ class Run(NamedTuple):
     """One training run. Its rate has three digits, as in the folder's name."""
     size: str
     model: str
-    rate: float
-    seed: int
+    rate: float = math.nan
+    seed: int = 0
 
     @property
     def options(self) -> str:
@@ -160,17 +146,17 @@ def read_run(run: Run) -> dict[str, float] | None:
     # A spike is 0.5 nats above the median of the 50 batches before
     spikes = sum(losses[n] > statistics.median(losses[n - 50:n]) + 0.5
                  for n in range(50, len(losses)))
-    found = dict.fromkeys(NUMBERS, math.nan) | {
-        'weights': count_weights(run.options), 'parameters': model.num_params(),
-        'flops_per_token': flops_per_token(model), 'spikes': spikes}
+    numbers = dict.fromkeys(NUMBERS, math.nan) | dict(
+        weights=count_weights(run.options), parameters=model.num_params(),
+        flops_per_token=flops_per_token(model), spikes=spikes)
     if result := read_json(f'{run.folder}/result.json'):
         val, test = result['val_bits_per_byte'], result['test_bits_per_byte']
-        own = {name: result[name] for name in ('tokens', 'seconds', 'skipped')}
-        return found | own | dict(val_bpb=val, test_bpb=test, y=loss_per_llama_token(val, test))
+        same = {name: result[name] for name in ('tokens', 'seconds', 'skipped')}
+        return numbers | same | dict(val_bpb=val, test_bpb=test, y=loss_per_llama_token(val, test))
     # train.py gives a run up after MAX_SKIPPED skipped steps in a row; each leaves two lines
     skipped = sum(line.get('event') == 'skipped' for line in lines[-2 * MAX_SKIPPED - 2:])
-    failed = dict.fromkeys(('val_bpb', 'test_bpb', 'y'), math.inf)
-    return found | failed if skipped > MAX_SKIPPED else None
+    failed = numbers | dict.fromkeys(('val_bpb', 'test_bpb', 'y'), math.inf)
+    return failed if skipped > MAX_SKIPPED else None
 
 
 def loss_per_llama_token(val_bpb: float, test_bpb: float) -> float:
@@ -184,87 +170,76 @@ def loss_per_llama_token(val_bpb: float, test_bpb: float) -> float:
     return math.log(2) * bits / (int(val['llama_tokens']) + int(test['llama_tokens']))
 
 
-def count_text(folder: str) -> str:
-    """Count documents, bytes and Llama tokens of a data folder's held-out splits, for text.csv. Each
-    document is encoded alone, without BOS, its line ends kept."""
+def say_counts(folder: str) -> None:
+    """Print text.csv for a data folder's held-out splits: documents, bytes and Llama tokens, each
+    document encoded alone, without BOS, its line ends kept."""
     meta, tokenizer = read_meta(folder), load_tokenizer(folder)
     llama = SentencePieceTokenizer(os.environ.get('LLAMA_TOKENIZER', 'tokenizer.model'))
-    lines = ['split,documents,bytes,llama_tokens']
+    say('split,documents,bytes,llama_tokens')
     for split in ('val', 'test'):
         (shard,) = meta['splits'][split]['shards']
         ids = open_shard(folder, meta, shard)
         documents = np.split(ids, np.flatnonzero(ids == meta['bos']))[1:]
         texts = [tokenizer.decode(document[1:].tolist()) for document in documents]
         size = sum(len(text.encode()) for text in texts)
-        lines.append(f'{split},{len(texts)},{size},{sum(len(llama.encode(text)) for text in texts)}')
-    return '\n'.join(lines)
+        say(f'{split},{len(texts)},{size},{sum(len(llama.encode(text)) for text in texts)}')
 
 
 # Learning rates
 
 class Trials(NamedTuple):
-    """The learning rates to try; and, once all were, their lowest loss and the best rate."""
+    """The learning rates to try; once all were, their lowest loss, and the best rate of the mean
+    over seeds and of each seed."""
     rates: list[float]
     lowest: float = math.nan  # bits a byte of the validation text
     best: float | None = None
+    best_of_seed: dict[int, float] | None = None
 
 
-def search(found: Results, size: str, model: str, seed: int | None = None) -> Trials:
-    """Try three rates, and further ones while the best is at an end. The best rate is the vertex of
-    the parabola, in log rate, through the lowest loss and its neighbours: of the mean over seeds,
-    or of one seed."""
-    rate, ratio = (float(SIZES[size][name]) for name in ('rate', 'ratio'))
+def search(found: Results, size: str, model: str) -> Trials:
+    """Try three rates, and further ones while the best is at an end."""
+    middle, ratio = float(SIZES[size]['rate']), float(SIZES[size]['ratio'])
+    seeds = list(map(int, SIZES[size]['trial_seeds'].split()))
     low, high = -1, 1
     while True:
-        rates = [float(f'{rate * ratio ** n:.3g}') for n in range(low, high + 1)]
-        losses = []
-        for tried in rates:
-            runs = [Run(size, model, tried, of) for of in numbers(SIZES[size]['trial_seeds'])]
-            if not all(run in found for run in runs):
-                return Trials(rates)
-            losses.append(statistics.fmean(found[run]['val_bpb'] for run in runs))
-        best = int(np.argmin(losses))
+        rates = [float(f'{middle * ratio ** n:.3g}') for n in range(low, high + 1)]
+        runs = [[Run(size, model, rate, seed) for seed in seeds] for rate in rates]
+        if any(run not in found for row in runs for run in row):
+            return Trials(rates)
+        losses = np.array([[found[run]['val_bpb'] for run in row] for row in runs])
+        mean = losses.mean(1)
+        best = int(mean.argmin())
         if 0 < best < len(rates) - 1 or len(rates) == 7:
-            break
+            by_seed = {seed: vertex(rates, losses[:, n]) for n, seed in enumerate(seeds)}
+            return Trials(rates, mean[best], vertex(rates, mean), by_seed)
         low, high = (low - 1, high) if best == 0 else (low, high + 1)
-    if seed:
-        losses = [found[Run(size, model, tried, seed)]['val_bpb'] for tried in rates]
-        best = int(np.argmin(losses))
-    left, middle, right = [math.inf, *losses, math.inf][best:best + 3]
-    curvature = left + right - 2 * middle
-    shift = (left - right) / curvature / 2 if 0 < curvature < math.inf else 0
-    return Trials(rates, middle, float(f'{rates[best] * ratio ** shift:.3g}'))
 
 
 def best_rate(found: Results, size: str, model: str) -> float | None:
     """Return a model's learning rate; None while trials that decide on it are missing."""
-    base = 'scarce-25k' if size.startswith('scarce') else 'XS'
     family = MODELS[model]['rate_of']
-    rate = search(found, base, family).best
+    rate = search(found, 'scarce-25k' if size.startswith('scarce') else 'XS', family).best
     if size not in ('S', 'M') or rate is None:
         return rate
     # The change from XS to S of the two models that are tuned at both; to M by a power law
     changes = {}
-    for tuned in names(SIZES['S']['tuned']):
+    for tuned in SIZES['S']['tuned'].split():
         small, large = (search(found, name, tuned).best for name in ('XS', 'S'))
         if small is None or large is None:
             return None
         changes[tuned] = math.log(large / small)
     change = changes.get(family, statistics.fmean(changes.values()))
-    XS, S, here = (math.log(count_weights(Run(name, 'llama', 0, 0).options))
-                   for name in ('XS', 'S', size))
+    XS, S, here = (math.log(count_weights(Run(of, 'llama').options)) for of in ('XS', 'S', size))
     return float(f'{rate * math.exp(change * (here - XS) / (S - XS)):.3g}')
 
 
 def choose(found: Results, model: str) -> str | None:
-    """Return the better of 'A or B' in their trials; None while some are missing."""
-    if ' or ' not in model:
+    """Return the better of 'A/B' in their trials; None while some are missing."""
+    if '/' not in model:
         return model
-    trials = {name: search(found, 'scarce-25k', MODELS[name]['rate_of'])
-              for name in model.split(' or ')}
-    if any(trial.best is None for trial in trials.values()):
-        return None
-    return min(trials, key=lambda name: trials[name].lowest)
+    lowest = {name: search(found, 'scarce-25k', MODELS[name]['rate_of']).lowest
+              for name in model.split('/')}
+    return None if any(map(math.isnan, lowest.values())) else min(lowest, key=lowest.__getitem__)
 
 
 # The plan
@@ -273,16 +248,15 @@ def planned(found: Results, size: str) -> tuple[list[Run], list[Run], list[Run]]
     """Return the trials of a size; the runs that are reported, seed by seed; and those to report
     whose learning rate is not known yet."""
     here, runs, waiting = SIZES[size], [], []
-    trials = [Run(size, model, rate, seed) for model in names(here['tuned'])
-              for rate in search(found, size, model).rates
-              for seed in numbers(here['trial_seeds'])]
+    trials = [Run(size, model, rate, int(seed)) for model in here['tuned'].split()
+              for rate in search(found, size, model).rates for seed in here['trial_seeds'].split()]
     in_rows = [row[side] for row in ROWS if size in row['sizes'].split() for side in 'AB']
-    for name in dict.fromkeys([*names(here['first']), *filter(None, in_rows)]):
+    for name in dict.fromkeys([*here['first'].split(), *filter(None, in_rows)]):
         model = choose(found, name)
         rate = model and best_rate(found, size, model)
-        run = Run(size, model or name.split(' or ')[0], rate or math.nan, 0)
-        seeds = numbers(here['seeds'])
-        (runs if rate else waiting).extend(run._replace(seed=seed) for seed in seeds)
+        (runs if rate else waiting).extend(
+            Run(size, model or name.split('/')[0], rate or math.nan, int(seed))
+            for seed in here['seeds'].split())
     return trials, sorted(runs, key=lambda run: run.seed), waiting
 
 
@@ -312,90 +286,17 @@ def say_todo(found: Results, text: str | None) -> None:
 def say_paper() -> None:
     """Print the commands at the paper's sizes, with their A100-hours."""
     for size in ('86m', '108m', '134m', '162m', '256m'):
-        llama = meta_model(f'--size={size} {MODELS["llama"]["options"]}')
+        tokens = 20 * meta_model(f'--size={size} {MODELS["llama"]["options"]}').num_params()
         for model in dict.fromkeys(run.model for run in planned({}, 'XS')[2]):
             larger = '_cem' * (size == '256m' and model.startswith('cem'))
-            shape = f'--size={size}{larger} --tokens={20 * llama.num_params()}'
-            options = model_options(shape, model)
+            options = model_options(f'--size={size}{larger} --tokens={tokens}', model)
             mfu = MFU['cem' if '=cem' in options else 'llama']
-            flops = 20 * llama.num_params() * flops_per_token(meta_model(options))
+            hours = tokens * flops_per_token(meta_model(options)) / mfu / A100_FLOPS / 3600
             say(f'torchrun --nproc_per_node=8 train.py {options} --learning_rate=0.002 --seed=1 '
-                f'--out_dir=out/reproduce/{size}/{model}  '
-                f'# {flops / mfu / A100_FLOPS / 3600:.0f} A100-hours')
+                f'--out_dir=out/paper/{size}/{model}  # {hours:.0f} A100-hours')
 
 
 # Verdicts
-
-Cells = dict[tuple[str, int], float]  # y of (model, seed): the runs of one size
-
-
-class Effect(NamedTuple):
-    """A's y less B's at a size: the mean over seeds, and half of its interval, NaN with one seed.
-    It is infinite where a run failed."""
-    size: str
-    d: float
-    half: float = math.nan
-
-    def percent(self) -> list[float]:
-        """The change in perplexity, and the ends of its interval."""
-        return [100 * math.expm1(x) for x in (self.d, self.d - self.half, self.d + self.half)]
-
-    def __str__(self) -> str:
-        d, low, high = self.percent()
-        interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f})'
-        return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
-
-
-def split_failed(y: Cells) -> tuple[Cells, set[str]]:
-    """Return the runs that did not fail, and the models of those that did: their y is not finite,
-    or 0.5 nats above the median of the model's seeds."""
-    medians = {name: statistics.median(of for (model, _), of in y.items() if model == name)
-               for name, _ in y}
-    sound = {cell: of for cell, of in y.items() if of < min(math.inf, medians[cell[0]] + 0.5)}
-    return sound, {model for model, seed in y if (model, seed) not in sound}
-
-
-def residual_error(y: Cells) -> tuple[float, int]:
-    """Fit a mean for each model and each seed. Return the root mean square of the residuals, and
-    its degrees of freedom."""
-    models, seeds = (sorted(set(factor)) for factor in zip(*y, strict=True))
-    design = np.zeros((len(y), len(models) + len(seeds)))
-    for row, (model, seed) in enumerate(y):
-        design[row, models.index(model)] = 1
-        design[row, len(models) + seeds.index(seed)] = 1
-    values = np.array(list(y.values()))
-    fit, _, rank, _ = np.linalg.lstsq(design, values)
-    freedom = len(y) - int(rank)
-    return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom or math.nan), freedom
-
-
-def differences(y: Cells, A: str, B: str) -> list[float]:
-    """Return A's y less B's, for each seed that both have."""
-    return [of - y[B, seed] for (model, seed), of in y.items() if model == A and (B, seed) in y]
-
-
-def compare(y: Cells, A: str, B: str, size: str, m: int) -> Effect | None:
-    """Compare two models of a size, one of m comparisons; None where no seed has both."""
-    sound, failed = split_failed(y)
-    if {A, B} & failed:
-        return Effect(size, math.inf)
-    d = differences(sound, A, B)
-    if len(d) < 2:
-        return Effect(size, d[0]) if d else None
-    s, freedom = residual_error(sound)
-    half = student.ppf(1 - 0.025 / m, freedom) * s * math.sqrt(2 / len(d))
-    return Effect(size, statistics.fmean(d), float(half))
-
-
-def decide(effect: Effect, above: float, below: float) -> str:
-    """Say whether the interval lies inside the bounds; nothing where there is no interval."""
-    _, low, high = effect.percent()
-    if above < low and high < below:
-        return 'holds'
-    if math.isinf(effect.d) or high < above or low > below:
-        return 'does not hold'
-    return '' if math.isnan(low) else 'undecided'
-
 
 Verdict = tuple[dict[str, str], list[Effect], str]  # row, effects by size, word
 
@@ -404,57 +305,50 @@ def judge(found: Results, tables: dict[str, Cells]) -> list[Verdict]:
     """Decide every row of verdicts.csv."""
     verdicts = []
     for row in ROWS:
-        effects, sizes = [], row['sizes'].split()
+        sizes, effects = row['sizes'].split(), []
+        A, B = choose(found, row['A']), choose(found, row['B'])
+        for size in sizes:
+            m = sum(size in of['sizes'].split() for of in ROWS if of['unit'] == 'perplexity')
+            if row['unit'] == 'perplexity':
+                effects.append(compare(tables[size], A, B, size, m))
+            elif row['unit'] == 'rate':  # the same rule for the logs of the best rates, one row
+                rates = {(model, seed): math.log(rate) for model in SIZES[size]['tuned'].split()
+                         for seed, rate in (search(found, size, model).best_of_seed or {}).items()}
+                effects.append(compare(rates, A, B, size, 1))
+        effects = list(filter(None, effects))
         above, below = float(row['above_%'] or '-inf'), float(row['below_%'] or 'inf')
-        for size in sizes if row['A'] else []:
-            A, B = choose(found, row['A']), choose(found, row['B'])
-            y, m = tables[size], sum(size in of['sizes'].split() and of['A'] != '' and
-                                     of['kind'] != 'higher rate' for of in ROWS)
-            if row['kind'] == 'higher rate':  # the same rule for log rates, one row
-                y, m = tuned_rates(found, size), 1
-            effects += filter(None, [compare(y, A, B, size, m)])
         words = [word for effect in effects if (word := decide(effect, above, below))]
-        if row['kind'] == 'stable':
-            failed = [size for size in sizes if any(
-                model.startswith('cem') for model in split_failed(tables[size])[1])]
-            words = ['does not hold'] if failed else ['holds'] * any(map(tables.get, sizes))
-        if row['kind'] == 'elsewhere':
-            words = ['see results/gp']
         if words and row['id'].startswith('s') and words != words[:1] * len(sizes):
             words = ['undecided']
-        verdicts.append((row, effects, words[-1] if words else 'not run'))
+        if row['unit'] == 'failed runs' and any(map(tables.get, sizes)):
+            failed = set.union(*(split_failed(tables[size])[1] for size in sizes))
+            words = ['does not hold' if 'cem' in str(failed) else 'holds']
+        words = words or ['not run' if row['unit'] else 'see results/gp']
+        verdicts.append((row, effects, words[-1]))
     return verdicts
-
-
-def tuned_rates(found: Results, size: str) -> Cells:
-    """Return the log of the best rate of every tuned model and seed."""
-    best = {(model, seed): search(found, size, model, seed).best
-            for model in names(SIZES[size]['tuned'])
-            for seed in numbers(SIZES[size]['trial_seeds'])}
-    return {cell: math.log(rate) for cell, rate in best.items() if rate}
 
 
 def in_weights(tables: dict[str, Cells], size: str, model: str) -> str:
     """Return the weights of the Llama with ALiBi of the same loss, if it lies between its sizes."""
-    def mean(size: str, model: str) -> float:
-        return statistics.fmean(of for (name, _), of in tables[size].items() if name == model)
+    def log_loss(size: str, model: str) -> float:
+        return math.log(statistics.fmean(
+            y for (name, _), y in tables[size].items() if name == model))
 
-    grid = ('XS', 'S', 'M')
-    line = sorted((mean(name, 'llama-alibi'), count_weights(Run(name, 'llama-alibi', 0, 0).options))
-                  for name in grid if ('llama-alibi', 1) in tables[name])
-    y = mean(size, model) if size in grid else math.nan
-    if len(line) < 2 or not line[0][0] <= y <= line[-1][0]:
+    grid = [of for of in ('M', 'S', 'XS') if ('llama-alibi', 1) in tables[of]]
+    if size not in grid:
         return ''
-    losses, weights = zip(*line, strict=True)
-    return f'{math.exp(np.interp(math.log(y), np.log(losses), np.log(weights))) / 1e3:.0f} k'
+    losses = [log_loss(of, 'llama-alibi') for of in grid]
+    weights = [math.log(count_weights(Run(of, 'llama-alibi').options)) for of in grid]
+    same = np.interp(log_loss(size, model), losses, weights, math.nan, math.nan)
+    return '' if math.isnan(same) else f'{math.exp(same) / 1e3:.0f} k'
 
 
 def verdict_table(tables: dict[str, Cells], verdicts: list[Verdict]) -> str:
-    rows = [[row['id'], row['claim'], f'{row["A"]} / {row["B"]}', row['kind'],
+    rows = [[row['id'], row['claim'], f'{row["A"]} over {row["B"]}', row['kind'],
              '; '.join(map(str, effects)),
              in_weights(tables, effects[-1].size, row['A']) if effects else '', word]
             for row, effects, word in verdicts]
-    header = ['', 'claim', 'A / B', 'A is', 'A over B', 'A is a Llama with ALiBi of', 'verdict']
+    header = ['', 'claim', 'A over B', 'A is', 'change', 'A is a Llama with ALiBi of', 'verdict']
     return ('Perplexity a Llama token of the held-out text, A over B less one, and its interval '
             f'over seeds.\n\n{table(header, rows)}\n')
 
@@ -472,46 +366,48 @@ def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
         axes.errorbar([d], [place], xerr=bars, fmt='o', ms=4, color=colors.get(word, 'black'))
         for bound in filter(None, (row['above_%'], row['below_%'])):
             axes.plot([float(bound)] * 2, [place - 0.4, place + 0.4], color='black', lw=1)
-    axes.set_yticks(range(len(shown)), [f'{row["id"]} {row["claim"]}' for row, _, _ in shown])
-    axes.tick_params('y', labelsize=7)
+    axes.set_yticks(range(len(shown)), [row['claim'] for row, _, _ in shown], fontsize=7)
     axes.set_xscale('symlog', linthresh=10)
-    axes.set_xlabel('perplexity a Llama token, A over B, %; black: bound, green: holds, red: not')
+    axes.set_xlabel('A over B, %; black: bounds, green: holds, red: does not hold')
     return figure
 
 
-# A picture's lines: for each label the places (x, size, model)
-GAP = {label: [(count_weights(Run(size, 'llama', 0, 0).options), size, model)
-               for size in ('XS', 'S', 'M')] for label, model in {
-    'Llama with ALiBi': 'llama-alibi', 'the same, weights of all-CEM': 'llama-alibi-narrow',
-    'CEM attention, T = 1, no P': 'attn-1-none', 'all-CEM, T = 1': 'cem-1',
-    'all-CEM, T = 2': 'cem-2'}.items()}
-STEPS = {f'{label}, {P or "low-rank P"}': [(T, 'XS', f'{kind}-{T}{P and "-" + P}')
-                                           for T in (1, 2, 3) if f'{kind}-{T}{P and "-" + P}' in MODELS]
-         for label, kind in {'CEM attention': 'attn', 'CEM MLP': 'mlp'}.items()
-         for P in ('none', 'diag', '')}
-SCARCE = {label: [(x, size, model) for x, size in (
-    (40, 'scarce-25k-40'), (240, 'scarce-25k-240'), (1440, 'scarce-25k'))] for label, model in {
-    'all-CEM, one step': 'cem-1-equal', 'all-CEM, two steps': 'cem-2-equal',
-    'all-CEM, two steps of 1': 'cem-2-equal-eta1',
-    'all-CEM, one step, twice with a fresh context': 'cem-1-equal-twice',
-    'Llama with ALiBi twice': 'llama-alibi-twice'}.items()}
-
-
-def draw_lines(tables: dict[str, Cells], lines: dict[str, list[tuple[float, str, str]]], base: str,
-               xlabel: str) -> plt.Figure:
-    """Draw perplexity over the base's: means over seeds and their standard deviations."""
+def draw_lines(tables: dict[str, Cells], base: str, models: dict[str, str], xlabel: str,
+               places: list[tuple[float, str]]) -> plt.Figure:
+    """Draw perplexity over the base's at places (x, size), means over seeds and their standard
+    deviations; a model may have x in its name."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
-    for label, places in lines.items():
-        found = [(x, [100 * math.expm1(of) for of in d]) for x, size, model in places
-                 if (d := differences(split_failed(tables[size])[0], model, base))]
+    for label, model in models.items():
+        found = {x: 100 * np.expm1(d) for x, size in places
+                 if (d := differences(split_failed(tables[size])[0], model.format(x), base))}
         if found:
-            bars = [statistics.stdev(d) if len(d) > 1 else 0 for _, d in found]
-            axes.errorbar([x for x, _ in found], [statistics.fmean(d) for _, d in found], bars,
-                          marker='o', ms=4, capsize=2, label=label)
+            bars = [d.std(ddof=1) if len(d) > 1 else 0 for d in found.values()]
+            axes.errorbar(list(found), [d.mean() for d in found.values()], bars, marker='o', ms=4,
+                          capsize=2, label=label)
             axes.legend(fontsize=8)
     axes.axhline(0, color='hotpink', lw=1)
     axes.set(xscale='log', xlabel=xlabel, ylabel=f'perplexity a Llama token over {base}, %')
     return figure
+
+
+def draw(tables: dict[str, Cells], verdicts: list[Verdict]) -> dict[str, plt.Figure]:
+    """Draw all rows; the gap to Llama; steps and P, as in the paper's Figures 2 and 3; and what a
+    second pass is worth where weights are scarce."""
+    weights = [(count_weights(Run(size, 'llama').options), size) for size in ('XS', 'S', 'M')]
+    gap = {'Llama with ALiBi': 'llama-alibi', "with all-CEM's weights": 'llama-alibi-narrow',
+           'CEM attention, T = 1, no P': 'attn-1-none', 'all-CEM, T = 1': 'cem-1',
+           'all-CEM, T = 2': 'cem-2'}
+    steps = {f'CEM {name}, {P or "low-rank"} P': f'{kind}-{{}}{P and "-" + P}'
+             for kind, name in (('attn', 'attention'), ('mlp', 'MLP'))
+             for P in ('none', 'diag', '')}
+    scarce = {'all-CEM, one step': 'cem-1-equal', 'two steps': 'cem-2-equal',
+              'two steps of 1': 'cem-2-equal-eta1', 'one step, fresh context': 'cem-1-equal-twice',
+              'Llama with ALiBi twice': 'llama-alibi-twice'}
+    bytes_a_weight = [(40, 'scarce-25k-40'), (240, 'scarce-25k-240'), (1440, 'scarce-25k')]
+    return {'rows': draw_rows(verdicts),
+            'gap': draw_lines(tables, 'llama', gap, "weights of Llama's layers", weights),
+            'steps': draw_lines(tables, 'llama', steps, 'T', [(T, 'XS') for T in (1, 2, 3)]),
+            'scarce': draw_lines(tables, 'llama-alibi', scarce, 'bytes a weight', bytes_a_weight)}
 
 
 @dataclass
@@ -528,7 +424,7 @@ class ReproduceConfig:
 def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
     if cfg.count:
-        return say(count_text(cfg.count))
+        return say_counts(cfg.count)
     if cfg.scale == 'paper':
         return say_paper()
     found = read_results(cfg.anew)
@@ -540,16 +436,12 @@ def main(argv: list[str]) -> None:
     page = verdict_table(tables, verdicts)
     say(page)
     os.makedirs(OUT, exist_ok=True)
-    with open(f'{OUT}/verdicts.md', 'w', encoding='utf-8') as file:
-        file.write(page)
-    with open(f'{OUT}/runs.csv', 'w', encoding='utf-8', newline='') as file:
-        rows = [[*run, *(found[run][name] for name in NUMBERS)] for run in sorted(found)]
-        csv.writer(file, lineterminator='\n').writerows([[*Run._fields, *NUMBERS], *rows])
-    draw_rows(verdicts).savefig(f'{OUT}/rows.png')
-    for name, picture in {
-            'gap': (GAP, 'llama', "weights of Llama's layers"), 'steps': (STEPS, 'llama', 'T'),
-            'scarce': (SCARCE, 'llama-alibi', 'bytes of text a weight')}.items():
-        draw_lines(tables, *picture).savefig(f'{OUT}/{name}.png')
+    write_atomic(f'{OUT}/verdicts.md', page.encode())
+    rows = [[*run, *(found[run][name] for name in NUMBERS)] for run in sorted(found)]
+    lines = [','.join(map(str, row)) for row in [[*Run._fields, *NUMBERS], *rows]]
+    write_atomic(f'{OUT}/runs.csv', '\n'.join([*lines, '']).encode())
+    for name, figure in draw(tables, verdicts).items():
+        figure.savefig(f'{OUT}/{name}.png')
     say(f'{OUT}: runs.csv, verdicts.md, and the pictures')
 
 
