@@ -235,11 +235,11 @@ def best_rate(found: Results, size: str, model: str) -> float | None:
 
 def choose(found: Results, model: str) -> str | None:
     """Return the better of 'A/B' in their trials; None while some are missing."""
-    if '/' not in model:
+    names = model.split('/')
+    if len(names) == 1:
         return model
-    lowest = {name: search(found, 'scarce-25k', MODELS[name]['rate_of']).lowest
-              for name in model.split('/')}
-    return None if any(map(math.isnan, lowest.values())) else min(lowest, key=lowest.__getitem__)
+    lowest = [search(found, 'scarce-25k', MODELS[name]['rate_of']).lowest for name in names]
+    return None if any(map(math.isnan, lowest)) else names[int(np.argmin(lowest))]
 
 
 # The plan
@@ -344,11 +344,10 @@ def in_weights(tables: dict[str, Cells], size: str, model: str) -> str:
 
 
 def verdict_table(tables: dict[str, Cells], verdicts: list[Verdict]) -> str:
-    rows = [[row['id'], row['claim'], f'{row["A"]} over {row["B"]}', row['kind'],
-             '; '.join(map(str, effects)),
-             in_weights(tables, effects[-1].size, row['A']) if effects else '', word]
-            for row, effects, word in verdicts]
-    header = ['', 'claim', 'A over B', 'A is', 'change', 'A is a Llama with ALiBi of', 'verdict']
+    rows = [[row['id'], row['claim'], row['A'], row['B'], row['kind'], '; '.join(map(str, effects)),
+             in_weights(tables, effects[-1].size, row['A']) if row['unit'] == 'perplexity' and effects
+             else '', word] for row, effects, word in verdicts]
+    header = ['', 'claim', 'A', 'B', 'A is', 'A over B', 'A as Llama with ALiBi', 'verdict']
     return ('Perplexity a Llama token of the held-out text, A over B less one, and its interval '
             f'over seeds.\n\n{table(header, rows)}\n')
 
@@ -356,14 +355,13 @@ def verdict_table(tables: dict[str, Cells], verdicts: list[Verdict]) -> str:
 # Pictures
 
 def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
-    """Draw the interval of every row at its largest size, coloured by the verdict."""
+    """Draw the interval of every row, at the largest size that has one, coloured by verdict."""
     colors = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}
-    shown = [of for of in verdicts if of[1] and math.isfinite(of[1][-1].d)][::-1]
+    shown = [of for of in verdicts if any(effect.half > 0 for effect in of[1])][::-1]
     figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(shown)), layout='constrained')
     for place, (row, effects, word) in enumerate(shown):
-        d, low, high = effects[-1].percent()
-        bars = None if math.isnan(low) else [[d - low], [high - d]]
-        axes.errorbar([d], [place], xerr=bars, fmt='o', ms=4, color=colors.get(word, 'black'))
+        d, low, high = [effect for effect in effects if effect.half > 0][-1].percent()
+        axes.errorbar([d], [place], xerr=[[d - low], [high - d]], fmt='o', ms=4, color=colors[word])
         for bound in filter(None, (row['above_%'], row['below_%'])):
             axes.plot([float(bound)] * 2, [place - 0.4, place + 0.4], color='black', lw=1)
     axes.set_yticks(range(len(shown)), [row['claim'] for row, _, _ in shown], fontsize=7)
