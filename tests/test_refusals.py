@@ -42,7 +42,7 @@ evaluate            --text=a.txt --data=data               give one
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
-reproduce           --scale=huge                           scale=huge: expected one of ladder
+reproduce           --scale=huge                           scale=huge: expected one of english
 prepare_slimpajama  --input=none                           no such file or folder
 prepare_slimpajama  --input=data                           holds no .parquet, .jsonl
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte

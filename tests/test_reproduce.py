@@ -1,78 +1,158 @@
-"""reproduce.py: its plan, the published verdicts, and a tiny ladder from nothing."""
-import json
+"""reproduce.py and nanocem/verdicts.py: the rule, the plan, and a whole grid of made-up losses."""
+import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
-from running import ROOT
+from running import ROOT, write_data
+from scipy.stats import t as student
 
 import reproduce
-from model import Transformer
-from nanocem.compute import flops_per_token
-from reproduce import KINDS, MODELS, SIZES, Estimate, configs, line_through, planned, verdict
+from nanocem import verdicts
+from nanocem.verdicts import Effect, compare, decide, residual_error, vertex
+from reproduce import MODELS, ROWS, SIZES, Results, Run, count_weights, planned
 
 
-def test_the_published_runs_are_those_that_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the shape of today's models; sizes are named by the weights of Llama's blocks."""
-    monkeypatch.chdir(ROOT)
-    published = reproduce.read_results('ladder', anew=False)
-    assert set(published) == set(planned('ladder'))
-    for run in {(run.size, run.model): run for run in published}.values():
-        train, cfg = configs(run.options)
-        with torch.device('meta'):
-            model, llama = Transformer(cfg), Transformer(cfg.llama())
-        row, tokens = published[run], train.tokens_per_param * llama.num_params()
-        assert (row['parameters'], row['steps']) == (model.num_params(), math.ceil(tokens / 2048))
-        assert row['flops_per_token'] == pytest.approx(flops_per_token(model), rel=1e-9), run
-        weights = sum(p.numel() for p in llama.blocks.parameters())
-        assert weights == pytest.approx(float(run.size.replace('k', 'e3').replace('m', 'e6')), 0.01)
+def made_up_table(rng: np.random.Generator) -> dict[tuple[str, int], float]:
+    """Losses of five models that differ by 0.1, three seeds, and noise of 0.01."""
+    by_seed = 0.1 * rng.normal(size=3)
+    return {(f'm{m}', s): 5 + 0.1 * m + by_seed[s] + 0.01 * rng.normal()
+            for m, s in itertools.product(range(5), range(3))}
 
 
-def test_the_published_verdicts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize('missing', [[], [('m0', 2), ('m3', 1)]], ids=['whole', 'cells missing'])
+def test_residual_error_against_means_taken_in_turns(missing: list[tuple[str, int]]) -> None:
+    y = made_up_table(np.random.default_rng(1))
+    y = {cell: value for cell, value in y.items() if cell not in missing}
+    left = dict(y)
+    for factor in [0, 1] * 300:
+        for name in {cell[factor] for cell in y}:
+            mean = np.mean([value for cell, value in left.items() if cell[factor] == name])
+            left = {cell: value - mean * (cell[factor] == name) for cell, value in left.items()}
+    freedom = len(y) - 5 - 3 + 1
+    s = math.sqrt(sum(value ** 2 for value in left.values()) / freedom)
+    assert residual_error(y) == (pytest.approx(s, rel=1e-9), freedom)
+    effect, n = compare(y, 'm1', 'm0', 'XS', m=4), 3 - bool(missing)
+    half = student.ppf(1 - 0.025 / 4, freedom) * s * math.sqrt(2 / n)
+    assert effect.half == pytest.approx(half, rel=1e-9)
+
+
+def test_intervals_cover_the_truth() -> None:
+    """95% of a size's intervals for one comparison; all of four at least as often, with m = 4."""
+    rng, single, family = np.random.default_rng(2), 0, 0
+    for _ in range(500):
+        y = made_up_table(rng)
+        effect = compare(y, 'm1', 'm0', 'XS', m=1)
+        single += abs(effect.d - 0.1) < effect.half
+        effects = [compare(y, f'm{n}', 'm0', 'XS', m=4) for n in range(1, 5)]
+        family += all(abs(of.d - 0.1 * n) < of.half for n, of in enumerate(effects, 1))
+    assert 0.92 < single / 500 < 0.98
+    assert family / 500 > 0.93
+
+
+@pytest.mark.parametrize(('d', 'half', 'word'), [
+    (0.0, 0.01, 'holds'), (0.0, 0.03, 'undecided'), (0.03, 0.02, 'undecided'),
+    (0.1, 0.01, 'does not hold'), (-0.1, 0.01, 'does not hold'), (0.0, math.nan, ''),
+    (math.inf, math.nan, 'does not hold')])
+def test_two_sided_bounds(d: float, half: float, word: str) -> None:
+    assert decide(Effect('XS', d, half), above=-2, below=2) == word
+
+
+def test_failed_missing_and_single_runs() -> None:
+    y = made_up_table(np.random.default_rng(3))
+    clean = {cell: value for cell, value in y.items() if cell[0] != 'm4'}
+    for loss in (math.inf, y['m4', 0] + 9.0):  # a failed run makes a verdict and no noise
+        spoiled = y | {('m4', 0): loss}
+        sound, failed = verdicts.split_failed(spoiled)
+        assert failed == {'m4'} and ('m4', 0) not in sound
+        assert math.isinf(compare(spoiled, 'm4', 'm0', 'XS', 1).d)
+        assert math.isinf(compare(spoiled, 'm0', 'm4', 'XS', 1).d)
+        assert compare(spoiled, 'm1', 'm0', 'XS', 1).half > 0
+    one_seed = {cell: value for cell, value in y.items() if cell[1] == 0}
+    assert math.isnan(compare(one_seed, 'm1', 'm0', 'M', 1).half)
+    assert str(compare(one_seed, 'm1', 'm0', 'M', 1)).startswith('M +')
+    assert compare(clean, 'm4', 'm0', 'XS', 1) is None
+
+
+def test_best_rates() -> None:
+    rates = [0.01 * 2 ** n for n in range(-1, 2)]
+    parabola = [(math.log2(rate / 0.01) - 0.3) ** 2 for rate in rates]
+    assert vertex(rates, np.array(parabola)) == pytest.approx(0.01 * 2 ** 0.3, rel=0.01)
+    assert vertex(rates, np.array([1.0, 2.0, 3.0])) == rates[0]
+    assert vertex(rates, np.array([1.0, 0.5, math.inf])) == rates[1]
+    found: Results = {}
+    for expected in (3, 4, 5, 5):  # the best is two steps above the middle one
+        tried = reproduce.search(found, 'S', 'llama').rates
+        assert len(tried) == expected
+        for rate in tried:
+            loss = (math.log2(rate / 0.014)) ** 2
+            found[Run('S', 'llama', rate, 101)] = {'val_bpb': loss}
+    assert reproduce.search(found, 'S', 'llama').best == pytest.approx(0.014, rel=0.01)
+
+
+def test_rows_models_and_weights() -> None:
+    """Every row is of models that exist and has an expectation at each size; equal weights are."""
+    expected = {(row['id'], row['size']) for row in reproduce.read_csv('expectations.csv')}
+    for row in ROWS:
+        assert {name for side in 'AB' for name in row[side].split('/')} <= {'', *MODELS}
+        assert {(row['id'], size) for size in row['sizes'].split()} <= expected
+    assert [count_weights(Run(size, 'llama').options) // 1000 for size in ('XS', 'S', 'M')] == [
+        83, 388, 1048]
+    for size, width in (('XS', 74), ('S', 117)):
+        assert f'--d_mlp={width} ' in Run(size, 'llama-alibi-narrow').options
+    for size, models in (('scarce-25k', 'llama-alibi cem-2-equal cem-1-equal-twice'),
+                         ('scarce-83k', 'llama-alibi cem-2-equal cem-1-equal-twice'),
+                         ('scarce-25k', 'cem-2-mlp87 llama-alibi-mlp54 llama-alibi-24x97')):
+        weights = [count_weights(Run(size, model).options) for model in models.split()]
+        assert max(weights) / min(weights) < 1.001
+
+
+def test_a_grid_of_made_up_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Trials, then runs, until nothing waits; CEM is 10% worse and fails once."""
     monkeypatch.chdir(tmp_path)
-    os.symlink(ROOT / 'results', 'results')
+    rng, found = np.random.default_rng(4), {}
+    for _ in range(4):
+        for run in [run for size in SIZES for block in planned(found, size)[:2] for run in block]:
+            cem = 'cem' in run.model or run.model.startswith('attn')
+            y = 5 + math.log(1.1) * cem + 0.1 * run.seed + 0.001 * rng.normal()
+            bpb = y / 3 + 0.1 * math.log(run.rate / 0.012) ** 2
+            y = math.inf if (run.model, run.seed) == ('attn-3', 2) else y
+            row = dict.fromkeys(reproduce.NUMBERS, 1.0) | {'val_bpb': bpb, 'y': y}
+            found.setdefault(run, row)
+    assert not any(planned(found, size)[2] for size in SIZES)
+    monkeypatch.setattr(reproduce, 'read_results', lambda anew: found)
     reproduce.main([])
-    for split in ('test', 'val'):
-        name = f'ladder/claims_{split}.md'
-        assert Path('out/results', name).read_text() == Path('results', name).read_text()
-    assert len(list(Path('out/results/ladder').glob('*.png'))) == len(reproduce.FIGURES)
+    table = Path(reproduce.OUT, 'verdicts.md').read_text()
+    for name, word in {'a1': 'does not hold', 'c1': 'does not hold', 'd1': 'does not hold',
+                       'g3': 'holds', 'j': 'holds', 'l': 'see results/gp',
+                       's1': 'does not hold'}.items():
+        assert re.search(rf'^\| {name} +\|.*\| {word} +\|$', table, re.M), name
+    assert re.search(r'^\| d1 .*XS failed', table, re.M)
+    assert len(list(Path(reproduce.OUT).glob('*.png'))) == 4
+    monkeypatch.undo()
+    monkeypatch.setattr(reproduce, 'PUBLISHED', str(tmp_path / reproduce.OUT))
+    assert set(reproduce.read_results(anew=False)) == set(found)
 
 
-def test_a_line_and_what_is_said_of_it() -> None:
-    line, slope = line_through([1e5, 1e5, 1e6, 1e6], [0.09, 0.11, 0.19, 0.21])
-    assert line.value == pytest.approx(0.2) and slope.value == pytest.approx(0.1)
-    one, _ = line_through([1e5] * 3, [0.01, 0.02, 0.03])
-    assert one.interval() == pytest.approx((-0.00484, 0.04484), abs=1e-4)  # the paired t-test's
-    for kind, (least, most) in KINDS.items():
-        inside = max(least, -0.5) / 2 + min(most, 0.5) / 2
-        assert verdict(kind, Estimate(inside, 1e-4, 9)) == 'holds'
-        assert verdict(kind, Estimate(inside, 9.0, 9)) == 'within noise'
-        outside = most + 0.1 if most < math.inf else least - 0.1
-        assert verdict(kind, Estimate(outside, 1e-4, 9)) == 'does not hold'
-
-
-def test_commands_of_all_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    for scale, n in (('gpu', 2 * 10), ('paper', 5 * len(MODELS))):
-        lines = [reproduce.command(run) for run in planned(scale)]
-        assert len(set(lines)) == n and all('--seed=1' in line for line in lines)
-
-
-def test_a_ladder_from_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A printed command trains its run, and what it leaves is read."""
-    monkeypatch.chdir(tmp_path)
-    tiny = ('config/ladder.py --n_layer=1 --d_model=16 --n_head=1 --d_mlp=24 --context_length=16 '
-            '--tokens_per_param=0.1 --data=data/builtin --eval_tokens=500 --test_tokens=500')
-    monkeypatch.setitem(SIZES, 'ladder', {'s1': tiny})
-    run = next(run for run in planned('ladder') if run.model == 'cem-2')
-    line = reproduce.command(run).replace('python train.py', f'{sys.executable} {ROOT}/train.py')
-    subprocess.run(line, shell=True, check=True, capture_output=True)
-    (found,) = reproduce.read_results('ladder', anew=True).items()
-    assert found[0] == run and found[1]['test_perplexity'] < 300
-    assert '--init_from=resume' in reproduce.command(run)
-    Path(run.folder, 'result.json').write_text(json.dumps({'test_perplexity': None}))
-    assert not reproduce.read_results('ladder', anew=True)
+    write_data(tmp_path / 'data')
+    run = Run('XS', 'cem-1-twice', 0.014, 1)
+    tiny = ('--n_layer=1 --d_model=8 --d_mlp=8 --n_head=1 --context_length=8 --batch_size=2 '
+            '--micro_batch_size=2 --tokens=160 --data=data --vocab_size=257 --compile=False')
+    shape = SIZES['XS'] | {'options': f'{SIZES["XS"]["options"]} {tiny}'}
+    monkeypatch.setitem(SIZES, 'XS', shape)
+    line = run.command.replace('python train.py', f'{sys.executable} {ROOT}/train.py')
+    subprocess.run(line, shell=True, check=True, capture_output=True, env=os.environ)
+    os.makedirs(reproduce.OUT)
+    Path(reproduce.OUT, 'text.csv').write_text(
+        'split,documents,bytes,llama_tokens\nval,1,4000,1000\ntest,1,4000,1000\n')
+    (result,) = reproduce.read_results(anew=True).values()
+    bits = (result['val_bpb'] + result['test_bpb']) / 2
+    assert result['y'] == pytest.approx(4 * math.log(2) * bits)
+    assert '--init_from=resume' in run.command

@@ -1,0 +1,98 @@
+"""
+The rule for verdicts (results/tokens/RULE.md), as functions of y, the losses of one size's runs.
+
+The runs are a table of models by seeds, to which a mean for each model and each seed is fitted.
+s is the root mean square of the residuals, with f degrees of freedom. d is the mean of y(A) - y(B)
+over the n seeds that both have; its interval is
+
+    d +- t(1 - 0.025 / m; f) s sqrt(2 / n)      m: the number of comparisons (Bonferroni)
+
+A claim holds if its interval lies inside its bounds, does not hold if it lies outside, and is
+undecided else. With a failed run it does not hold.
+"""
+import math
+import statistics
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import t as student
+
+Cells = dict[tuple[str, int], float]  # y of (model, seed): the runs of one size
+
+
+class Effect(NamedTuple):
+    """A's y less B's at a size: the mean over seeds, infinite where a run failed; and half of its
+    interval, NaN where there is none."""
+    size: str
+    d: float
+    half: float = math.nan
+
+    def percent(self) -> list[float]:
+        """The change in perplexity, and the ends of its interval."""
+        return [100 * math.expm1(x) for x in (self.d, self.d - self.half, self.d + self.half)]
+
+    def __str__(self) -> str:
+        d, low, high = self.percent()
+        interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f})'
+        return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
+
+
+def split_failed(y: Cells) -> tuple[Cells, set[str]]:
+    """Return the runs that did not fail, and the models of those that did: their y is not finite,
+    or 0.5 nats above the median of the model's seeds."""
+    medians = {name: statistics.median(of for (model, _), of in y.items() if model == name)
+               for name, _ in y}
+    sound = {cell: of for cell, of in y.items() if of < min(math.inf, medians[cell[0]] + 0.5)}
+    return sound, {model for model, seed in y if (model, seed) not in sound}
+
+
+def residual_error(y: Cells) -> tuple[float, int]:
+    """Fit a mean for each model and each seed. Return the root mean square of the residuals, and
+    its degrees of freedom."""
+    models, seeds = (sorted(set(factor)) for factor in zip(*y, strict=True))
+    design = np.zeros((len(y), len(models) + len(seeds)))
+    for row, (model, seed) in enumerate(y):
+        design[row, models.index(model)] = 1
+        design[row, len(models) + seeds.index(seed)] = 1
+    values = np.array(list(y.values()))
+    fit, _, rank, _ = np.linalg.lstsq(design, values)
+    freedom = len(y) - int(rank)
+    return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom or math.nan), freedom
+
+
+def differences(y: Cells, A: str, B: str) -> list[float]:
+    """Return A's y less B's, for each seed that both have."""
+    return [of - y[B, seed] for (model, seed), of in y.items() if model == A and (B, seed) in y]
+
+
+def compare(y: Cells, A: str, B: str, size: str, m: int) -> Effect | None:
+    """Compare two models of a size, one of m comparisons; None where no seed has both."""
+    sound, failed = split_failed(y)
+    if {A, B} & failed:
+        return Effect(size, math.inf)
+    d = differences(sound, A, B)
+    if len(d) < 2:
+        return Effect(size, d[0]) if d else None
+    s, freedom = residual_error(sound)
+    half = student.ppf(1 - 0.025 / m, freedom) * s * math.sqrt(2 / len(d))
+    return Effect(size, statistics.fmean(d), float(half))
+
+
+def decide(effect: Effect, above: float, below: float) -> str:
+    """Say whether the interval lies inside the bounds; nothing where there is no interval."""
+    _, low, high = effect.percent()
+    if above < low and high < below:
+        return 'holds'
+    if math.isinf(effect.d) or high < above or low > below:
+        return 'does not hold'
+    return '' if math.isnan(low) else 'undecided'
+
+
+def vertex(rates: list[float], losses: np.ndarray) -> float:
+    """Return the vertex of the parabola, in log rate, through the lowest loss and its neighbours;
+    at an end, and beside a failed run, the rate of the lowest loss."""
+    best = int(losses.argmin())
+    left, middle, right = [math.inf, *losses, math.inf][best:best + 3]
+    curvature = left + right - 2 * middle
+    shift = (left - right) / curvature / 2 if 0 < curvature < math.inf else 0
+    return float(f'{rates[best] * (rates[1] / rates[0]) ** shift:.3g}')
