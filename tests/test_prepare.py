@@ -1,5 +1,5 @@
-"""prepare_slimpajama.py: bytes, splits, interruptions, a user's text, damage. Nothing is downloaded;
-tests that need Llama's tokenizer.model are skipped without it."""
+"""prepare_slimpajama.py: bytes, splits, interruptions, a user's text, damage. Nothing is
+downloaded; tests that need Llama's tokenizer.model are skipped without it."""
 import contextlib
 import gzip
 import hashlib
@@ -154,7 +154,7 @@ def test_a_llama_folder_is_whole(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             load_tokenizer(str(out))
     (out / 'tokenizer.model').unlink()
-    with pytest.raises(UserError, match='no tokenizer llama .No such file'):
+    with pytest.raises(UserError, match='no tokenizer llama'):
         load_tokenizer(str(out))
 
 
