@@ -1,4 +1,4 @@
-"""Folders of token shards, as training reads them: sequences, and their order."""
+"""Read folders of token shards: sequences, and the order of batches."""
 import os
 import zlib
 from typing import Any
@@ -14,19 +14,19 @@ FORMAT = 1
 
 
 def read_meta(folder: str) -> dict[str, Any]:
-    """A data folder's meta.json. SystemExit where it is missing, or not one of ours."""
+    """Read the meta.json of a data folder. UserError if it is missing or not of this format."""
     path = os.path.join(folder, 'meta.json')
     meta = read_json(path, 'prepare the data again') if os.path.isdir(folder) else None
     if meta is None:
-        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
-             '--data=data/builtin needs no download')
+        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama, '
+             '--text=FILE reads a text of your own, --data=data/builtin needs neither')
     try:
         shards = [shard for split in meta['splits'].values() for shard in split.get('shards', [])]
         whole = meta['format'] == FORMAT and meta['dtype'] in ('uint16', 'uint32')
         whole &= type(meta['tokenizer']) is str
         whole &= all(type(n) is int and n > 0 for n in (meta['vocab_size'],
                                                         *(shard['tokens'] for shard in shards)))
-        # a bare name: a path could lead out of the folder
+        # A path instead of a name could lead out of the folder.
         whole &= all(shard['file'] == os.path.basename(shard['file']) for shard in shards)
     except (KeyError, TypeError, AttributeError):
         whole = False
@@ -35,10 +35,10 @@ def read_meta(folder: str) -> dict[str, Any]:
 
 
 def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.memmap:
-    """A shard's tokens, left on the disk. SystemExit where there are fewer than meta.json says."""
+    """Map the tokens of a shard into memory. UserError if they are fewer than meta.json says."""
     path = os.path.join(folder, shard['file'])
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
-    size = os.path.getsize(path) if os.path.isfile(path) else 0  # a pipe would be waited for
+    size = os.path.getsize(path) if os.path.isfile(path) else 0  # reading a pipe would wait
     if size < shard['tokens'] * dtype.itemsize:
         fail(f'{path} has {size} bytes, {folder}/meta.json says {shard["tokens"]} tokens of '
              f'{dtype.itemsize}: it is missing, cut off or changed; prepare the data again')
@@ -46,8 +46,8 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.m
 
 
 class TokenDataset:
-    """A split cut into sequences of `length` tokens: sequence n's inputs are tokens[n * length:]
-    [:length], its targets the same one further on. Each shard is cut by itself. SystemExit."""
+    """A split as sequences of `length` tokens: the inputs of sequence n are
+    tokens[n * length:][:length], its targets one token later. None spans two shards. UserError."""
     def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
         self.meta = read_meta(folder)
         self.length = length
@@ -59,11 +59,11 @@ class TokenDataset:
             fail(f'{folder}: no shard of the {split} split holds a sequence of context_length + 1 '
                  f'= {length + 1} tokens')
         fingerprint = 0
-        for tokens in self.shards:  # 32 places tell damaged and other data from this
+        for tokens in self.shards:  # 32 places suffice to recognize damaged or other data
             for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
                 self.check(tokens[at:at + 4096])
                 fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
-        # the first sequence of each shard
+        # Number of the first sequence of each shard
         self.first = np.cumsum([0, *((len(tokens) - 1) // length for tokens in self.shards)])
         self.identity = {
             **{name: self.meta.get(name) for name in ('tokenizer', 'tokenizer_sha256',
@@ -78,22 +78,26 @@ class TokenDataset:
             fail(f'{tokens.filename} holds token {tokens.max()}, outside the vocabulary of '
                  f"{self.vocab_size}: the data is another tokenizer's or damaged", everywhere=True)
 
-    def batch(self, numbers: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, length) of these sequences."""
-        rows = []
-        for number in numbers:
-            shard = int(np.searchsorted(self.first, number, side='right')) - 1
-            at = int(number - self.first[shard]) * self.length
-            rows.append(self.shards[shard][at:at + self.length + 1])
-            self.check(rows[-1])
-        block = torch.from_numpy(np.stack(rows).astype(np.int64))
+    def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Read the inputs and targets, both (B, length), of the sequences with these indices."""
+        sequences = []
+        for index in indices:
+            shard = int(np.searchsorted(self.first, index, side='right')) - 1
+            begin = int(index - self.first[shard]) * self.length
+            tokens = self.shards[shard][begin:begin + self.length + 1]
+            self.check(tokens)
+            sequences.append(tokens)
+        block = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, length + 1)
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
 class BatchSampler:
-    """Which sequences step s reads, a function of (seed, s): every epoch is a permutation."""
+    """Choose the sequences of step s, as a function of seed and s alone. Every epoch reads all
+    sequences once, in a random order."""
     def __init__(self, n_sequences: int, batch_size: int, seed: int):
-        self.n_sequences, self.batch_size, self.seed = n_sequences, batch_size, seed
+        self.n_sequences = n_sequences
+        self.batch_size = batch_size
+        self.seed = seed
         self.epoch = -1  # of self.permutation
         self.permutation = np.empty(0, int)
 
@@ -102,7 +106,7 @@ class BatchSampler:
         return np.array([self.sequence(n) for n in range(first, first + self.batch_size)])
 
     def sequence(self, n: int) -> int:
-        """The n-th sequence read since the start of training."""
+        """Return the index of the n-th sequence that training reads."""
         epoch = n // self.n_sequences
         if epoch != self.epoch:
             self.epoch = epoch
@@ -112,6 +116,6 @@ class BatchSampler:
 
 
 def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
-    """The numbers of `count` evenly spaced sequences, at least one, at most all."""
+    """Return the indices of `count` evenly spaced sequences, at least one and at most all."""
     count = min(n_sequences, max(1, count))
     return np.arange(count) * n_sequences // count

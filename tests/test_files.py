@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from running import ROOT
 
+from configurator import UserError
 from nanocem import files
-from nanocem.files import read_json, say, to_json, write_atomic
+from nanocem.files import lock, locked, read_json, read_text_file, say, to_json, write_atomic
 
 SAYS = "from nanocem.files import say\nfor n in range(3): say('caf\\u00e9 %d' % n)\n"
 
@@ -54,12 +55,35 @@ def test_json_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
     assert read_json(str(path)) == {'a': None, 'b': None, 'c': 1.5} == json.loads(path.read_text())
     for content in (b'[1]', b'{"a": ', b'\xff', b'[' * 100_000):
         path.write_bytes(content)
-        with pytest.raises(SystemExit, match=r'a.json is damaged: make it again$'):
+        with pytest.raises(UserError, match=r'a.json is damaged: make it again$'):
             read_json(str(path), 'make it again')
-    with pytest.raises(SystemExit, match='cannot be read'):
-        read_json(str(tmp_path))
     path.write_bytes(b'5\n{"a": 1}\n{"a": \n\xff\n{"b": 2}')
     assert files.read_json_lines(str(path)) == [{'a': 1}, {'b': 2}]
+
+
+def test_text_is_utf8_or_refused_with_what_would_convert_it(tmp_path: Path) -> None:
+    path = tmp_path / 'a.txt'
+    path.write_bytes('\ufeffcafé\r\n\0'.encode())
+    assert read_text_file(str(path), 'text=') == '\ufeffcafé\r\n\0'
+    for encoding in ('utf-16', 'latin1'):
+        path.write_bytes('café'.encode(encoding))
+        with pytest.raises(UserError, match=rf'text=.*a.txt: not UTF-8 .* iconv -f {encoding} -t'):
+            read_text_file(str(path), 'text=')
+    with pytest.raises(UserError, match='is not a file'):
+        read_text_file(str(tmp_path), 'text=')
+
+
+def test_a_lock_excludes_others_also_without_fcntl(tmp_path: Path) -> None:
+    path = str(tmp_path / 'a.lock')
+    with lock(path):
+        assert lock(path) is None
+    with locked(path, 'busy'):
+        assert lock(path) is None
+    assert not os.path.exists(path)
+    with lock(str(tmp_path / 'no folder' / 'a.lock')):  # nothing can be locked there
+        pass
+    script = 'import sys; sys.modules["fcntl"] = None; import nanocem.files'
+    assert subprocess.run([sys.executable, '-c', script], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_table_is_aligned() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import LENGTH, edit_meta, write_data
 
+from configurator import UserError
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
 from prepare_slimpajama import SPLITS
@@ -72,7 +73,7 @@ def test_corrupt_data_is_one_line(name: str, tmp_path: Path) -> None:
     folder = write_data(tmp_path / 'data')
     corrupt, words = CORRUPTIONS[name]
     corrupt(folder)
-    with pytest.raises((SystemExit, ValueError), match=words) as stop:
+    with pytest.raises(UserError, match=words) as stop:
         for split in SPLITS:
             TokenDataset(str(folder), split, LENGTH)
     assert '\n' not in str(stop.value)
@@ -80,7 +81,7 @@ def test_corrupt_data_is_one_line(name: str, tmp_path: Path) -> None:
 
 def test_a_vocabulary_beyond_the_tokenizers_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(str(write_data(tmp_path, vocab_size=257))).vocab_size == 257
-    with pytest.raises((SystemExit, ValueError), match='another byte tokenizer: vocabulary 258'):
+    with pytest.raises(UserError, match='another byte tokenizer: vocabulary 258'):
         load_tokenizer(str(write_data(tmp_path, vocab_size=258)))
 
 
@@ -93,7 +94,8 @@ def test_a_token_outside_the_vocabulary_that_no_sample_saw_is_met_in_its_batch(
     tokens.tofile(folder / 'train_00000.bin')
     data = TokenDataset(str(folder), 'train', LENGTH)
     data.batch(np.arange(4000 // LENGTH))
-    with pytest.raises((SystemExit, ValueError), match=r'train_00000\.bin holds token 999.* vocabulary of 30'):
+    message = r'train_00000\.bin holds token 999.* vocabulary of 30'
+    with pytest.raises(UserError, match=message):
         data.batch(np.array([6000 // LENGTH]))
 
 

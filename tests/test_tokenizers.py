@@ -1,9 +1,13 @@
-"""Tokenizers: the ids of texts, whole or in parts.
+"""Tokenizers: the ids of texts, whole or in parts, and the training of one.
+
 Tests that need Llama's tokenizer.model look for it at $LLAMA_TOKENIZER or
 ../shared/data/llama_tokenizer.model and are skipped without it."""
 import hashlib
+import io
 import os
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import ROOT
 
-from nanocem.tokenizers import ByteTokenizer, Gpt2Tokenizer, SentencePieceTokenizer, stream_text
-from prepare_slimpajama import Part
+from configurator import UserError
+from nanocem.tokenizers import (
+    ByteTokenizer,
+    Gpt2Tokenizer,
+    SentencePieceTokenizer,
+    find_llama_model,
+    llama_token_count,
+    load_tokenizer,
+    stream_text,
+    train_bpe,
+)
+from prepare_slimpajama import Part, split_text
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
@@ -26,6 +40,9 @@ NASTY = ['', ' ', '  ', '\n', '\n\n', '\t', '\r\n', '\0', '\x7f\x01', 'a', ' a',
          '1234567890 3.14159', 'x' * 1000, ' ' * 1000, '\n' * 1000, 'word ' * 1000,
          'don\'t "quote" — …', '\r', ' \r ', '\u2581\r\u2581\u00a0\u2002']
 WORDS = ['word', ' ', '\n', '  ', '\u2581', 'é', '.', '世', "'s", '12', '\t', '\r\n', '\u00a0']
+
+
+PAGES = [page.read_text(encoding='utf-8') for page in sorted(ROOT.glob('docs/*.md'))]
 
 
 def documents(n: int, seed: int, characters: int = 400) -> list[str]:
@@ -55,9 +72,18 @@ def small_gpt2() -> Gpt2Tokenizer:
         return Gpt2Tokenizer()
 
 
-TOKENIZERS = [ByteTokenizer(), small_gpt2()]
-if os.path.isfile(LLAMA):
-    TOKENIZERS.append(SentencePieceTokenizer(LLAMA))
+@pytest.fixture(scope='module')
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> SentencePieceTokenizer:
+    path = str(tmp_path_factory.mktemp('bpe') / 'tokenizer.model')
+    marks = ' <s>marks</s> <0x0A> <unk>' * 500
+    train_bpe(path, 1000, [*PAGES, *documents(30, seed=1), *NASTY, marks])
+    return SentencePieceTokenizer(path)
+
+
+@pytest.fixture(scope='module')
+def tokenizers(bpe: SentencePieceTokenizer) -> list[Any]:
+    llama = [SentencePieceTokenizer(LLAMA)] if os.path.isfile(LLAMA) else []
+    return [ByteTokenizer(), small_gpt2(), bpe, *llama]
 
 
 @needs_llama
@@ -74,34 +100,49 @@ def test_llama_ids_are_those_of_2023() -> None:
     assert llama.decode([1, *llama.encode(text)]) == text
 
 
+TEXTS = st.one_of(st.lists(st.sampled_from(WORDS), max_size=80).map(''.join),
+                  st.text(st.characters(exclude_categories=['Cs']), max_size=60))
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.one_of(st.lists(st.sampled_from(WORDS), max_size=80).map(''.join),
-                 st.text(st.characters(exclude_categories=['Cs']), max_size=60)),
-       st.integers(1, 12), st.integers(1, 30), st.integers(1, 3))
+@given(TEXTS, st.integers(1, 12), st.integers(1, 30), st.integers(1, 3))
 def test_a_document_in_parts_has_the_ids_of_the_whole(
-    text: str, size: int, chunk: int, threads: int
+    tokenizers: list[Any], text: str, size: int, chunk: int, threads: int
 ) -> None:
     chunks = [text[i:i + chunk] for i in range(0, len(text), chunk)]
     made = [Part('train', part, n == 0) for n, part in enumerate(split_text(chunks, size))]
     assert ''.join(part.text for part in made) == text
-    for tokenizer in TOKENIZERS:
+    for tokenizer in tokenizers:
         ids = tokenizer.encode_parts(made, threads)
         assert np.concatenate([[], *ids]).tolist() == tokenizer.encode(text), tokenizer.name
 
 
-def test_decoding_gives_the_text_back_and_tokens_spell_its_bytes() -> None:
-    for tokenizer in TOKENIZERS:
-        for text in ('naïve 世界 👍', 'a\n b\n\n  c', '<|endoftext|> <s>'):
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.one_of(st.sampled_from(NASTY), TEXTS))
+def test_a_trained_tokenizer_spells_every_text(bpe: SentencePieceTokenizer, text: str) -> None:
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text and bpe.bos not in ids
+    assert bpe.token_bytes()[ids].sum() == len(text.encode())
+
+
+def test_decoding_gives_the_text_back_and_tokens_spell_its_bytes(tokenizers: list[Any]) -> None:
+    for tokenizer in tokenizers:
+        for text in ('naïve 世界 👍', 'a\n b\n\n  c', '<|endoftext|> <s> <0x0A>'):
             ids = [tokenizer.bos, *tokenizer.encode(text)]
             assert tokenizer.decode(ids) == text and tokenizer.bos not in ids[1:]
             space = tokenizer.name == 'llama'  # which SentencePiece puts in front
             assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + space
+        if tokenizer.name != 'gpt2':  # where tiktoken replaces it by U+FFFD
+            assert tokenizer.decode(tokenizer.encode('half a pair: \ud800')) == 'half a pair: ?'
 
 
-@pytest.mark.parametrize('name', ['byte', 'gpt2', pytest.param('llama', marks=needs_llama)])
-def test_text_as_it_comes_is_the_whole_text(name: str, capfd: pytest.CaptureFixture) -> None:
-    tokenizer = {'byte': ByteTokenizer, 'gpt2': small_gpt2,
-                 'llama': lambda: SentencePieceTokenizer(LLAMA)}[name]()
+@pytest.mark.parametrize('number', range(4))
+def test_streamed_text_is_the_whole_text(
+    tokenizers: list[Any], number: int, capfd: pytest.CaptureFixture
+) -> None:
+    if number == len(tokenizers):
+        pytest.skip('no Llama tokenizer.model')
+    tokenizer = tokenizers[number]
     for text in [*NASTY[:-10], ' '.join(documents(5, seed=2))]:
         ids = [tokenizer.bos, *tokenizer.encode(text)]
         take = stream_text(tokenizer, ids[:2], len(ids) + 1)
@@ -111,3 +152,62 @@ def test_text_as_it_comes_is_the_whole_text(name: str, capfd: pytest.CaptureFixt
             parts.append(capfd.readouterr().out)
         assert ''.join(parts) == tokenizer.decode([*ids, 240]) or len(ids) < 2
         assert not any('\ufffd' in part for part in parts[:-1])
+
+
+def test_the_same_texts_train_the_same_file(tmp_path: Path) -> None:
+    contents = []
+    for _ in range(2):
+        train_bpe(str(tmp_path / 'a.model'), 1000, PAGES)
+        contents.append((tmp_path / 'a.model').read_bytes())
+    assert contents[0] == contents[1]
+    pieces = SentencePieceTokenizer(str(tmp_path / 'a.model')).model
+    spelled = [pieces.id_to_piece(i) for i in range(1000) if not pieces.is_byte(i)]
+    assert not any('\n' in piece for piece in spelled) and '▁the' in spelled
+
+
+@pytest.mark.parametrize('vocab_size, text, message', [
+    (60000, PAGES[0], r'expected at most bpe\d+'),
+    (512, 'a', 'expected at most bpe260'),
+    (512, '', 'expected more text'),
+    (512, ''.join(map(chr, range(0x4e00, 0x5400))), 'expected more than bpe1795, its characters'),
+])
+def test_texts_that_suit_no_vocabulary(
+    tmp_path: Path, vocab_size: int, text: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=f'tokenizer=bpe{vocab_size} does not suit .*{message}'):
+        train_bpe(str(tmp_path / 'a.model'), vocab_size, [text])
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize('options, bos', [
+    (dict(model_type='unigram'), 1), (dict(bos_id=-1), 2), (dict(bos_id=-1, eos_id=-1), 0),
+    (dict(model_type='unigram', byte_fallback=True, bos_id=5, pad_id=0, unk_id=1), 5)])
+def test_any_sentencepiece_model(tmp_path: Path, options: dict[str, Any], bos: int) -> None:
+    from sentencepiece import SentencePieceTrainer
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter('\n'.join(PAGES).split('\n')), model_writer=model, minloglevel=2,
+        **{'model_type': 'bpe', 'vocab_size': 500, **options})
+    (tmp_path / 'own.model').write_bytes(model.getvalue())
+    tokenizer = SentencePieceTokenizer(str(tmp_path / 'own.model'))
+    assert (tokenizer.name, tokenizer.bos) == ('sentencepiece', bos)
+    text = 'the data of a model'
+    assert tokenizer.decode([bos, *tokenizer.encode(text)]).strip(' \u2047') == text
+    (tmp_path / 'own.model').write_bytes(model.getvalue()[:-9])
+    with pytest.raises(UserError, match=r'own\.model is not a SentencePiece model'):
+        SentencePieceTokenizer(str(tmp_path / 'own.model'))
+
+
+@needs_llama
+def test_llama_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('LLAMA_TOKENIZER', '')
+    (tmp_path / 'tokenizer.model').write_bytes(b'another model')
+    assert find_llama_model(str(tmp_path)) is None is find_llama_model()
+    monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
+    assert find_llama_model(str(tmp_path)) == LLAMA
+    texts = documents(20, seed=6)
+    llama = SentencePieceTokenizer(LLAMA)
+    assert llama_token_count(texts, LLAMA) == sum(len(llama.encode(text)) for text in texts)
+    # a run on Llama tokens whose data is gone
+    meta = dict(tokenizer='llama', vocab_size=32_000, tokenizer_sha256=llama.sha256)
+    assert load_tokenizer(str(tmp_path / 'gone'), meta).path == LLAMA
