@@ -1,17 +1,17 @@
 """
-Speed, memory and FLOPs, beside peers, each ratio measured in one run.
+Measure speed, memory and FLOPs of Llama, CEM and their peers.
 
     python bench.py                       training, attention, decoding: 134m on a GPU, else mini
-    python bench.py --what=train --json   the training table, and a line to paste into an issue
-    python bench.py --what=gpu            every table, at the sizes that a GPU's day wants
+    python bench.py --what=train          the training table alone
+    python bench.py --what=gpu            every table, at 134m and 162m
 
-All variants of a table take turns, `repeats` rounds after a warm-up, and medians are shown: what
-else the machine does hits all alike. Peers run where transformers is installed: its Llama, and its
-GPT-2, nanoGPT's shape, as wide as gives Llama's FLOPs.
+All variants of a table take turns, for `repeats` rounds after a warm-up, so that other work on the
+machine slows all of them alike; medians are shown. If transformers is installed, its Llama runs
+too, and its GPT-2 in nanoGPT's shape with an MLP of the width that gives Llama's FLOPs.
 """
 import contextlib
 import gc
-import json
+import math
 import platform
 import re
 import statistics
@@ -33,40 +33,43 @@ from nanocem.decode import Cache, generate
 from nanocem.files import say, table
 
 Row = dict[str, Any]
+Run = Callable[[], Any]
 LLAMA = dict(attn='llama', mlp='llama')
+CEM = dict(attn='cem', mlp='cem', positions='alibi', kq_diag='shared')
+T1 = CEM | dict(attn_steps=1, mlp_steps=1, preconditioner='none')
+T2 = CEM | dict(attn_steps=2, mlp_steps=2, preconditioner='diag_lowrank')
 ROPE = dict(positions='rope', kq_diag='none', score_scale='head')
 VARIANTS: dict[str, Row] = {
     'Llama': LLAMA,
-    'CEM, T = 1': dict(attn_steps=1, mlp_steps=1, preconditioner='none'),
-    'CEM, T = 2, diag_lowrank': {},
-    'CEM, T = 2, exact RoPE': ROPE,
+    'CEM, T = 1': T1,
+    'CEM, T = 2, diag_lowrank': T2,
+    'CEM, T = 2, exact RoPE': T2 | ROPE,
 }
-GPU_DAY = (('train', '134m'), ('train', '162m'), ('attention', '134m'), ('attention', '162m'),
-           ('decode', '134m'))
+GPU_TABLES = (('train', '134m'), ('train', '162m'), ('attention', '134m'), ('attention', '162m'),
+              ('decode', '134m'))
 TABLE_NAMES = ('train', 'attention', 'decode')
 
 
 @dataclass
 class BenchConfig:
-    """What to measure, and how."""
-    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES  # or gpu: all in turn
+    """What to measure, and how often."""
+    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES  # or gpu: all, at two sizes
     size: Literal[tuple(SIZES)] | None = None  # default: 134m on a GPU, else mini
     vocab_size: int | None = None  # default: 32,000, or 257 at mini and below
-    context_length: int | None = None  # J of training; default: 2048 on a GPU, else 128
-    batch_size: int | None = None  # sequences; default: 8 on a GPU, else 32
-    decode_context: int = 1024  # tokens that are there before decoding begins
+    context_length: int | None = None  # default: 2048 on a GPU, else 128
+    batch_size: int | None = None  # sequences a step; default: 8 on a GPU, else 32
+    decode_context: int = 1024  # length of the prompt
     decode_tokens: int = 32  # tokens that are timed
-    repeats: int = 5  # rounds, of which the median counts
+    repeats: int = 5  # rounds; the median is shown
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of products; auto: bfloat16 on a GPU
-    compile: bool | None = None  # torch.compile, ours as train.py does; default: on a GPU
-    json: bool = False  # after the training table, its numbers in one line to paste
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
+    compile: bool | None = None  # torch.compile, as train.py does; default: on a GPU
 
     def __post_init__(self) -> None:
         in_range(self, 1, 1_000_000, 'vocab_size context_length batch_size decode_context '
                  'decode_tokens repeats')
         if 'gpu' in self.what and (len(self.what) > 1 or self.size):
-            fail('what=gpu is every table, at sizes of its own: give it alone')
+            fail('what=gpu measures every table, at sizes of its own: give it alone')
         gpu = torch.cuda.is_available() and self.device != 'cpu'
         if not gpu and ('gpu' in self.what or self.device == 'cuda'):
             fail('this machine has no GPU that torch can use, or device=cpu')
@@ -86,13 +89,13 @@ class BenchConfig:
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == 'bfloat16')
 
-    def wait(self) -> None:
-        """For the device's work."""
+    def synchronize(self) -> None:
+        """Wait until the device has done its work."""
         if self.device == 'cuda':
             torch.cuda.synchronize()
 
     def model(self, **options: Any) -> Transformer:
-        """A model of these options, by default of the benchmark's size, vocabulary and context."""
+        """Build a model of the benchmark's size, vocabulary and context, or as `options` say."""
         torch.manual_seed(0)
         shape = dict(size=self.size, vocab_size=self.vocab_size, context_length=self.context_length)
         return Transformer(ModelConfig(**{**shape, **options})).to(self.device)
@@ -107,46 +110,54 @@ class BenchConfig:
                 f'{" with AMX" * torch.cpu._is_amx_tile_supported()}, '
                 f'{torch.get_num_threads()} threads')
 
-    def setting(self) -> str:
-        return (f'{self.size}, {self.batch_size} x {self.context_length} tokens, vocabulary '
-                f'{self.vocab_size:,}; {self.machine()}, torch {torch.__version__}, {self.dtype}'
-                f'{", compiled" * self.compile}; medians of {self.repeats} rounds')
+    def setting(self, name: str) -> str:
+        """What a table was measured with, for its heading."""
+        tokens = f'{self.batch_size} x {self.context_length} tokens'
+        if name == 'decode':
+            tokens = f'{self.decode_tokens} tokens after {self.decode_context}'
+        compiled = self.compile and name != 'decode'  # generate runs the model as it is
+        return (f'{self.size}, {tokens}, vocabulary {self.vocab_size:,}; {self.machine()}, torch '
+                f'{torch.__version__}, {self.dtype}{", compiled" * compiled}; medians of '
+                f'{self.repeats} rounds')
 
 
-def turns(runs: dict[Any, Callable[[], Any]], cfg: BenchConfig, warmup: int = 2,
-          settle: bool = True) -> dict[Any, float]:
-    """Median seconds of each, all taking turns. To settle is to run twice and time the second: the
-    memory is then its own, and not what another left."""
-    for run in runs.values():
-        for _ in range(warmup):
-            run()
+def measure(makers: dict[Any, Callable[[], Run]], cfg: BenchConfig) -> dict[Any, Row]:
+    """Build every run and time them all in turn. Returns of each its median seconds and, on a GPU,
+    the most memory that it took (GB); or its error (no kernel for its shape, no memory)."""
+    rows: dict[Any, Row] = {}
+    runs: dict[Any, Run] = {}
+    on_gpu = cfg.device == 'cuda'
+    for name, make in makers.items():
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        try:
+            run = make()
+            for _ in range(2):  # the first may compile
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats()
+                run()
+        except RuntimeError as error:
+            words = str(error).strip() or type(error).__name__
+            rows[name] = {'error': words.splitlines()[0]}
+            continue
+        runs[name] = run
+        rows[name] = {'GB': (torch.cuda.max_memory_allocated() - before) / 1e9} if on_gpu else {}
     times: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(cfg.repeats):
         for name, run in runs.items():
-            if settle:
-                run()
-            cfg.wait()
+            run()  # so that the run that is timed finds its own data in the caches
+            cfg.synchronize()
             start = time.perf_counter()
             run()
-            cfg.wait()
+            cfg.synchronize()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def train_step(cfg: BenchConfig, forward: Any, x: Tensor, optimizer: Any = None,
-               peer: bool = False) -> None:
-    """Forward, backward and, where there is an optimizer, its step."""
-    with cfg.autocast():
-        loss = forward(input_ids=x, labels=x).loss if peer else forward(x, x)[1]
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-    forward.zero_grad(set_to_none=True)
+    for name, seconds in times.items():
+        rows[name]['seconds'] = statistics.median(seconds)
+    return rows
 
 
 def peers(cfg: BenchConfig, context_length: int) -> dict[str, Callable[[], torch.nn.Module]]:
-    """What makes Hugging Face's Llama of the same weights' shape, and GPT-2 (nanoGPT's shape) of
-    the same FLOPs, where installed."""
+    """Return makers of Hugging Face's Llama with the same shape, and of its GPT-2 (nanoGPT's shape)
+    with the same FLOPs; none if transformers is not installed."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -168,100 +179,112 @@ def peers(cfg: BenchConfig, context_length: int) -> dict[str, Callable[[], torch
             "GPT, nanoGPT's shape": partial(make, GPT2LMHeadModel, gpt)}
 
 
-# Tables
-
-def train_table(cfg: BenchConfig) -> list[Row]:
-    """A training step (forward, backward, AdamW) of every variant and peer; and at that speed the
-    hours of a run of 20 tokens a parameter of Llama's."""
-    x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
-    makers = {name: partial(cfg.model, **options) for name, options in VARIANTS.items()}
-    models: Row = {}
-    runs: dict[str, Callable[[], None]] = {}
-    memory: dict[str, float] = {}
-    for name, make in {**makers, **peers(cfg, cfg.context_length)}.items():
-        before = torch.cuda.memory_allocated() if cfg.device == 'cuda' else 0
-        models[name] = forward = make()
-        optimizer = torch.optim.AdamW(forward.parameters(), lr=1e-4, fused=True)
-        if cfg.compile and name in VARIANTS:
-            forward = compute.compile_for(torch.device(cfg.device), forward)  # as train.py does
-        elif cfg.compile:
-            forward = torch.compile(forward, dynamic=False)
-        runs[name] = partial(train_step, cfg, forward, x, optimizer, name not in VARIANTS)
-        if cfg.device == 'cuda':
-            runs[name]()
-            torch.cuda.reset_peak_memory_stats()
-            runs[name]()
-            memory[name] = (torch.cuda.max_memory_allocated() - before) / 1e9
-    peak = compute.peak_flops(torch.device(cfg.device), cfg.torch_dtype)
-    llama_flops = compute.flops_per_token(models['Llama'])
-    budget = 20 * models['Llama'].num_params()
-    rows: list[Row] = []
-    for name, took in turns(runs, cfg).items():
-        flops = compute.flops_per_token(models[name]) if name in VARIANTS else llama_flops
-        speed = x.numel() / took
-        rows.append({'model': name,
-                     'parameters': sum(p.numel() for p in models[name].parameters()),
-                     'MFLOP/token': flops / 1e6, 'tokens/s': speed, 'MFU': flops * speed / peak,
-                     'GB': memory.get(name), 'hours': budget / speed / 3600})
+def add_ratios(rows: list[Row], ratio: str, column: str) -> list[Row]:
+    """Divide a column by Llama's value, which is in the first row."""
     for row in rows:
-        row['speed / Llama'] = row['tokens/s'] / rows[0]['tokens/s']
-        row['MFU / Llama'] = row['MFU'] / rows[0]['MFU']
+        if column in row and column in rows[0]:
+            row[ratio] = row[column] / rows[0][column]
     return rows
 
 
-def json_line(cfg: BenchConfig, rows: list[Row]) -> str:
-    """What an issue needs to know of the training table."""
-    names = ('size', 'batch_size', 'context_length', 'vocab_size', 'dtype', 'compile')
-    return json.dumps({
-        'device': cfg.machine(), 'torch': torch.__version__,
-        **{name: getattr(cfg, name) for name in names},
-        'tokens/s': {row['model']: round(row['tokens/s']) for row in rows},
-        'MFU': {row['model']: round(row['MFU'], 4) for row in rows}})
+# Tables: a row for each variant; instead of numbers, the error of one that does not run
+
+def train_table(cfg: BenchConfig) -> list[Row]:
+    """Time a training step (forward, backward, AdamW) of every variant and peer. `hours` are those
+    of a run of 20 tokens per parameter of Llama's at that speed."""
+    device = torch.device(cfg.device)
+    x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=device)
+    parameters: dict[str, int] = {}
+    flops: dict[str, float] = {}
+
+    def make_step(name: str, make: Callable[[], torch.nn.Module]) -> Run:
+        model = forward = make()
+        ours = name in VARIANTS
+        parameters[name] = sum(p.numel() for p in model.parameters())
+        # the peers have Llama's FLOPs, and Llama comes first
+        flops[name] = compute.flops_per_token(model) if ours else flops['Llama']
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        if cfg.compile and ours:  # as train.py does
+            attention = fast.attention_path(model, device, cfg.torch_dtype, True)
+            forward = compute.compile_for(device, model, attention)
+        elif cfg.compile:
+            forward = torch.compile(model, dynamic=False)
+
+        def step() -> None:
+            with cfg.autocast():
+                loss = forward(x, x)[1] if ours else forward(input_ids=x, labels=x).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return step
+    models = {name: partial(cfg.model, **options) for name, options in VARIANTS.items()}
+    models |= peers(cfg, cfg.context_length)
+    makers = {name: partial(make_step, name, make) for name, make in models.items()}
+    peak = compute.peak_flops(device, cfg.torch_dtype)
+    rows = []
+    for name, found in measure(makers, cfg).items():
+        row = {'model': name, 'parameters': parameters.get(name), 'GB': found.get('GB')}
+        if 'error' in found:
+            row['error'] = found['error']
+        else:
+            speed = x.numel() / found['seconds']
+            row |= {'MFLOP/token': flops[name] / 1e6, 'tokens/s': speed,
+                    'TFLOP/s': flops[name] * speed / 1e12,
+                    'MFU': None if math.isnan(peak) else flops[name] * speed / peak,
+                    'hours': 20 * parameters['Llama'] / speed / 3600}
+        rows.append(row)
+    return add_ratios(add_ratios(rows, 'speed / Llama', 'tokens/s'), 'MFU / Llama', 'TFLOP/s')
 
 
 def attention_table(cfg: BenchConfig) -> list[Row]:
-    """One step of an attention sublayer, forward and backward: Llama's, exact RoPE, and CEM's with
-    ALiBi and the diagonal by each attn_impl."""
+    """Time one step of an attention sublayer, forward and backward: Llama's, CEM's with exact RoPE,
+    and CEM's with ALiBi and the diagonal by each attn_impl."""
     variants = {
         'Llama': LLAMA,
         'Llama, cuDNN': LLAMA,  # which has no gradient for a bias
-        'CEM, exact RoPE': ROPE,
-        'CEM, readable': dict(attn_impl='readable'),
-        'CEM, sdpa': dict(attn_impl='sdpa'),
-        'CEM, triton': dict(attn_impl='triton'),
+        'CEM, exact RoPE': T1 | ROPE,
+        'CEM, readable': T1 | dict(attn_impl='readable'),
+        'CEM, sdpa': T1 | dict(attn_impl='sdpa'),
+        'CEM, triton': T1 | dict(attn_impl='triton'),
     }
     if cfg.device == 'cpu':
         del variants['Llama, cuDNN'], variants['CEM, triton']
 
-    def both_ways(forward: Any, pos: Any, inputs: list[Tensor], grad: Tensor) -> None:
-        with cfg.autocast():
-            o = forward(inputs[0], pos)
-        torch.autograd.grad(o, inputs, grad)
-    runs, paths = {}, {}
-    for name, options in variants.items():
-        model = cfg.model(**{**dict(attn_steps=1, preconditioner='none', n_layer=1), **options})
+    paths: dict[str, str] = {}
+
+    def make_run(name: str, options: Row) -> Run:
+        model = cfg.model(**options, n_layer=1)
         attn = model.blocks[0].attn
         x, grad = torch.randn(2, cfg.batch_size, cfg.context_length, model.cfg.d_model,
                               device=cfg.device)
         pos = position_tables(model.cfg, x)
+        path = fast.attention_path(model, torch.device(cfg.device), cfg.torch_dtype, cfg.compile)
+        paths[name] = path.partition(' attention')[0]
 
-        # the backend is chosen within what is compiled: a graph made outside would serve all
-        def forward(x: Tensor, pos: Any, attn: Any = attn, cudnn: bool = 'cuDNN' in name) -> Tensor:
+        # The backend is chosen inside what is compiled: a graph made outside would serve all.
+        def forward(x: Tensor) -> Tensor:
+            cudnn = 'cuDNN' in name
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else contextlib.nullcontext():
                 return attn(x, pos)
         if cfg.compile:
             forward = torch.compile(forward, dynamic=False)
         inputs = [x.requires_grad_(), *attn.parameters()]
-        runs[name] = partial(both_ways, forward, pos, inputs, grad)
-        path = fast.attention_path(model, torch.device(cfg.device), cfg.torch_dtype, cfg.compile)
-        paths[name] = path.partition(' attention')[0]
-    took = turns(runs, cfg)
-    return [{'attention': name, 'path': paths[name], 'ms': 1e3 * t,
-             'time / Llama': t / took['Llama']} for name, t in took.items()]
+
+        def run() -> None:
+            with cfg.autocast():
+                o = forward(x)
+            torch.autograd.grad(o, inputs, grad)
+        return run
+    makers = {name: partial(make_run, name, options) for name, options in variants.items()}
+    rows = []
+    for name, found in measure(makers, cfg).items():
+        ms = {'ms': 1e3 * found.pop('seconds')} if 'seconds' in found else {}
+        rows.append({'attention': name, 'path': paths.get(name), **ms, **found})
+    return add_ratios(rows, 'time / Llama', 'ms')
 
 
 def decode_table(cfg: BenchConfig) -> list[Row]:
-    """Greedy decoding of one sequence behind `decode_context` tokens, with a cache."""
+    """Time greedy decoding of one sequence after `decode_context` tokens, with a cache."""
     context, new = cfg.decode_context, cfg.decode_tokens
     prompt = torch.randint(cfg.vocab_size, (1, context), device=cfg.device)
     runs: dict[str, Callable[..., Any]] = {}
@@ -281,29 +304,33 @@ def decode_table(cfg: BenchConfig) -> list[Row]:
     def decode(name: str, n: int) -> None:
         with torch.no_grad(), cfg.autocast():
             runs[name](max_new_tokens=n)
-    took = turns({(name, n): partial(decode, name, n) for name in runs for n in (1, new + 1)}, cfg,
-                 warmup=1, settle=False)
+    makers = {(name, n): lambda case=(name, n): partial(decode, *case)
+              for name in runs for n in (1, new + 1)}
+    found = measure(makers, cfg)
     rows = []
     for name in runs:
-        # less the prompt's forward pass
-        each = max(took[name, new + 1] - took[name, 1], 1e-9) / new
-        rows.append({'decoding': name, 'ms a token': 1e3 * each, 'tokens/s': 1 / each,
-                     'cache, bytes a token': cache_bytes.get(name)})
-    for row in rows:
-        row['time / Llama'] = row['ms a token'] / rows[0]['ms a token']
-    return rows
+        one, all_new = found[name, 1], found[name, new + 1]
+        row = {'decoding': name, 'cache, bytes a token': cache_bytes.get(name)}
+        if error := one.get('error') or all_new.get('error'):
+            row['error'] = error
+        elif (each := (all_new['seconds'] - one['seconds']) / new) > 0:  # without the prompt's pass
+            row |= {'ms a token': 1e3 * each, 'tokens/s': 1 / each}
+        else:
+            row['error'] = 'too short to time: give more --decode_tokens'
+        rows.append(row)
+    return add_ratios(rows, 'time / Llama', 'ms a token')
 
 
 def markdown(rows: list[Row]) -> str:
-    """A table without the columns that nothing is in."""
+    """Format rows as a table, without the columns that no row has a value for."""
     def cell(key: str, value: Any) -> str:
         if isinstance(value, float) and key == 'MFU':
             return f'{value:.1%}'
         if isinstance(value, float) and value < 1000:
             return f'{value:.3g}'
         return '-' if value is None else value if isinstance(value, str) else f'{value:,.0f}'
-    keys = [key for key in rows[0] if any(row[key] is not None for row in rows)]
-    return table(keys, [[cell(key, row[key]) for key in keys] for row in rows])
+    keys = dict.fromkeys(key for row in rows for key in row if row[key] is not None)
+    return table([*keys], [[cell(key, row.get(key)) for key in keys] for row in rows])
 
 
 TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_table}
@@ -317,26 +344,22 @@ def main(argv: list[str]) -> None:
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
     torch._dynamo.config.recompile_limit = 64  # every variant is a new graph of the same code
-    tables = GPU_DAY if 'gpu' in cfg.what else [(name, cfg.size) for name in cfg.what]
+    tables = GPU_TABLES if 'gpu' in cfg.what else [(name, cfg.size) for name in cfg.what]
     failed = []
     for name, cfg.size in tables:
         try:
             rows = TABLES[name](cfg)
         except (RuntimeError, MemoryError) as error:
-            if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) \
-                    and 'allocate memory' not in str(error):
-                raise
-            failed.append(f'{name} at {cfg.size}')
+            words = str(error).partition('\n')[0] or 'out of memory'
+            failed.append(f'{name} at {cfg.size}: {words}')
         else:
-            note = ' (not compiled)' if name == 'decode' and cfg.compile else ''
-            say(f'\n{name}{note}: {cfg.setting()}\n\n{markdown(rows)}')
-            if name == 'train' and cfg.json:
-                say(f'\n{json_line(cfg, rows)}')
+            say(f'\n{name}: {cfg.setting(name)}\n\n{markdown(rows)}')
+            failed += [f'{name} at {cfg.size}: a row' for row in rows if 'error' in row]
         gc.collect()
         torch._dynamo.reset()
     if failed:
-        fail(f'out of memory: {", ".join(failed)}; give a smaller --batch_size, --context_length '
-             'or --size')
+        fail(f'not measured: {"; ".join(failed)}; if memory ran out, give a smaller --batch_size, '
+             '--context_length or --size')
 
 
 if __name__ == '__main__':

@@ -162,16 +162,20 @@ class Trainer:
             os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
             torch.use_deterministic_algorithms(True)
         flops = steps * self.tokens_per_step * compute.flops_per_token(self.raw_model)
-        self.dtype, compiled = world.run_on_rank0(
+        self.dtype, compiled, reason = world.run_on_rank0(
             compute.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
         self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
         self.autocast = torch.autocast(
             world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
         self.attention = fast.attention_path(self.raw_model, world.device, self.dtype, compiled)
+        if world.rank == 0 and world.device.type == 'cuda' and not compiled:
+            warning = compute.memory_warning(
+                self.raw_model, cfg.micro_batch_size, world.device, self.dtype)
+            say('\n'.join([f'Not compiled: {reason or "compile=False"}', *warning]))
         self.model = self.raw_model
         if compiled:  # on a CPU in place, a block at a time
-            self.model = compute.compile_for(world.device, self.raw_model)
+            self.model = compute.compile_for(world.device, self.raw_model, self.attention)
         if world.size > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 

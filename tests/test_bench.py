@@ -1,6 +1,4 @@
 """bench.py runs whole on a CPU, and counts what it says it counts."""
-import json
-
 import pytest
 import torch
 
@@ -10,15 +8,6 @@ from nanocem.compute import flops_per_token
 
 TINY = dict(size='nano', context_length=32, batch_size=2, repeats=1, device='cpu',
             decode_context=16, decode_tokens=4)
-TRAINED = {'model': 'Llama', 'tokens/s': 1234.5, 'MFU': 0.41234, 'GB': None}
-
-
-def refused(*options: str) -> str:
-    """The one line that ends it."""
-    with pytest.raises(SystemExit) as error:
-        bench.main(list(options))
-    assert error.value.code not in (0, None) and '\n' not in str(error.value)
-    return str(error.value)
 
 
 def test_training_beside_peers() -> None:
@@ -31,8 +20,11 @@ def test_training_beside_peers() -> None:
         assert row['parameters'] == model.num_params()
         assert row['MFLOP/token'] == flops_per_token(model) / 1e6
         assert row['speed / Llama'] == row['tokens/s'] / llama['tokens/s']
-        assert row['MFU / Llama'] == pytest.approx(row['MFU'] / llama['MFU'])
-        assert row['hours'] == pytest.approx(20 * 41_312 / row['tokens/s'] / 3600)
+        assert row['MFU / Llama'] == pytest.approx(
+            row['speed / Llama'] * row['MFLOP/token'] / llama['MFLOP/token'])
+        budget = 20 * llama['parameters']
+        assert row['hours'] == pytest.approx(budget / row['tokens/s'] / 3600)
+        assert cfg.attn_steps == cfg.mlp_steps == (2 if 'T = 2' in name else 1)
 
 
 def test_attention_and_decoding() -> None:
@@ -46,62 +38,68 @@ def test_attention_and_decoding() -> None:
     assert all(row['ms'] > 0 for row in attention.values())
 
 
-def test_turns_are_taken_in_turn() -> None:
-    calls, cfg = [], bench.BenchConfig(device='cpu', repeats=2)
-    bench.turns({name: lambda name=name: calls.append(name) for name in 'ab'}, cfg, warmup=1)
-    assert ''.join(calls) == 'ab' + 2 * 'aabb'  # a warm-up, then each once to settle and once timed
+def test_all_runs_take_turns() -> None:
+    calls: list[str] = []
+    makers = {name: lambda name=name: lambda: calls.append(name) for name in 'ab'}
+    found = bench.measure(makers, bench.BenchConfig(device='cpu', repeats=2))
+    assert ''.join(calls) == 'aabb' + 2 * 'aabb'  # the warm-up, then two rounds
+    assert all(row['seconds'] >= 0 for row in found.values())
 
 
 def test_gpt_peer_has_llamas_flops() -> None:
-    """Weights that multiply tokens: as many in the GPT as in the Llama."""
+    """The GPT and the Llama have as many weights that multiply tokens."""
     pytest.importorskip('transformers')
-    llama, gpt = (make() for make in bench.peers(bench.BenchConfig(device='cpu', size='micro'),
+    llama, gpt = (make() for make in bench.peers(bench.BenchConfig(device='cpu', size='mini'),
                                                  64).values())
-    s = bench.SIZES['micro']
+    s = bench.SIZES['mini']
     weights = s['n_layer'] * (4 * s['d_model'] ** 2 + 3 * s['d_model'] * s['d_mlp'])
     for layers in llama.model.layers, gpt.transformer.h:
         assert sum(p.numel() for p in layers.parameters() if p.ndim == 2) == weights
 
 
-def test_a_line_to_paste_into_an_issue(monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize('table, method', [('train', 'forward'), ('attention', 'bias')])
+def test_a_row_that_fails_says_so_and_the_others_stay(
+        table: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel for one variant's shape: its row has the error and no number."""
+    name = 'CEM, sdpa' if table == 'attention' else 'CEM, T = 1'
+    model = bench.BenchConfig.model
+
+    def fails(*args: object, **options: object) -> None:
+        raise RuntimeError('no kernel\nand a page of more')
+
+    def broken(self: bench.BenchConfig, **options: object) -> Transformer:
+        built = model(self, **options)
+        if options.get('attn_impl') == 'sdpa' or (options.get('attn_steps') == 1
+                                                  and 'attn_impl' not in options):
+            owner = built.blocks[0].attn if table == 'attention' else built
+            setattr(owner, method, fails)
+        return built
+    monkeypatch.setattr(bench.BenchConfig, 'model', broken)
+    rows = bench.TABLES[table](bench.BenchConfig(**TINY))
+    by_name = {next(iter(row.values())): row for row in rows}
+    assert by_name.pop(name)['error'] == 'no kernel'
+    assert by_name and all('error' not in row for row in by_name.values())
+    assert '| no kernel' in bench.markdown(rows)
+
+
+def test_what_gpu_measures_every_table(monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setitem(bench.TABLES, 'train', lambda cfg: [TRAINED])
-    bench.main(['--what=train', '--json', '--size=nano', '--device=cpu'])
-    *_, line = capsys.readouterr().out.splitlines()
-    content = json.loads(line)
-    assert content['tokens/s'] == {'Llama': 1234} and content['MFU'] == {'Llama': 0.4123}
-    assert content['torch'] == torch.__version__ and 'CPU' in content['device']
-    assert (content['size'], content['batch_size'], content['context_length']) == ('nano', 32, 128)
-
-
-def test_a_gpus_day_is_the_tables_in_turn(monkeypatch: pytest.MonkeyPatch,
-                                          capsys: pytest.CaptureFixture) -> None:
-    """A table that the memory does not suffice for costs no other one, and is named."""
+    """A table that fails costs no other one, and is named at the end."""
     measured = []
 
     def table(cfg: bench.BenchConfig, name: str) -> list[bench.Row]:
         measured.append((name, cfg.size))
         if name == 'attention':
-            words = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
-            raise torch.OutOfMemoryError if cfg.size == '134m' else RuntimeError(words)
-        return [TRAINED]
+            raise torch.OutOfMemoryError('CUDA out of memory')
+        return [{'model': 'Llama', 'tokens/s': 1234.5, 'MFU': 0.41234, 'GB': None}]
     for name in bench.TABLES:
         monkeypatch.setitem(bench.TABLES, name, lambda cfg, name=name: table(cfg, name))
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda *args: 'NVIDIA H200')
-    before = torch.get_float32_matmul_precision()
-    assert 'attention at 134m, attention at 162m; give a smaller' in refused('--what=gpu')
-    torch.set_float32_matmul_precision(before)
-    assert tuple(measured) == bench.GPU_DAY
-    said = capsys.readouterr().out
-    assert 'train: 162m, 8 x 2048 tokens, vocabulary 32,000; NVIDIA H200' in said
-    assert 'decode (not compiled)' in said and '41.2%' in said
-
-
-def test_bad_options() -> None:
-    for bad in ('--repeats=0', '--size=9m', '--what=speed', '--batch_size=x',
-                '--what=gpu,train', '--what=gpu --size=nano'):
-        refused(*bad.split())
-    if not torch.cuda.is_available():
-        assert 'no GPU' in refused('--device=cuda')
-        assert 'no GPU' in refused('--what=gpu')
+    monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda precision: None)
+    with pytest.raises(SystemExit, match='attention at 134m: CUDA out of memory; attention at 162'):
+        bench.main(['--what=gpu'])
+    assert tuple(measured) == bench.GPU_TABLES
+    printed = capsys.readouterr().out
+    assert 'train: 162m, 8 x 2048 tokens, vocabulary 32,000; NVIDIA H200' in printed
+    assert 'decode: 134m, 32 tokens after 1024, vocabulary' in printed and '41.2%' in printed

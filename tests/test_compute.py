@@ -1,13 +1,15 @@
-"""nanocem/compute.py: the loss in pieces against the whole, and memory that is kept."""
+"""nanocem/compute.py: the loss in pieces against the whole, precision, compiler and memory."""
 import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import compute
 
@@ -64,6 +66,92 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
     for whole, piece, by_compiler in zip(*results, strict=True):
         for other in (piece, by_compiler):
             assert (whole - other).norm() <= (2e-2 if autocast else 1e-5) * whole.norm()
+
+
+def test_second_derivatives_of_the_loss_are_right_or_an_error(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    x, W = torch.randn(2, 5, 8, requires_grad=True), torch.randn(50, 8)
+    for at_once, piecewise in ((2 ** 26, False), (50, True)):
+        monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
+        loss = compute.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
+        if piecewise:
+            with pytest.raises(RuntimeError, match='no second derivative'):
+                torch.autograd.grad(loss, x, create_graph=True)
+        else:
+            gradient = torch.autograd.grad(loss, x, create_graph=True)[0]
+            assert torch.autograd.grad(gradient.square().sum(), x)[0].norm() > 0
+
+
+@pytest.mark.parametrize('dtype, compiled, flops, amx, error, expected', [
+    ('auto', None, 1e13, True, '', (torch.bfloat16, True, '')),
+    ('auto', None, 1e12, True, '', (torch.float32, False, '')),  # too short a run
+    ('bfloat16', False, 1e13, True, '', (torch.bfloat16, False, '')),
+    ('auto', None, 1e13, False, '', (torch.float32, True, '')),
+    ('auto', None, 1e13, True, 'no g++', (torch.float32, False, 'no g++')),
+    ('auto', True, 1e13, True, 'no g++', 'compile=True: .* not work on cpu: no g\\+\\+'),
+])
+def test_precision_and_compiler(dtype: str, compiled: bool | None, flops: float, amx: bool,
+                                error: str, expected: tuple | str,
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
+    monkeypatch.setattr(compute, 'compiler_error', lambda device: error)
+    options = torch.device('cpu'), dtype, compiled, flops
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            compute.precision_and_compiler(*options)
+    else:
+        assert compute.precision_and_compiler(*options) == expected
+
+
+def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: object) -> None:
+        raise RuntimeError('Failed to find C compiler.\nand a page of more')
+    monkeypatch.setattr(torch, 'compile', fails)
+    compute.compiler_error.cache_clear()
+    assert compute.compiler_error(torch.device('cpu')) == 'Failed to find C compiler.'
+    compute.compiler_error.cache_clear()
+
+
+@pytest.mark.parametrize('attention, options, keep_bias', [
+    ('sdpa attention', {}, False), ('triton attention', {}, True),
+    ('sdpa attention', dict(attn='llama', mlp='llama'), True)])
+def test_only_sdpa_with_a_bias_computes_it_again(attention: str, options: dict, keep_bias: bool,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, 'compile', lambda model, **options: model)
+    config = torch._functorch.config
+    with config.patch(ban_recompute_materialized_backward=True, ban_recompute_used_far_apart=True):
+        model = Transformer(ModelConfig(**SMALL, **options))
+        compute.compile_for(torch.device('cuda'), model, attention)
+        assert config.ban_recompute_materialized_backward is keep_bias
+        assert config.ban_recompute_used_far_apart is keep_bias
+
+
+def test_memory_is_known_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors as on real ones; a layer's scores alone are B K J J numbers."""
+    cfg = ModelConfig(**SMALL, attn_steps=1, mlp_steps=1)
+    model, ids, kept = Transformer(cfg), torch.zeros(3, 20, dtype=torch.long), {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage()._cdata] = x.untyped_storage()
+        return x
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(ids, ids)
+    for p in model.parameters():
+        kept.pop(p.untyped_storage()._cdata, None)
+    case = model, 3, torch.device('cpu'), torch.float32
+    count = compute.activation_bytes(*case)
+    assert count == sum(storage.nbytes() for storage in kept.values())
+    assert count > cfg.n_layer * 4 * 3 * cfg.n_head * 20 * 20
+    model.activation_checkpointing = True
+    assert compute.activation_bytes(*case) < count / 2
+
+    needed = 16 * model.num_params() + compute.activation_bytes(*case)
+    for total, fits in ((needed + 1, True), (needed, False)):
+        monkeypatch.setattr(torch.cuda, 'get_device_properties',
+                            lambda device, total=total: SimpleNamespace(total_memory=total))
+        lines = compute.memory_warning(*case)
+        assert lines == [] if fits else 'a micro-batch of 3 needs' in lines[0]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='only glibc is told to keep memory')

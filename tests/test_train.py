@@ -78,7 +78,7 @@ def graphs_made() -> int:
 def test_compiled_steps_stay_close_and_resume_to_the_bit(halves: Any, tmp_path: Path) -> None:
     """One graph serves all blocks' steps, one their evaluation; smaller batches and sampling run
     as they are."""
-    if not compute.compiles(CPU):
+    if compute.compiler_error(CPU):
         pytest.skip('needs a C++ compiler')
     data = halves[0].parent / 'data'
     plain, compiled = (make_trainer(data, tmp_path, compile=c, n_layer=2, sample_tokens=4)
@@ -108,26 +108,11 @@ def test_compiled_steps_stay_close_and_resume_to_the_bit(halves: Any, tmp_path: 
         assert torch.equal(w, again.raw_model.state_dict()[name])
 
 
-def test_precision_and_compiler_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    f32, bf16 = torch.float32, torch.bfloat16
-    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: True)
-    monkeypatch.setattr(compute, 'compiles', lambda device: True)
-    assert compute.precision_and_compiler(CPU, 'auto', None, 1e13) == (bf16, True)
-    assert compute.precision_and_compiler(CPU, 'auto', None, 1e12) == (f32, False)
-    assert compute.precision_and_compiler(CPU, 'bfloat16', False, 1e13) == (bf16, False)
-    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: False)
-    assert compute.precision_and_compiler(CPU, 'auto', None, 1e13) == (f32, True)
-    monkeypatch.setattr(compute, 'compiles', lambda device: False)
-    assert compute.precision_and_compiler(CPU, 'auto', None, 1e13) == (f32, False)
-    with pytest.raises((ValueError, SystemExit), match=r'compile=True: .* does not work'):
-        compute.precision_and_compiler(CPU, 'auto', True, 1e13)
-
-
 def test_two_processes_and_checkpointing_give_one_processs_losses(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
     kinds = {'two': (2, []), 'recomputed': (1, ['--activation_checkpointing'])}
-    if compute.compiles(CPU):
+    if not compute.compiler_error(CPU):
         kinds['compiled'] = 2, ['--compile', '--activation_checkpointing']
     common = [f'--data={halves[0].parent / "data"}', steps(12), '--eval_interval=4']
     started = {name: Run(tmp_path, *common, *more, f'--out_dir={tmp_path / name}', world=world)
