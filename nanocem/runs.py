@@ -119,6 +119,16 @@ def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
     return saved
 
 
+def upgrade_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    """Translate a checkpoint of an earlier version. UserError from upgrade_config."""
+    state = {**state, 'model_config': upgrade_config(state['model_config'])}
+    if 'optimizer' in state:
+        old, health = state['optimizer'], state['health']
+        state['optimizers'] = [old['adamw'], old['muon']] if 'muon' in old else [old]
+        state['skipped'] = health['skipped'], health['in_a_row']
+    return state
+
+
 def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
     """The fields of two descriptions that differ, in words; what an
     earlier version did not save makes no difference."""
@@ -163,8 +173,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             state = torch.load(path, map_location='cpu', weights_only=True)
         if missing := NEEDED - state.keys() or set(TOKENIZER) - state['data'].keys():
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-        saved = upgrade_config(state['model_config'])
-        cfg = build(ModelConfig, saved)
+        state = upgrade_checkpoint(state)
+        cfg = build(ModelConfig, state['model_config'])
         if cfg.n_layer > len(state['model']):
             raise ValueError('its weights are not of its model_config')
         with torch.device('meta'):  # names and sizes, before memory is taken for them
