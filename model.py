@@ -114,13 +114,12 @@ class ModelConfig:
 
     def llama(self) -> 'ModelConfig':
         """Return the Llama counterpart, whose parameter count sets the token budget."""
-        cem_256m = self.size == '256m_cem'
-        return ModelConfig(
-            size='256m' if cem_256m else self.size, d_model=self.d_model,
-            n_layer=self.n_layer - 2 if cem_256m else self.n_layer, n_head=self.n_head,
-            d_mlp=self.d_mlp, vocab_size=self.vocab_size, context_length=self.context_length,
-            positions='alibi' if self.d_model // self.n_head % 2 else 'rope',
-            attn='llama', mlp='llama')
+        names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
+        options = {name: getattr(self, name) for name in names}
+        if self.size == '256m_cem':
+            options.update(size='256m', n_layer=self.n_layer - 2)
+        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'
+        return ModelConfig(**options, attn='llama', mlp='llama', positions=positions)
 
 
 def normal_param(*shape: int, std: float) -> nn.Parameter:
@@ -161,8 +160,6 @@ class Preconditioner(nn.Module):
             out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
         return out
 
-
-# Positions
 
 class Positions(NamedTuple):
     """What attention knows of the positions i of queries and j of keys."""
@@ -206,8 +203,6 @@ def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
     return 2.0 ** (-8 / max(8, n_head) * k)
 
 
-# Attention
-
 class BaseAttention(nn.Module):
     """What both kinds of attention share: the norm, W_Q, W_K, heads and position biases."""
     impl = 'auto'  # or readable, sdpa, triton: see fast.select_impl
@@ -222,8 +217,7 @@ class BaseAttention(nn.Module):
         self.W_K = normal_param(D, D, std=cfg.init_std)
 
     def add_biases(self) -> None:
-        """Add the learned position biases, one of each kind per head. RoPE has none."""
-        if self.cfg.positions == 'alibi':
+        if self.cfg.positions == 'alibi':  # one of each kind per head; RoPE has none
             self.b_self = nn.Parameter(torch.zeros(self.K))
             self.b_cross = nn.Parameter(torch.zeros(self.K))
 
@@ -250,7 +244,7 @@ class BaseAttention(nn.Module):
 
 class LlamaAttention(BaseAttention):
     """Multi-head attention with four untied matrices, pre-norm, and its residual."""
-    cem, kq_diag = False, None
+    cem, T, kq_diag = False, None, None
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
@@ -355,7 +349,7 @@ class CEMAttention(BaseAttention):
 
 class LlamaMLP(nn.Module):
     """Gated MLP with three untied matrices, pre-norm, and its residual."""
-    cem = False
+    cem, T = False, None
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -430,8 +424,6 @@ def straight_through_sign(x: Tensor) -> Tensor:
     return x + (x.sign() - x).detach()
 
 
-# The model
-
 class Block(nn.Module):
     """One layer (Algorithm 1, Main Block). A sublayer with reuse > 1 is applied again to its own
     output, with a fresh context: the paper's plain layer reuse."""
@@ -486,15 +478,13 @@ class Transformer(nn.Module):
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T after training and keep eta; None leaves T. UserError below 1, or on Llama."""
-        changes = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps))
-                   if T is not None}
-        for name, T in changes.items():
-            require(T >= 1, f'{name}_steps={T}: expected at least 1')
-            require(getattr(self.cfg, name) == 'cem',
+        for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
+            require(T is None or T >= 1, f'{name}_steps={T}: expected at least 1')
+            require(T is None or getattr(self.cfg, name) == 'cem',
                     f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
         for block in self.blocks:
-            for name, T in changes.items():
-                getattr(block, name).T = T
+            block.attn.T = attn_steps or block.attn.T
+            block.mlp.T = mlp_steps or block.mlp.T
 
     def set_attn_impl(self, impl: str) -> None:
         """Choose how attention is computed: auto, readable, sdpa or triton (nanocem/fast.py)."""
