@@ -1,9 +1,9 @@
 """
-Options for every script, nanoGPT's habit with types: config/file.py --key=value.
+Options of every script, as in nanoGPT but typed: python SCRIPT.py config/FILE.py --key=value.
 
-The dataclasses are the only declaration: types are checked, defaults hold unless a config file or
-a flag says otherwise (later ones win), the comment that ends a field's line is what --help prints.
-Config files only assign plain values; they are read, never executed.
+A dataclass declares the options of a script: the name, type and default of each, and in the comment
+at the end of its line the text that --help prints. A later config file replaces what an earlier one
+says, and flags replace files. Config files assign plain values; they are read, never executed.
 """
 import ast
 import contextlib
@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import io
 import math
 import os
 import re
@@ -25,39 +26,44 @@ WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
 
 
 class UserError(ValueError):
-    """What ends a script in one line. Rank 0 alone says it, or `everywhere`: it may not know."""
-    everywhere = False
+    """An error that the user can mend: it ends a script with one line. In a run of many processes
+    the first on each machine prints it, or all do (`everywhere`) if the first may not see it."""
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere
 
 
 def fail(message: str, everywhere: bool = False) -> NoReturn:
-    error = UserError(message)
-    error.everywhere = everywhere
-    raise error
+    raise UserError(message, everywhere)
+
+
+def error_line(error: BaseException) -> str:
+    """Describe in one line a UserError, OSError or KeyboardInterrupt that ends the program."""
+    words = str(error)
+    if isinstance(error, KeyboardInterrupt):
+        words = 'stopped'
+    elif isinstance(error, OSError):
+        words = ': '.join(filter(None, [error.filename, error.strerror or words]))
+    return f'{os.path.basename(sys.argv[0])}: {words}'.replace('\n', ' ')
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """The main of a script: what is refused, by us, the machine or Ctrl-C, is one line on stderr and
-    exit code 1."""
+    """Decorate a script's main: an error of the user or the machine, or Ctrl-C, ends it with one
+    line on stderr and exit code 1."""
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
-        everywhere = False
+        sys.stderr = sys.stderr or io.StringIO()  # None if it is closed
         try:
             return main(argv)
-        except UserError as error:
-            words, everywhere = str(error), error.everywhere
-        except OSError as error:
-            words = f'{error.filename}: {error.strerror or error}'
-        except KeyboardInterrupt:
-            words = 'stopped'
-        if os.environ.get('RANK', '0') != '0' and not everywhere:
-            sys.exit(1)
-        raise SystemExit(f'{os.path.basename(sys.argv[0])}: {words}'.replace('\n', ' '))
+        except (UserError, OSError, KeyboardInterrupt) as error:
+            raise SystemExit(error_line(error)) from None
     return run
 
 
 # Options of which each replaces the other: the later one counts
 RIVALS = {'text': 'data', 'data': 'text', 'tokens': 'tokens_per_param',
           'tokens_per_param': 'tokens'}
+PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export')
 
 
 def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +73,7 @@ def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     """Read config files in their order, then --key=value in theirs: later ones win. Options are
-    checked against the fields of `classes`; only those given are returned."""
+    checked against the fields of `classes`; only those given are returned. UserError."""
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     given: dict[str, Any] = {}
     if '--help' in argv or '-h' in argv:
@@ -85,7 +91,7 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
 
 
 def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str, Any]:
-    """Values that a file keeps, checked as those of a config file are."""
+    """Check saved values as those of a config file are checked. UserError."""
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     return {key: _check(key, value, hints, f'{where}: ') for key, value in values.items()}
 
@@ -99,26 +105,26 @@ def check_types(options: Any) -> None:
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether `value` is of type `hint`, that of a dataclass's field; no list or tuple."""
+    """Return whether `value` has the type that a field declares, which is no list or tuple."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return value is None or has_type(value, args[0])
     if kind is typing.Literal:
         return value in args
-    if isinstance(value, bool):  # which Python takes for a whole number
+    if isinstance(value, bool):  # for Python a bool is an int, too
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)
 
 
 def resolve_defaults(options: Any, **defaults: Any) -> None:
-    """Set those of these fields that are None."""
+    """Set the fields that are None."""
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
 
 
 def expect(options: Any, needs: str, **values: Any) -> None:
-    """UserError unless these options have these values: others need `needs`."""
+    """UserError unless these options have these values, because others need `needs`."""
     for name, value in values.items():
         given = getattr(options, name)
         require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
@@ -130,22 +136,24 @@ def require(ok: bool, otherwise: str) -> None:
 
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:
-    """UserError unless these options, where they are set, lie from `low` to `high`."""
+    """UserError unless these options lie from `low` to `high`, or are None."""
+    bounds = f'a positive number up to {high:,}' if 0 < low < 1e-9 else f'{low:,} to {high:,}'
     for name in names.split():
         value = getattr(options, name)
-        inside = value is None or low <= value <= high
-        require(inside, f'{name}={value}: expected {low:,} to {high:,}')
+        require(value is None or low <= value <= high, f'{name}={value}: expected {bounds}')
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:
-    """cls(**the part of `given` that cls declares)."""
+    """Make a `cls` of those of the given options that it declares."""
     return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
 
 
 def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """The assignments in a config file, found from here or beside this script."""
+    """Read the assignments in a config file, found in this folder or beside the scripts."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) or not os.path.isfile(beside) else beside
+    if os.path.exists(found) and not os.path.isfile(found):  # reading a pipe would wait forever
+        fail(f'config file {path}: not a file')
     try:
         with open(found, encoding='utf-8-sig') as file:  # -sig: some editors put a mark in front
             tree = ast.parse(file.read())
@@ -158,6 +166,7 @@ def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)
+            str(value)  # ValueError for a number of more than 4,300 digits
         except (AttributeError, ValueError, TypeError):
             fail(f'{path}:{node.lineno}: only lines of the form: name = plain value')
         given[key] = _check(key, value, hints, f'{path}:{node.lineno}: ')
@@ -165,19 +174,23 @@ def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(key: str, value: Any, hints: dict[str, Any], where: str) -> Any:
-    """`value` (text from a flag, or a literal from a file) as the type that `key` declares."""
+    """Convert `value`, text from a flag or a literal from a file, to the type of option `key`."""
     if key not in hints:
         near = ', '.join(difflib.get_close_matches(key, hints, n=3))
         fail(f'{where}{key}: no such option{near and "; near: " + near} (--help lists all)')
     try:
-        return _convert(value, hints[key])
+        converted = _convert(value, hints[key])
     except (TypeError, ValueError, ArithmeticError):
         shown = f'={value}' if where == '--' else f' = {value!r}'
         fail(f'{where}{key}{shown}: expected {describe(hints[key])}')
+    if key in PATHS and converted is not None:
+        require(converted != '', f'{where}{key} is empty: expected a path')
+        return os.path.expanduser(converted)
+    return converted
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """`value` as type `hint`; ValueError where it is not one. 3.3B, 50M and 8K are numbers."""
+    """Convert `value` to type `hint`, or raise ValueError. 3.3B, 50M and 8K are numbers."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return None if value in (None, 'None') else _convert(value, args[0])
@@ -198,7 +211,7 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def describe(hint: Any) -> str:
-    """A type in words: 'one of llama, cem', 'a whole number', ..."""
+    """Return a type in words: 'one of llama, cem', 'a whole number', ..."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return f'{describe(args[0])}, or None'
@@ -208,6 +221,7 @@ def describe(hint: Any) -> str:
 
 
 def _help(classes: tuple[type, ...]) -> NoReturn:
+    """Print the script's docstring and its options, and end the program."""
     lines = [inspect.getdoc(sys.modules['__main__']) or '']
     for cls in classes:
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))

@@ -1,4 +1,4 @@
-"""Run folders: which run, its options, checkpoints, the learning rate, the log, signals to stop."""
+"""Run folders: options, checkpoints, the learning rate, the log, and signals to stop."""
 import contextlib
 import glob
 import io
@@ -19,35 +19,39 @@ from nanocem import hf
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
 from nanocem.world import find_device
 
-NEEDED = {'model', 'model_config', 'step', 'data', 'data_dir'}  # in checkpoints and exported folders
-TOKENIZER = ('tokenizer', 'tokenizer_sha256', 'vocab_size')  # in their 'data'
+# The keys of a checkpoint or an exported folder, and of 'data' in them
+NEEDED = {'model', 'model_config', 'step', 'data', 'data_dir'}
+TOKENIZER = ('tokenizer', 'tokenizer_sha256', 'vocab_size')
 
 
 # Folders
 
 def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bool]:
-    """The run's folder, None for a new one of its own; and whether the run goes on: because
-    init_from=resume says so, or because torchrun --max-restarts starts it again."""
+    """Return the run's folder, None for a new one in out/, and whether to resume the run there:
+    because of init_from=resume, or because torchrun --max-restarts starts it again. UserError."""
     if init_from == 'resume':
-        return out_dir or newest_run(), True
-    if int(os.environ.get('TORCHELASTIC_MAX_RESTARTS', 0)) and out_dir is None:
+        return out_dir or newest_run() or fail('init_from=resume: no run in out/; --out_dir=FOLDER '
+                                               'resumes a run elsewhere'), True
+    if int(os.environ.get('TORCHELASTIC_MAX_RESTARTS') or 0) and out_dir is None:
         fail('torchrun --max-restarts needs --out_dir=FOLDER, to find the run again')
     return out_dir, restarted() and read_config(out_dir) is not None
 
 
 def newest_run() -> str | None:
-    """The folder under out/ whose run was started or resumed last."""
+    """Return the folder under out/ of the run that was started or resumed last."""
     paths = glob.glob('out/*/config.json')
-    return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else None
+    folders = map(os.path.dirname, sorted(paths, key=os.path.getmtime, reverse=True))
+    return next((folder for folder in folders if read_config(folder)), None)
 
 
 def restarted() -> bool:
-    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
+    """Return whether torchrun starts this process again after a failure."""
+    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0) > 0
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:
-    """A folder for a new run, made and locked: `out_dir`, or the first free one of out/name,
-    out/name-2, ..., named after its layers. SystemExit where it holds a run; OSError."""
+    """Make and lock the folder of a new run: `out_dir`, or the first free one of out/NAME,
+    out/NAME-2, ..., named after its layers. UserError if it holds a run; OSError."""
     name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
     for n in itertools.count(1):
         path = out_dir or (f'{name}-{n}' if n > 1 else name)
@@ -62,8 +66,8 @@ def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStac
 
 
 def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
-    """Lock a run's folder while `locks` is open. SystemExit where another process trains there; but
-    what torchrun starts again waits for its former life to end. OSError."""
+    """Lock a run's folder until `locks` closes. UserError if another process trains there. If
+    torchrun restarts a process, it waits for its predecessor to end. OSError."""
     handle = lock(os.path.join(out_dir, '.lock'), wait=restarted())
     if handle is None:
         fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
@@ -72,15 +76,25 @@ def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
 
 
 def read_config(out_dir: str | None) -> dict[str, Any] | None:
-    """A run's config.json; None where there is none, or another program's. SystemExit."""
-    config = read_json(os.path.join(out_dir or '', 'config.json')) or {}
+    """Read a run's config.json; None if there is none, or another program's. UserError."""
+    config = read_json(os.path.join(out_dir or '', 'config.json'),
+                       f'the options of this run are lost; --init_from={out_dir} with another '
+                       '--out_dir starts a new run from its weights') or {}
     return config if all(isinstance(config.get(k), dict) for k in ('train', 'model')) else None
+
+
+def is_finished(out_dir: str, steps: int) -> bool:
+    """Return whether the run has its result after so many steps."""
+    result = read_json(f'{out_dir}/result.json', 'delete it to evaluate the run again') or {}
+    return result.get('steps') == steps
 
 
 # Options
 
 def new_options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a new run: those given, over the model that init_from names."""
+    if given.get('tokenizer') and not given.get('text'):
+        fail(f'tokenizer={given["tokenizer"]} is for --text=FILE: data has its own')
     origin = given.get('init_from', 'scratch')
     source = {} if origin == 'scratch' else read_run(origin)['model_config']
     if source and given.get('size', source['size']) != source['size']:
@@ -88,10 +102,10 @@ def new_options(given: dict[str, Any]) -> dict[str, Any]:
     return merge(source, given)
 
 
-def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """The options of the run in `out_dir`, without those that earlier versions had, and over them
-    those `given` for its next session."""
-    config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir or "out/"}')
+def resumed_options(out_dir: str, given: dict[str, Any], cls: type) -> dict[str, Any]:
+    """Return the options of the run in `out_dir`, and over them those `given` for its next session.
+    Options that only earlier versions had are left out. UserError."""
+    config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir}')
     known = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
     saved = {**config['train'], **upgrade_config(config['model'])}
     saved = check_values({k: v for k, v in saved.items() if k in known},
@@ -100,12 +114,12 @@ def resumed_options(out_dir: str | None, given: dict[str, Any], cls: type) -> di
 
 
 def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved ModelConfig in today's options. UserError where an option that is gone had
-    another value than its default."""
+    """Translate a ModelConfig that an earlier version saved. UserError if an option that is gone
+    had another value than its default."""
     saved = dict(saved)
     if saved.get('size') == '256m' and saved.get('extra_layers') == 2:
         saved.update(size='256m_cem', n_layer=saved['n_layer'] + 2, extra_layers=0)
-    if saved.get('size') == 'micro':  # its numbers are saved beside it
+    if saved.get('size') == 'micro':  # a size that is gone; its numbers are saved beside it
         saved['size'] = 'mini'
     gone = dict(extra_layers=0, kq_diag_init=0.0, embedding_std=1.0, norm_eps=1e-5)
     for name, default in gone.items():
@@ -120,18 +134,26 @@ def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """Translate a checkpoint of an earlier version. UserError from upgrade_config."""
+    """Translate a checkpoint that an earlier version saved. UserError from upgrade_config."""
     state = {**state, 'model_config': upgrade_config(state['model_config'])}
-    if 'optimizer' in state:
-        old, health = state['optimizer'], state['health']
-        state['optimizers'] = [old['adamw'], old['muon']] if 'muon' in old else [old]
-        state['skipped'] = health['skipped'], health['in_a_row']
+    if 'optimizer' in state:  # one, or two behind one face
+        optimizer, health, schedule = (state.pop(k) for k in ('optimizer', 'health', 'schedule'))
+        muon = 'muon' in optimizer
+        state['optimizers'] = [optimizer['adamw'], optimizer['muon']] if muon else [optimizer]
+        state['skipped'] = health['skipped']
+        state['consecutive_skips'] = health['in_a_row']
+        # Its start was where the cosine began: at the end of the warm-up, or later in a run whose
+        # length had changed
+        if schedule['start'] == schedule['warmup']:
+            schedule |= dict(start=0, share=0.0 if schedule['warmup'] else 1.0)
+        else:
+            schedule['warmup'] = 0
+        state['schedule'] = schedule
     return state
 
 
 def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """The fields of two descriptions that differ, in words; what an
-    earlier version did not save makes no difference."""
+    """Describe the fields that differ. A field that an earlier version did not save is left out."""
     return ', '.join(f'{key}={saved[key]} (now {now[key]})' for key in now
                      if key in saved and now[key] != saved[key])
 
@@ -139,20 +161,19 @@ def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
 # Checkpoints
 
 def checkpoints(out_dir: str) -> list[str]:
-    """The numbered checkpoints, oldest first."""
+    """List the numbered checkpoints, oldest first."""
     return sorted(glob.glob(os.path.join(glob.escape(out_dir), f'step_{"[0-9]" * 8}.pt')))
 
 
 def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, keep: int = 2) -> None:
-    """Write best.pt or step_*.pt, whole or not at all; a warning where the disk does not take it.
-    Then let the numbered ones up to this step go, but the last `keep`. (One of a later step is
-    damaged, or the run would have begun from it.)"""
+    """Write best.pt or step_*.pt, then delete all numbered checkpoints but the last `keep`. If the
+    disk does not take it, print a warning and leave the earlier ones."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     path = os.path.join(out_dir, 'best.pt' if best else f'step_{state["step"]:08d}.pt')
     try:
         write_atomic(path, buffer.getbuffer())
-        for old in [] if best else [p for p in checkpoints(out_dir) if p <= path][:-keep]:
+        for old in [] if best else checkpoints(out_dir)[:-keep]:
             os.remove(old)
     except OSError as error:
         say(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier checkpoints '
@@ -160,9 +181,8 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """A checkpoint's content, of which every byte is checked, or that of an exported folder:
-    tensors and plain values only, its model_config completed. ValueError where it is damaged or
-    something else."""
+    """Read a checkpoint, or an exported folder as one. Check every byte, load only tensors and
+    plain values, and resolve the defaults of its model_config. UserError if it is damaged."""
     try:
         if os.path.isdir(path):
             state = hf.read_export(path)
@@ -177,7 +197,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         cfg = build(ModelConfig, state['model_config'])
         if cfg.n_layer > len(state['model']):
             raise ValueError('its weights are not of its model_config')
-        with torch.device('meta'):  # names and sizes, before memory is taken for them
+        with torch.device('meta'):  # compare names and shapes before memory is used for them
+            # dict(): loading would mark the state itself, so that its next loading assigns, too
             Transformer(cfg).load_state_dict(dict(state['model']), assign=True)
         return {**state, 'model_config': asdict(cfg)}
     except Exception as error:  # a damaged file can fail in any way
@@ -186,28 +207,37 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
-    """The newest whole checkpoint; damaged ones are named and passed over. None where none is."""
-    for path in reversed(checkpoints(out_dir)):
+    """Read the last checkpoint, best.pt if it is later than the numbered ones. Damaged ones are
+    named and skipped. None if there is none."""
+    states = []
+    best = os.path.join(out_dir, 'best.pt')
+    for path in [*filter(os.path.exists, [best]), *reversed(checkpoints(out_dir))]:
         try:
-            return read_checkpoint(path)
+            states.append(read_checkpoint(path))
         except UserError as error:
             say(f'WARNING: {error}; trying the one before it')
-    return None
+            continue
+        if path != best:
+            break
+    return max(states, key=lambda state: state['step'], default=None)
 
 
 def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[str, Any]:
-    """A run's checkpoint, the best by validation where there is one; or a checkpoint file, or a
-    folder that evaluate.py --export wrote. SystemExit."""
-    exported = os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE))
-    best = path if exported or os.path.isfile(path) else os.path.join(path, 'best.pt')
-    if os.path.exists(best) and (checkpoint == 'best' or best == path):
+    """Read a checkpoint of the run in a folder, the best one by validation if there is one; or a
+    checkpoint file, or a folder that evaluate.py --export wrote. UserError."""
+    if os.path.basename(path) == hf.WEIGHTS_FILE:
+        path = os.path.dirname(path) or '.'
+    if os.path.isfile(path) or os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE)):
+        return read_checkpoint(path)
+    best = os.path.join(path, 'best.pt')
+    if checkpoint == 'best' and os.path.exists(best):
         return read_checkpoint(best)
     return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
 
 
 def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
-    """The checkpoint that the run which `now` describes goes on from; None where it was stopped
-    before its first. SystemExit where it is of another run."""
+    """Read the checkpoint from which the run described by `now` continues; None if it was stopped
+    before its first. Damaged later ones are renamed. UserError if it is another run's."""
     state = last_checkpoint(out_dir)
     if state is None:
         if checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json'):
@@ -218,14 +248,17 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
         if different := changed_fields(state[part], now[part]):
             fail(f'the checkpoint in {out_dir} is of another {part}: {different}; --init_from='
                  f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
+    for path in checkpoints(out_dir):
+        if os.path.basename(path) > f'step_{state["step"]:08d}.pt':
+            os.replace(path, f'{path}.damaged')  # it would count among the last ones to keep
     return state
 
 
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
              device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
-    """The model of a run (None: the newest under out/) or an exported one on a device, ready to
-    evaluate, and its checkpoint: step, data (what it was trained on), data_dir, model_config.
-    SystemExit."""
+    """Load the model of a run (None: the newest under out/) or of an exported folder onto a device,
+    in evaluation mode. Returns it and its checkpoint: step, model_config, data_dir, and data, which
+    describes what it was trained on. UserError."""
     out_dir = out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     state = read_run(out_dir, checkpoint)
     model = Transformer(ModelConfig(**state['model_config']))
@@ -237,44 +270,53 @@ def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
 
 @dataclass
 class Schedule:
-    """The learning rate of step 0, 1, ..., steps - 1: a linear warm-up to `peak`, then a cosine
-    from `share` of it at step `start` down to `final` of it at the last."""
+    """The learning rate: a linear warm-up to the peak, then a cosine down to the fraction `final`
+    of it at the last step. It begins at step `start` with the fraction `share` of the peak. Without
+    a warm-up the cosine begins there."""
     steps: int
     warmup: int  # steps
     peak: float
     final: float
-    start: int
-    share: float = 1.0
+    start: int = 0
+    share: float = 0.0
 
     def __call__(self, step: int) -> float:
-        if step < self.warmup:
-            return self.peak * (step + 1) / self.warmup
+        """Return the learning rate of step 0, 1, ..., steps - 1."""
         return self.peak * self.share_at(step)
 
     def share_at(self, step: int) -> float:
-        progress = min(1.0, (step - self.start) / max(1, self.steps - 1 - self.start))
-        return self.final + (self.share - self.final) * (1 + math.cos(math.pi * progress)) / 2
+        """Return the learning rate as a fraction of the peak."""
+        done = step - self.start
+        if done < self.warmup:
+            return self.share + (1 - self.share) * (done + 1) / self.warmup
+        top = 1.0 if self.warmup else self.share
+        cosine_steps = self.steps - 1 - self.start - self.warmup
+        progress = min(1.0, (done - self.warmup) / max(1, cosine_steps))
+        return self.final + (top - self.final) * (1 + math.cos(math.pi * progress)) / 2
 
     def extended(self, steps: int, step: int) -> 'Schedule':
-        """Another length, decided after `step` steps: from the rate reached there, without a jump,
-        a cosine down to the same end. A finished run goes on at its last rate."""
-        start = max(step, self.warmup)
-        return replace(self, steps=steps, start=start, share=self.share_at(start))
+        """Return a schedule of another length that continues, after `step` steps, from the rate
+        reached. Within the warm-up the rest begins with a warm-up, the same fraction of it."""
+        if step >= self.start + self.warmup:  # a finished run keeps its last rate
+            return replace(self, steps=steps, warmup=0, start=step, share=self.share_at(step))
+        fraction = self.warmup / (self.steps - self.start)
+        warmup = max(1, round(fraction * (steps - step)))
+        return replace(self, steps=steps, warmup=warmup, start=step, share=self.share_at(step - 1))
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); finite for any finite loss."""
+    """Return exp(loss), finite for every finite loss."""
     return math.exp(min(loss, 700.0))
 
 
 # Log and signals
 
 class Log:
-    """log.jsonl and TensorBoard from the same numbers. What cannot be written is lost, not the run:
-    the first time a line says so."""
+    """log.jsonl and TensorBoard, with the same numbers. If they cannot be written, the run goes on
+    and one warning says so."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
         self.path, self.writer, self.failed = os.path.join(out_dir, 'log.jsonl'), None, False
-        if os.path.exists(self.path):  # lines after `step` will come again; damaged ones go
+        if os.path.exists(self.path):  # delete damaged lines, and those of steps to be repeated
             lines = [line for line in read_json_lines(self.path)
                      if isinstance(line.get('step'), int) and line['step'] <= step]
             write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
@@ -283,6 +325,7 @@ class Log:
             self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
+        """Write a line. Numbers go to TensorBoard as well."""
         try:
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
@@ -291,21 +334,31 @@ class Log:
                     if isinstance(value, (int, float)):
                         self.writer.add_scalar(name, value, step)
                 self.writer.flush()
-        except Exception as error:  # of any kind: no log ends a run
+        except Exception as error:  # of any type: a log ends no run
             if not self.failed:
-                say(f'WARNING: the log does not get its lines ({error}); the run goes on')
+                say(f'WARNING: the log cannot be written ({error}); the run goes on')
             self.failed = True
 
 
 class Signals:
-    """SIGTERM, SIGHUP and SIGINT ask for a stop after the step; a second SIGINT stops at once."""
-    def __init__(self) -> None:
+    """SIGTERM, SIGHUP and SIGINT (Ctrl-C) ask for a stop after the step. A second SIGINT ends the
+    process at once. With `announce` a line says so, because compiling a step takes long."""
+    def __init__(self, announce: bool = True) -> None:
         self.received: str | None = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+        self.announce = announce
+        for name in ('SIGTERM', 'SIGINT', 'SIGHUP'):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
+            if number is not None and signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
+        """Note the signal."""
         self.received = signal.Signals(number).name
+        again = ''
         if number == signal.SIGINT:
+            again = '; a second Ctrl-C stops at once'
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+        line = f'\n{self.received}: stopping after this step, with a checkpoint{again}\n'
+        if self.announce:
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode())  # print may not interrupt another print

@@ -1,6 +1,8 @@
-"""This process among the others that torchrun started, and its device."""
+"""The processes of a run: their ranks and devices, how they communicate, and how they end."""
 import contextlib
 import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,29 +13,58 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from configurator import UserError, fail
+from configurator import UserError, error_line, fail, require
+
+CPU = torch.device('cpu')
 
 
 @dataclass
 class Distributed:
-    """This process among the others."""
-    rank: int
-    size: int
-    device: torch.device
+    """This process and the others that train with it."""
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # the rank on this machine
+    device: torch.device = CPU
+
+    def connect(self, minutes: float) -> None:
+        """Join the other processes, by NCCL on GPUs and gloo on CPUs. Each waits so many minutes
+        for the others. UserError."""
+        on_gpu = self.device.type == 'cuda'
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision('high')
+        if self.size == 1:
+            return
+        require(self.device.type != 'mps', 'device=mps: needs a single process')
+        timeout = timedelta(minutes=minutes)
+        try:
+            store, _, _ = next(rendezvous('env://', self.rank, self.size, timeout=timeout))
+        except (RuntimeError, ValueError) as error:  # ValueError: no address in the environment
+            words = str(error).partition('\n')[0]
+            fail(f'process {self.rank} of {self.size} finds no others: {words}; torchrun starts '
+                 'them', everywhere=True)
+        if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
+            # On one machine torchrun keeps its store when it restarts the processes, and in it the
+            # addresses of those that ended.
+            store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)
+        dist.init_process_group(
+            'nccl' if on_gpu else 'gloo', store=store, rank=self.rank, world_size=self.size,
+            timeout=timeout, device_id=self.device if on_gpu else None)
 
     def sum(self, values: Tensor) -> Tensor:
-        """`values` summed over all processes."""
+        """Sum `values` over all processes."""
         if self.size > 1:
             values = values.to(self.device)
             dist.all_reduce(values)
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so in any process."""
+        """Return whether `flag` is set in any process."""
         return float(self.sum(torch.tensor(float(flag)))) > 0
 
     def run_on_rank0(self, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args) run by rank 0, its result in every process. Where it fails, all end."""
+        """Run function(*args) on rank 0 and return its result in every process. If it fails, all
+        processes end."""
         result, error = None, None
         if self.rank == 0:
             try:
@@ -44,71 +75,69 @@ class Distributed:
         if self.size > 1:
             dist.broadcast_object_list(box, device=self.device)
         if box[1]:
-            raise error or UserError('rank 0 has said why')
+            raise error or SystemExit(1)  # rank 0 says why
         return box[0]
 
 
+def read_environment() -> Distributed:
+    """Return the ranks and the number of processes that torchrun has set. UserError."""
+    numbers = []
+    for name, default in (('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0')):
+        text = os.environ.get(name) or default
+        require(text.isdecimal(), f'{name}={text} in the environment: expected a whole number')
+        numbers.append(int(text))
+    rank, size, local_rank = numbers
+    require(rank < size, f'RANK={rank} and WORLD_SIZE={size} in the environment contradict each '
+            'other: torchrun sets both; without torchrun, unset both')
+    return Distributed(rank, size, local_rank)
+
+
 def find_device(kind: str, local_rank: int = 0) -> torch.device:
-    """auto (cuda where there is one), cpu, cuda or mps as a device of this machine. SystemExit."""
+    """Return the device that auto, cpu, cuda or mps names here. auto is a GPU if there is one.
+    UserError."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == 'auto':
         kind = 'cuda' if gpus else 'cpu'
+    if kind == 'cuda' and not gpus:
+        fail('device=cuda: torch finds no GPU on this machine; set device=cpu')
     if kind == 'cuda' and local_rank >= gpus:
-        fail(f'device=cuda: process {local_rank + 1} on this machine finds {gpus} GPUs; start as '
-             'many processes as GPUs (torchrun --nproc_per_node), or set device=cpu',
-             everywhere=True)
+        fail(f'device=cuda: process {local_rank + 1} on this machine finds {gpus} GPUs; expected '
+             f'torchrun --nproc_per_node={gpus}', everywhere=True)
     if kind == 'mps' and not torch.backends.mps.is_available():
         fail('device=mps: needs an Apple GPU; set device=cpu')
     return torch.device(kind, local_rank) if kind == 'cuda' else torch.device(kind)
 
 
-def start_world(kind: str, batch_size: int, micro_batch_size: int | None, minutes: float,
-                ) -> Distributed:
-    """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), which wait so long for
-    one another, or stand alone. SystemExit where the batch does not divide among them."""
-    rank = int(os.environ.get('RANK', 0))
-    size = int(os.environ.get('WORLD_SIZE', 1))
-    device = find_device(kind, int(os.environ.get('LOCAL_RANK', 0)))
-    if device.type == 'mps' and size > 1:
-        fail('device=mps: needs a single process')
-    micro_batch_size = micro_batch_size or 1
-    if batch_size % (micro_batch_size * size):
-        fitting = [m for m in range(micro_batch_size, 0, -1) if batch_size % (m * size) == 0]
-        larger = -(-batch_size // (micro_batch_size * size)) * micro_batch_size * size
-        right = f'micro_batch_size={fitting[0]}' if fitting else f'batch_size={larger}'
-        fail(f'batch_size={batch_size} is not a multiple of micro_batch_size x processes = '
-             f'{micro_batch_size} x {size}; right would be {right}')
-    if device.type == 'cuda':
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision('high')
-    if size > 1:
-        wait = timedelta(minutes=minutes)
-        try:
-            store, rank, size = next(rendezvous('env://', rank, size, timeout=wait))
-        except (RuntimeError, ValueError) as error:  # ValueError: no address in the environment
-            words = str(error).partition('\n')[0]
-            fail(f'process {rank} of {size} finds no others: {words}; torchrun starts them',
-                 everywhere=True)
-        if os.environ.get('LOCAL_WORLD_SIZE') == str(size):
-            # On one machine torchrun keeps its store when it restarts the group, and in it the
-            # addresses of the dead.
-            store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)
-        backend = 'nccl' if device.type == 'cuda' else 'gloo'
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
-    return Distributed(rank, size, device)
-
-
 @contextlib.contextmanager
 def report_errors(world: Distributed) -> Iterator[None]:
-    """Memory that ran out, and other processes that are gone, become one line and exit code 1."""
+    """End this process with one line if memory runs out or other processes are gone, and without a
+    line if the first process on this machine prints the same one."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        words = str(error).partition('\n')[0]
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or 'allocate memory' in words:
-            fail('out of memory: halve micro_batch_size, or set --activation_checkpointing '
-                 f'({words})', everywhere=True)
-        if world.size == 1:
-            raise
-        fail(f'process {world.rank} of {world.size} failed or lost the others: {words}; once all '
-             'can run again, go on with --init_from=resume', everywhere=True)
+    except BaseException as raised:
+        error = explain(raised, world)
+        known = isinstance(error, (UserError, OSError, KeyboardInterrupt))
+        if known and world.local_rank > 0 and not getattr(error, 'everywhere', False):
+            error = SystemExit(1)
+        if not (dist.is_initialized() and dist.get_backend() == 'nccl'):
+            if error is raised:
+                raise
+            raise error from None
+        # NCCL's destructor can wait for processes that wait for this one: end without it
+        if not isinstance(error, SystemExit):
+            line = error_line(error) if known else traceback.format_exc()
+            print(line, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def explain(error: BaseException, world: Distributed) -> BaseException:
+    """Return a UserError if memory ran out or processes are lost, any other error as it is."""
+    words = str(error).partition('\n')[0]
+    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if no_memory or (isinstance(error, RuntimeError) and 'allocate memory' in words):
+        return UserError('out of memory: halve micro_batch_size, or set --activation_checkpointing '
+                         f'({words})', everywhere=True)
+    if isinstance(error, RuntimeError) and dist.is_initialized():
+        return UserError(f'process {world.rank} of {world.size} failed or lost the others: {words};'
+                         ' once all can run again, go on with --init_from=resume', everywhere=True)
+    return error

@@ -178,7 +178,7 @@ def make_trainer(data: Path, out: Path, **options: Any) -> train.Trainer:
     given = configurator.read_options(TINY, TrainConfig, ModelConfig)
     given |= {'data': str(data), 'out_dir': str(out), **options}
     cfg = configurator.build(TrainConfig, given)
-    return train.Trainer(cfg, given, Distributed(0, 1, torch.device('cpu')))
+    return train.Trainer(cfg, given, Distributed())
 
 
 def wait_for(condition: Any, seconds: float = 300) -> None:
