@@ -89,6 +89,7 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         require(not (self.tokens and self.size), 'tokens and size: give one')
+        require('' not in (self.input, self.out_dir), 'input= or out_dir= is empty')
         tokenizer, held_out = OWN_TEXTS.get(self.input, ('llama', 0.005))
         # If documents are few, the end of the text is held out instead of some documents.
         self.held_out_end = 0.05 if self.held_out is None else self.held_out
