@@ -57,7 +57,7 @@ LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # a mirror o
 # 20 tokens a parameter, and 1% more
 SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2e9}
 OWN_TEXTS = {'builtin': ('byte', 0.05), 'corpus': ('byte', 0.01)}  # tokenizer, held_out
-# The tokenizer of train.py --text, where none is given: the first whose bytes exceed the text's
+# The default tokenizer of train.py --text: the first whose number of bytes exceeds the text's
 TEXT_TOKENIZERS = {4e6: 'byte', 20e6: 'bpe1024', 100e6: 'bpe2048', 1e9: 'bpe4096',
                    math.inf: 'bpe32000'}
 SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
@@ -89,8 +89,9 @@ class PrepareConfig:
 
     def __post_init__(self) -> None:
         require(not (self.tokens and self.size), 'tokens and size: give one')
+        require('' not in (self.input, self.out_dir), 'input= or out_dir= is empty')
         tokenizer, held_out = OWN_TEXTS.get(self.input, ('llama', 0.005))
-        # Where documents are few, the end of the text is held out instead of some documents.
+        # If documents are few, the end of the text is held out instead of some documents.
         self.held_out_end = 0.05 if self.held_out is None else self.held_out
         self.min_bytes = 1  # documents are few if a split gets fewer bytes
         tokens = round(SIZES[self.size or '162m'])
@@ -141,9 +142,9 @@ class Source(NamedTuple):
     files: list[File]
     left_out: list[str]  # names of files of other kinds
 
-    def names(self, split: str | None) -> list[str]:
-        """Return the names of the files whose split is known to be this one."""
-        return [file.name for file in self.files if file.split == split]
+    def splits(self) -> set[str | None]:
+        """Return the splits that files are named after."""
+        return {file.split for file in self.files}
 
     def digest(self, tokenizer: str) -> str:
         """Hash the tokenizer and all files, names and contents, to eight digits."""
@@ -347,6 +348,7 @@ def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
     """Yield the parts of all documents, each with its split: by hash, or by position if there are
     `ends`. Files of a full split are not opened. Damaged files are added to `skipped`, or end the
     program."""
+    splits = source.splits()
     position = 0  # bytes of the documents read so far
     for file in source.files:
         if is_full(file.split or 'train'):
@@ -356,8 +358,8 @@ def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
             for chunks in read_documents(path, o.column):
                 named = file.split in ('val', 'test')
                 split = file.split if named else split_by_hash(chunks, 0 if ends else o.held_out)
-                if not named and source.names(split):
-                    split = 'train'  # the source has files for val or test
+                if not named and split in splits:
+                    split = 'train'  # val or test has files of its own
                 for n, text in enumerate(split_text(chunks())):
                     part = Part(split, text, n == 0)
                     if named or ends is None:
@@ -405,7 +407,7 @@ def split_by_position(part: Part, position: int, ends: dict[str, int]) -> Iterat
 def find_ends(o: PrepareConfig, source: Source, skipped: dict[str, str]) -> dict[str, int] | None:
     """Find at which bytes train, val and test end if documents are so few that their hashes would
     leave a split empty. None if there are enough."""
-    drawn = [split for split in SPLITS if split == 'train' or not source.names(split)]
+    drawn = [split for split in SPLITS if split == 'train' or split not in source.splits()]
     if not o.held_out or len(drawn) == 1:
         return None
     sizes = dict.fromkeys(SPLITS, 0)
@@ -508,7 +510,7 @@ def write_folder(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any
     if names := source.left_out:
         say(f'left out: {len(names):,} files of other kinds, for example {", ".join(names[:5])}')
     for split in SPLITS:
-        if names := source.names(split):
+        if names := [file.name for file in source.files if file.split == split]:
             say(f'{split}: {", ".join(names[:3])}' + f' and {len(names) - 3:,} more files'
                 * (len(names) > 3))
     skipped: dict[str, str] = {}
@@ -574,7 +576,7 @@ def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, toke
     """Write the tokens of all documents, until the train split has o.tokens of them."""
     limit = dict.fromkeys(SPLITS, sys.maxsize) | {'train': o.tokens}
     for split in ('val', 'test'):
-        if ends or source.names(split):
+        if ends or split in source.splits():
             limit[split] = max(1, round(o.tokens * (o.held_out_end if ends else o.held_out)))
 
     def room(split: str) -> int:
