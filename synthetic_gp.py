@@ -131,7 +131,7 @@ class Options:
     schedule: Literal['constant', 'cosine'] = INFERRED['schedule']  # cosine: with a warm-up
     init_cem: Literal['linear', 'normal'] = INFERRED['init_cem']  # W, V: nn.Linear's or N(0, 1/D)
     jobs: int = 2  # processes, each with one thread
-    out_dir: str | None = None  # default: out/gp, out/gp_blind, out/gp_quick or out/gp_blind_quick
+    out_dir: str = 'out/gp'  # where tables and figures go
     quick: bool = False  # 2 repeats, 2000 points and 500 steps, unless other numbers are given
 
     def __post_init__(self) -> None:
@@ -142,21 +142,19 @@ class Options:
         for model in self.models:
             if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
                 fail(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
-        kind = '_blind' * (self.protocol == 'blind') + '_quick' * self.quick
-        self.out_dir = self.out_dir or f'out/gp{kind}'
 
     def file_suffix(self) -> str:
-        """Name every option that differs from the protocol's full table, so that a smaller table
-        does not replace it; '' if none does."""
+        """Name what differs from the full table, so that no other table replaces it."""
         full = build_options(dict(protocol=self.protocol, quick=self.quick))
-        changed = {name: value for name, value in asdict(self).items()
-                   if value != getattr(full, name) and name not in ('jobs', 'out_dir')}
-        return ''.join(f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
-                       for name, value in changed.items())
+        suffix = '_blind' * (self.protocol == 'blind') + '_quick' * self.quick
+        for name, value in asdict(self).items():
+            if name not in ('jobs', 'out_dir') and value != getattr(full, name):
+                suffix += f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
+        return suffix
 
 
 def build_options(given: dict[str, Any]) -> Options:
-    """The protocol's values, under those of --quick, under those that were given."""
+    """Apply the options that were given over those of --quick over the protocol's."""
     protocol = PROTOCOLS[given.get('protocol', 'inferred')]
     return build(Options, protocol | (QUICK if given.get('quick') else {}) | given)
 
@@ -371,13 +369,13 @@ def write_table(o: Options, stop: str, results: dict[Key, dict[str, Row]],
         parameters, flops = sizes(m)
         pairs = [f'{of[i]:.4f} ± {of[i + 1]:.4f}' if of else '-'
                  for i in (0, 2) for of in (row, theirs)]
-        if o.repeats == 1:  # no spread is known
+        if o.repeats == 1:  # the spread is unknown
             pairs[::2] = [pair.partition(' ±')[0] for pair in pairs[::2]]
         off = '{:+.1f}, {:+.1f}'.format(*deviations(row, theirs)) if theirs else '-'
         size = [f'{parameters / 1e3:.2f}K', f'{flops / 1e6:.2f}M']
         shown.append([m, *size, KERNELS[k][0], *pairs, off])
-        lines.append([m, parameters, flops, KERNELS[k][0], *(f'{value:.6f}' for value in row),
-                      *(theirs or [''] * 4)])
+        numbers = ['' if o.repeats == 1 and i % 2 else f'{row[i]:.6f}' for i in range(4)]
+        lines.append([m, parameters, flops, KERNELS[k][0], *numbers, *(theirs or [''] * 4)])
     options = ', '.join(f'{name}={value}' for name, value in asdict(o).items()
                         if name not in ('kernels', 'models', 'jobs', 'out_dir'))
     over = 'mean ± std over repeats' if o.repeats > 1 else 'one repeat, so its spread is unknown'

@@ -290,10 +290,10 @@ def test_an_option_wins_over_quick_and_quick_over_the_protocol():
 
 
 @pytest.mark.parametrize('options, suffix', [
-    ({}, ''), (dict(protocol='blind'), ''), (dict(quick=True, jobs=1), ''),
+    ({}, ''), (dict(protocol='blind'), '_blind'), (dict(quick=True, jobs=1), '_quick'),
     (dict(kernels=('rbf', 'matern'), models=('Gated', 'CEM-T3')),
      '_kernels=rbf-matern_models=Gated-CEM-T3'),
-    (dict(protocol='blind', steps=7), '_steps=7'), (dict(seed=1, out_dir='x'), '_seed=1')])
+    (dict(protocol='blind', steps=7), '_blind_steps=7'), (dict(seed=1, out_dir='x'), '_seed=1')])
 def test_a_smaller_table_has_a_name_of_its_own(options, suffix):
     assert gp.build_options(options).file_suffix() == suffix
 
