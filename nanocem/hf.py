@@ -1,4 +1,5 @@
-"""Our models as folders that Hugging Face's transformers loads."""
+"""Export models to folders that Hugging Face's transformers loads, and read them back."""
+import base64
 import json
 import re
 import shutil
@@ -7,70 +8,139 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from configurator import UserError, fail
-from model import Transformer
+from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import read_json, say, write_atomic
 from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
-WEIGHTS_FILE, PREFIX = 'model.safetensors', 'model.'  # in an exported folder; of its weights' names
+WEIGHTS_FILE = 'model.safetensors'
+PREFIX = 'model.'  # of weight names, unless the export is a LlamaForCausalLM
 CODE = ('model.py', 'configurator.py', 'nanocem/compute.py', 'nanocem/fast.py',  # copied by export
         'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
+LLAMA_NAMES = {  # our weights, and those of LlamaForCausalLM. W_O and W_d are transposed there
+    'embedding': 'model.embed_tokens', 'norm.gain': 'model.norm', 'head': 'lm_head',
+    'attn.norm.gain': 'input_layernorm', 'attn.W_Q': 'self_attn.q_proj',
+    'attn.W_K': 'self_attn.k_proj', 'attn.W_V': 'self_attn.v_proj', 'attn.W_O': 'self_attn.o_proj',
+    'mlp.norm.gain': 'post_attention_layernorm', 'mlp.W': 'mlp.up_proj', 'mlp.V': 'mlp.gate_proj',
+    'mlp.W_d': 'mlp.down_proj'}
 
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
 ---
 A language model by nanoCEM, an implementation of
-[Causal Energy Minimization](https://arxiv.org/abs/2605.07588). It needs torch, transformers, numpy
-and scipy:
+[Causal Energy Minimization](https://arxiv.org/abs/2605.07588).
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{remote})
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME)
 
-Tokenizer: {tokenizer}, vocabulary {vocab_size}.
+{words}
+Tokenizer: {tokenizer}, vocabulary {vocab_size}. Every text begins with the token BOS.
 """
+LLAMA_WORDS = """This is a plain LlamaForCausalLM. It needs no code of nanoCEM's.
+"""
+REMOTE_WORDS = """It needs torch, transformers 5.0 or later, numpy and scipy, and this folder's code:
+transformers has neither CEM's layers nor a Llama with ALiBi or with sublayers that are reused.
+
+There is: generate on batches and with beams, attention_mask with padding on the left or right,
+labels, the Trainer, gradient checkpointing, resize_token_embeddings, torch.compile, bfloat16.
+There is no cache: each new token reads the whole text again (nanoCEM's sample.py has a cache).
+Refused in one line: past_key_values, use_cache, inputs_embeds, position_ids other than the
+default, output_hidden_states, output_attentions, return_dict=False, masks of four dimensions.
+"""
+
+
+def is_plain_llama(cfg: ModelConfig) -> bool:
+    """Return whether transformers' own LlamaForCausalLM computes the same."""
+    return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
+            and cfg.attn_reuse == cfg.mlp_reuse == 1)
+
+
+def to_llama_name(name: str) -> str:
+    """Return LlamaForCausalLM's name for one of our weights."""
+    if not name.startswith('blocks.'):
+        return f'{LLAMA_NAMES[name]}.weight'
+    _, n, name = name.split('.', 2)
+    return f'model.layers.{n}.{LLAMA_NAMES[name]}.weight'
+
+
+def to_llama_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename our Llama's weights to LlamaForCausalLM's."""
+    return {to_llama_name(name): w.T if name.endswith(('W_O', 'W_d')) else w
+            for name, w in weights.items()}
+
+
+def from_llama_weights(weights: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
+    """Take our weights of these names from LlamaForCausalLM's. KeyError if one is missing."""
+    found = {name: weights[to_llama_name(name)] for name in names}
+    return {name: w.T.contiguous() if name.endswith(('W_O', 'W_d')) else w
+            for name, w in found.items()}
 
 
 def export(model: Transformer, folder: str, state: dict[str, Any],
            dtype: torch.dtype = torch.float32) -> None:
-    """Write the model to a new or empty folder that transformers loads; `state`, its checkpoint,
-    names the tokenizer and the data. SystemExit."""
-    path = Path(folder)
+    """Write the model to a new or empty folder that transformers loads. A Llama with RoPE becomes a
+    LlamaForCausalLM. `state`, its checkpoint, names the tokenizer and data. UserError, OSError."""
+    path, cfg = Path(folder), model.cfg
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         fail(f'export={folder} is not empty; expected a new folder')
-    weights = {PREFIX + name: w.to(dtype).contiguous()
-               for name, w in model.state_dict().items()}
+    weights = {name: w.to(dtype) for name, w in model.state_dict().items()}
+    plain = is_plain_llama(cfg)
+    if plain:
+        weights = to_llama_weights(weights)
+        config: dict[str, Any] = dict(
+            model_type='llama', architectures=['LlamaForCausalLM'], hidden_act='silu',
+            vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, intermediate_size=cfg.d_mlp,
+            num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
+            num_key_value_heads=cfg.n_head, head_dim=cfg.d_model // cfg.n_head,
+            max_position_embeddings=cfg.context_length, rms_norm_eps=NORM_EPS,
+            rope_theta=cfg.rope_theta, attention_bias=False, mlp_bias=False,
+            initializer_range=cfg.init_std, tie_word_embeddings=False, nanocem=vars(cfg))
+    else:
+        weights = {PREFIX + name: w for name, w in weights.items()}
+        auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
+                'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
+        config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
+                      **vars(cfg))
+        for source in CODE:
+            code = (ROOT / source).read_text(encoding='utf-8')
+            (path / Path(source).name).write_text(to_relative_imports(code), encoding='utf-8')
+    weights = {name: w.contiguous() for name, w in weights.items()}
     write_atomic(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
-    for source in CODE:
-        code = (ROOT / source).read_text(encoding='utf-8')
-        (path / Path(source).name).write_text(beside(code), encoding='utf-8')
-    (path / 'README.md').write_text(CARD.format(**state['data']), encoding='utf-8')
-    auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
-            'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
-    begin = {'bos_token_id': write_tokenizer(path, state)}
+    card = CARD.format(remote='' if plain else ', trust_remote_code=True',
+                       words=LLAMA_WORDS if plain else REMOTE_WORDS, **state['data'])
+    (path / 'README.md').write_text(card, encoding='utf-8')
+    bos = write_tokenizer(path, state)
+    ids = dict(bos_token_id=bos, pad_token_id=bos, eos_token_id=None)
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
-    write_json(path / 'config.json', model_type='nanocem', auto_map=auto, run=run,
-               dtype=str(dtype).removeprefix('torch.'), architectures=['NanocemForCausalLM'],
-               **begin, **vars(model.cfg))
-    write_json(path / 'generation_config.json', use_cache=False, **begin)
+    write_json(path / 'config.json', **config, **ids, run=run,
+               dtype=str(dtype).removeprefix('torch.'))
+    write_json(path / 'generation_config.json', use_cache=plain, **ids)
 
 
 def read_export(folder: str) -> dict[str, Any]:
-    """What `export` wrote, as a checkpoint holds it, its weights in float32; unchecked. An error of
-    any kind where it is damaged."""
+    """Read what `export` wrote as a checkpoint, with weights in float32. Nothing is checked: a
+    damaged folder raises an error of any kind."""
     config = read_json(f'{folder}/config.json', 'export the model again') or {}
     weights = load_file(f'{folder}/{WEIGHTS_FILE}')
+    if config.get('model_type') == 'llama':
+        # transformers may have resized the vocabulary
+        config = {**config, **config['nanocem'], 'vocab_size': config['vocab_size']}
+        with torch.device('meta'):
+            names = Transformer(ModelConfig(**{name: config[name] for name in config['nanocem']}))
+        weights = from_llama_weights(weights, names.state_dict())
     return {**config.get('run', {}), 'folder': folder,
             'model': {name.removeprefix(PREFIX): w.float() for name, w in weights.items()},
             'model_config': config}
 
 
-def beside(code: str) -> str:
-    """A file of ours with imports from the folder it is in, the only ones transformers follows."""
+def to_relative_imports(code: str) -> str:
+    """Import our files from the folder of the file itself: transformers follows no others."""
     code = re.sub(r'^( *)from nanocem import', r'\1from . import', code, flags=re.M)
     ours = 'configurator|model|compute|fast|triton_attention'
     return re.sub(rf'^( *)from (?:nanocem\.)?({ours}) import', r'\1from .\2 import', code,
@@ -81,71 +151,138 @@ def write_json(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
 
 
+# Tokenizers
+
+PROBE = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍', '\0\x7f\u00a0\u3000', 'x' * 99,
+         '<s> </s> <unk> <pad> <0x0A>', ' ' * 40]
+
+
 def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
-    """The files of transformers' fast tokenizers, or of the one in modeling_nanocem.py for bytes.
-    Returns BOS; None, and a warning, where the tokenizer is not at hand."""
+    """Write the checkpoint's tokenizer as transformers' fast tokenizers have it; a SentencePiece
+    model also as tokenizer.model, for sample.py and evaluate.py. Return BOS. Warn, and return None,
+    if the tokenizer is missing."""
     try:
         tokenizer = tokenizer_of(state)
     except UserError as error:
         say(f'WARNING: no tokenizer in {path}: {error}')
         return None
-    options: dict[str, Any]
-    if tokenizer.name == 'byte':
-        kind = 'NanocemTokenizer'
-        options = {'auto_map': {'AutoTokenizer': [f'modeling_nanocem.{kind}', None]}}
-    else:
-        kind = 'PreTrainedTokenizerFast'
-        bpe, special = tokenizer_json(tokenizer)
-        write_json(path / 'tokenizer.json', **bpe)
-        options = {'split_special_tokens': True, 'clean_up_tokenization_spaces': False, **special}
-        if tokenizer.name == 'sentencepiece':  # for sample.py and evaluate.py
-            shutil.copyfile(tokenizer.path, path / 'tokenizer.model')
-    write_json(path / 'tokenizer_config.json', tokenizer_class=kind, **options,
+    if tokenizer.path:
+        shutil.copyfile(tokenizer.path, path / 'tokenizer.model')
+    content, special = tokenizer_json(tokenizer)
+    if not same_ids(tokenizer, content):
+        say(f'WARNING: {path} has no tokenizer.json, because transformers would give other ids; its '
+            'tokenizer is tokenizer.model, which sentencepiece reads')
+        return tokenizer.bos
+    write_json(path / 'tokenizer.json', **content)
+    write_json(path / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast',
+               split_special_tokens=True, clean_up_tokenization_spaces=False, padding_side='left',
+               pad_token=special['bos_token'], **special,
                model_max_length=state['model_config']['context_length'])
     return tokenizer.bos
 
 
+def same_ids(tokenizer: Any, content: dict[str, Any]) -> bool:
+    """Return whether a tokenizer.json gives the ids of our tokenizer, on hostile texts and its own
+    tokens; True if the package tokenizers is not installed."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return True
+    theirs = Tokenizer.from_str(json.dumps(content))
+    theirs.encode_special_tokens = True
+    pieces = [tokenizer.decode([i]) for i in range(min(tokenizer.vocab_size, 1 << 16))]
+    texts = [*PROBE, ''.join(pieces), ' '.join(reversed(pieces))]
+    return all(theirs.encode(text).ids == [tokenizer.bos, *tokenizer.encode(text)]
+               for text in texts)
+
+
 def tokenizer_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """gpt2 or llama as Hugging Face's tokenizer.json has them, and their special tokens by role."""
-    if tokenizer.name == 'gpt2':
-        shown = {*range(33, 127), *range(161, 173), *range(174, 256)}  # these bytes as they are
-        rest = [i for i in range(256) if i not in shown]
-        letters = [chr(i) if i in shown else chr(256 + rest.index(i)) for i in range(256)]
-        ranks = tokenizer.bpe._mergeable_ranks
-        words = {''.join(letters[i] for i in word): rank
-                 for word, rank in sorted(ranks.items(), key=lambda item: item[1])}
-        special = ['<|endoftext|>'] * 3
-        words[special[0]] = tokenizer.bos
-        by_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True}
-        steps = {'pre_tokenizer': by_bytes, 'decoder': by_bytes}
+    """Return a tokenizer as Hugging Face's tokenizer.json, and its special tokens by role."""
+    if tokenizer.path:
+        return sentencepiece_json(tokenizer)
+    # Bytes are spelled by letters: those that can be printed by themselves, the others by 256, ...
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [i for i in range(256) if i not in printed]
+    letters = [chr(i) if i in printed else chr(256 + others.index(i)) for i in range(256)]
+    if tokenizer.name == 'byte':
+        words = {letter: i for i, letter in enumerate(letters)}
     else:
-        model = tokenizer.model
-        ids = sorted(range(tokenizer.vocab_size), key=model.get_score, reverse=True)
-        words = {model.id_to_piece(i): i for i in ids}
-        special = ['<s>', '</s>', '<unk>']
-        spaces = [{'type': 'Prepend', 'prepend': '\u2581'},
-                  {'type': 'Replace', 'pattern': {'String': ' '}, 'content': '\u2581'}]
-        back = [{'type': 'Replace', 'pattern': {'String': '\u2581'}, 'content': ' '},
-                {'type': 'ByteFallback'}, {'type': 'Fuse'},
-                {'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0}]
-        steps = {'normalizer': {'type': 'Sequence', 'normalizers': spaces},
-                 'decoder': {'type': 'Sequence', 'decoders': back}}
-    # neighbours that are a word together are joined, the first such word of all first
-    merges = [[word[:n], word[n:]] for word in words for n in range(1, len(word))
-              if word[:n] in words and word[n:] in words]
+        ranks = sorted(tokenizer.bpe._mergeable_ranks.items(), key=lambda item: item[1])
+        words = {''.join(letters[i] for i in word): rank for word, rank in ranks}
+    merges = [] if tokenizer.name == 'byte' else find_merges(words)
+    bos = '<|endoftext|>'
+    words[bos] = tokenizer.bos
+    by_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
+                'use_regex': tokenizer.name != 'byte'}
+    model = {'type': 'BPE', 'vocab': words, 'merges': merges, 'unk_token': bos}
+    return assemble_json(tokenizer, model, [bos, bos, bos], pre_tokenizer=by_bytes, decoder=by_bytes)
+
+
+def sentencepiece_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a SentencePiece model, BPE or unigram, as tokenizer.json, and its special tokens."""
+    from sentencepiece import sentencepiece_model_pb2
+    sp = tokenizer.model
+    proto = sentencepiece_model_pb2.ModelProto.FromString(sp.serialized_model_proto())
+    spec = proto.normalizer_spec
+    # A model that keeps spaces apart from U+2581 gets pieces with spaces in them
+    space = '\u2581' if tokenizer.sign is None else ' '
+    pieces = [sp.id_to_piece(i).replace('\u2581', space) for i in range(tokenizer.vocab_size)]
+    normal = [i for i in range(tokenizer.vocab_size)
+              if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i) or sp.is_unused(i))]
+    model: dict[str, Any] = {'byte_fallback': any(map(sp.is_byte, range(tokenizer.vocab_size)))}
+    if proto.trainer_spec.model_type == proto.trainer_spec.BPE:
+        normal.sort(key=sp.get_score, reverse=True)
+        model.update(type='BPE', vocab={piece: i for i, piece in enumerate(pieces)},
+                     merges=find_merges({pieces[i]: i for i in normal}), fuse_unk=True,
+                     unk_token=pieces[sp.unk_id()])
+    else:
+        scores = {i: sp.get_score(i) for i in normal}
+        model.update(type='Unigram', unk_id=sp.unk_id(),  # a text never spells a special piece
+                     vocab=[[piece, scores.get(i, -1e5)] for i, piece in enumerate(pieces)])
+    normalizers: list[dict[str, Any]] = []
+    if spec.precompiled_charsmap:
+        charsmap = base64.b64encode(spec.precompiled_charsmap).decode()
+        normalizers.append({'type': 'Precompiled', 'precompiled_charsmap': charsmap})
+    if spec.remove_extra_whitespaces:
+        normalizers += [{'type': 'Strip', 'strip_left': True, 'strip_right': True},
+                        {'type': 'Replace', 'pattern': {'Regex': ' {2,}'}, 'content': ' '}]
+    if spec.add_dummy_prefix:
+        normalizers.append({'type': 'Prepend', 'prepend': space})
+    decoders: list[dict[str, Any]] = [{'type': 'ByteFallback'}, {'type': 'Fuse'}]
+    if space != ' ':
+        normalizers.append({'type': 'Replace', 'pattern': {'String': ' '}, 'content': space})
+        decoders.insert(0, {'type': 'Replace', 'pattern': {'String': space}, 'content': ' '})
+    if spec.add_dummy_prefix:
+        decoders.append({'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0})
+    eos = sp.eos_id() if sp.eos_id() >= 0 else tokenizer.bos
+    return assemble_json(tokenizer, model, [pieces[i] for i in (tokenizer.bos, eos, sp.unk_id())],
+                         normalizer={'type': 'Sequence', 'normalizers': normalizers},
+                         decoder={'type': 'Sequence', 'decoders': decoders})
+
+
+def find_merges(words: dict[str, int]) -> list[list[str]]:
+    """Return the pairs of words that are a word together, in the order of these words."""
+    return [[word[:n], word[n:]] for word in words for n in range(1, len(word))
+            if word[:n] in words and word[n:] in words]
+
+
+def assemble_json(tokenizer: Any, model: dict[str, Any], special: list[str], **steps: Any,
+                  ) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the whole tokenizer.json of a model, whose texts begin with BOS, and the special
+    tokens BOS, end of text and unknown by role."""
     bos = special[0]
+    vocab = model['vocab']
+    ids = vocab if isinstance(vocab, dict) else {word: i for i, (word, _) in enumerate(vocab)}
     begin = {'SpecialToken': {'id': bos, 'type_id': 0}}
-    text = {'Sequence': {'id': 'A', 'type_id': 0}}
-    more = {'Sequence': {'id': 'B', 'type_id': 0}}
+    text, second = ({'Sequence': {'id': name, 'type_id': 0}} for name in 'AB')
     return {
         'version': '1.0',
         'added_tokens': [
-            {'id': words[word], 'content': word, 'special': True, 'normalized': False,
-             'single_word': False, 'lstrip': False, 'rstrip': False} for word in set(special)],
+            {'id': ids[word], 'content': word, 'special': True, 'normalized': False,
+             'single_word': False, 'lstrip': False, 'rstrip': False}
+            for word in sorted(set(special), key=ids.__getitem__)],
         'post_processor': {
-            'type': 'TemplateProcessing', 'single': [begin, text], 'pair': [begin, text, more],
+            'type': 'TemplateProcessing', 'single': [begin, text], 'pair': [begin, text, second],
             'special_tokens': {bos: {'id': bos, 'ids': [tokenizer.bos], 'tokens': [bos]}}},
-        'model': {'type': 'BPE', 'vocab': words, 'merges': merges, 'byte_fallback': True,
-                  'fuse_unk': True, 'unk_token': special[2]},
-        **steps,
+        'model': model, **steps,
     }, dict(zip(('bos_token', 'eos_token', 'unk_token'), special, strict=True))

@@ -1,22 +1,23 @@
 """
-A Transformer of model.py as transformers has models, and the byte tokenizer as it has tokenizers.
+A Transformer of model.py as a model of Hugging Face's transformers.
 
 evaluate.py --export copies this file beside model.py into the folder it writes, where
-AutoModelForCausalLM and AutoTokenizer find it with trust_remote_code=True.
+AutoModelForCausalLM finds it with trust_remote_code=True.
 """
 from dataclasses import fields
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizer
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from model import ModelConfig, Transformer
 
-# transformers brings the files along that such a line names, and no others
+# transformers copies only the files that such a line names
 from nanocem.compute import cross_entropy  # noqa: F401
-from nanocem.fast import way  # noqa: F401
+from nanocem.fast import select_impl  # noqa: F401
 from nanocem.triton_attention import attention  # noqa: F401
 
 
@@ -34,8 +35,9 @@ class NanocemConfig(PreTrainedConfig):
 
 
 class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
-    """Every pass reads its whole text: there is no cache."""
+    """A causal language model without a cache: every forward pass reads its whole text."""
     config_class = NanocemConfig
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: NanocemConfig):
         super().__init__(config)
@@ -45,61 +47,92 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """RuntimeError where a weight is missing, which would be left as memory had it."""
+        """Load weights. Those of another shape (ignore_mismatched_sizes=True) get initial values.
+        RuntimeError if some are missing. transformers would leave both uninitialized."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **options)
         if info['missing_keys']:
             raise RuntimeError(f'no weights for {", ".join(sorted(info["missing_keys"]))}')
+        if info['mismatched_keys']:
+            initial = Transformer(model.model.cfg).state_dict(prefix='model.')
+            for name, *_ in info['mismatched_keys']:
+                model.get_parameter(name).data.copy_(initial[name])
         return (model, info) if output_loading_info else model
 
     def _init_weights(self, module: Any) -> None:
-        """The modules have drawn their weights when they were made."""
+        """Initialize the layers that resize_token_embeddings makes. Ours initialize themselves."""
+        if isinstance(module, nn.Embedding | nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.init_std)
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return nn.Embedding(*self.model.embedding.shape, _weight=self.model.embedding)
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.model.embedding = value.weight
+
+    def get_output_embeddings(self) -> nn.Linear:
+        linear = nn.Linear(*self.model.head.shape[::-1], bias=False, device='meta')
+        linear.weight = self.model.head
+        return linear
+
+    def set_output_embeddings(self, value: nn.Linear) -> None:
+        self.model.head = value.weight
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
+        """Recompute the activations of each block in the backward pass, as train.py does."""
+        self.model.activation_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.model.activation_checkpointing = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.model.activation_checkpointing
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
-                labels: Tensor | None = None, logits_to_keep: int = 0, **rest: Any,
-                ) -> CausalLMOutput:
-        """Ids (B, I) -> logits (B, I, vocabulary), of the last `logits_to_keep` positions if that
-        is not 0; with labels (B, I) also their loss. Padding may stand on the right alone."""
-        if attention_mask is not None and (attention_mask.diff(dim=-1) > 0).any():
-            raise ValueError('the model has no mask for padding on the left: pad on the right, or '
-                             'give one text at a time')
-        x = self.model.hidden(input_ids)[:, -logits_to_keep:]
+                labels: Tensor | None = None, logits_to_keep: int = 0,
+                position_ids: Tensor | None = None, num_items_in_batch: Any = None,
+                return_dict: bool | None = None, **others: Any) -> CausalLMOutput:
+        """Map ids (B, I) to logits (B, I, vocabulary), those of the last `logits_to_keep` positions
+        if that is not 0, and with labels (B, I) to their loss, too. attention_mask (B, I) is 0 at
+        padding. ValueError for an input that this model does not have."""
+        names = [name for name, value in others.items() if value is not None and value is not False]
+        if return_dict is False:
+            names.append('return_dict=False')
+        if position_ids is not None and not default_positions(position_ids, attention_mask):
+            names.append('position_ids other than the default')
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            names.append(f'attention_mask {tuple(attention_mask.shape)}, not (batch, length)')
+        if names:
+            raise ValueError(f'this model does not take {", ".join(names)}: its README.md says what '
+                             'there is')
+        if attention_mask is not None and attention_mask.all():
+            attention_mask = None
+        x = self.model.hidden(input_ids, key_mask=attention_mask)[:, -logits_to_keep:]
         logits = F.linear(x, self.model.head)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **rest)
+            loss = self.loss_function(logits, labels, self.config.vocab_size,
+                                      num_items_in_batch=num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=logits)
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None,
-                                      **rest: Any) -> dict[str, Any]:
-        return dict(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=1)
+    def prepare_inputs_for_generation(
+            self, input_ids: Tensor, attention_mask: Any = None, past_key_values: Any = None,
+            output_attentions: Any = None, output_hidden_states: Any = None, **unused: Any,
+    ) -> dict[str, Any]:
+        """Return forward's arguments. generate makes a cache of its own, which stays empty."""
+        if past_key_values is not None and not past_key_values.get_seq_length():
+            past_key_values = None
+        return dict(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=1,
+                    past_key_values=past_key_values, output_attentions=output_attentions,
+                    output_hidden_states=output_hidden_states)
 
 
-class NanocemTokenizer(PreTrainedTokenizer):
-    """UTF-8 bytes as tokens 0 to 255, and <|endoftext|>, 256, which begins every text."""
-    model_input_names = ('input_ids', 'attention_mask')
-    vocab_size = 256
-
-    def __init__(self, **options: Any):
-        super().__init__(**{**dict(
-            bos_token='<|endoftext|>', eos_token='<|endoftext|>', pad_token='<|endoftext|>',
-            padding_side='right', special_tokens_pattern='bos', split_special_tokens=True),
-            **options})
-
-    def get_vocab(self) -> dict[str, int]:
-        return {chr(i): i for i in range(256)} | self.added_tokens_encoder
-
-    def _tokenize(self, text: str, **rest: Any) -> list[str]:
-        return [chr(i) for i in text.encode('utf-8', 'replace')]
-
-    def _convert_token_to_id(self, token: str) -> int:
-        return ord(token)
-
-    def _convert_id_to_token(self, index: int) -> str:
-        return chr(index)
-
-    def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        spelled = (token.encode('latin-1', 'ignore') for token in tokens)
-        return b''.join(spelled).decode('utf-8', 'replace')
-
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple:
-        return ()  # bytes need no file
+def default_positions(position_ids: Tensor, mask: Tensor | None) -> bool:
+    """Return whether the positions of a row are consecutive where its mask is not 0. Where they
+    start makes no difference: attention sees only differences of positions."""
+    start = position_ids - torch.arange(position_ids.shape[-1], device=position_ids.device)
+    if mask is None:
+        return bool((start == start[..., -1:]).all())
+    seen = mask.bool()
+    low = start.masked_fill(~seen, start.max()).amin(dim=-1)
+    return bool((low == start.masked_fill(~seen, start.min()).amax(dim=-1)).all())

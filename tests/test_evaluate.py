@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from running import edit_meta, write_data
+from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
-from model import ModelConfig, Transformer, position_tables
-from nanocem.compute import flops_per_token
+from model import ModelConfig, Transformer, apply_rope, make_positions
+from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 LENGTH = 16
 TEXT = 'The energy of a word falls, step by step: d\u00e9j\u00e0 vu.\n' * 8
@@ -22,11 +24,13 @@ PARTS = torch.tensor([256, *TEXT.encode()]).unfold(0, LENGTH + 1, LENGTH)
 
 
 def model_of(**options) -> Transformer:
+    """A model with two steps in its CEM sublayers, and no weight at zero."""
     torch.manual_seed(0)
+    steps = {f'{kind}_steps': 2 for kind in ('attn', 'mlp') if options.get(kind) != 'llama'}
     model = Transformer(ModelConfig(**{**dict(
         d_model=16, n_layer=2, n_head=2, d_mlp=24, vocab_size=257, context_length=LENGTH,
-        init_std=0.3), **options}))
-    for name, p in model.named_parameters():  # no zeros, or nothing shows
+        init_std=0.3), **steps, **options}))
+    for name, p in model.named_parameters():
         if not name.endswith('gain'):
             torch.nn.init.normal_(p, std=0.3)
         p.requires_grad_(False)
@@ -58,6 +62,7 @@ def write_run(folder: Path, data: Path, model: Transformer, **line) -> Path:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the data of TEXT and a CEM run, out/run."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('LLAMA_TOKENIZER', raising=False)
     write_data(tmp_path / 'data', vocab_size=257, ids=[256, *TEXT.encode()])
     write_run(tmp_path / 'out/run', Path('data'), model_of())
     (tmp_path / 'text.txt').write_text(TEXT, encoding='utf-8')
@@ -74,23 +79,36 @@ def cells(path: Path | str) -> list[list[str]]:
 
 # What is measured
 
-def test_measured_loss_is_the_models() -> None:
+def test_loss_is_the_models() -> None:
     model = model_of()
     ids = torch.randint(257, (5, LENGTH + 1))
-    tokens, loss, _ = evaluate.measure(model, ids, BYTES)
-    assert tokens == 5 * LENGTH
-    assert loss == pytest.approx(float(model(ids[:, :-1], ids[:, 1:])[1]), rel=1e-6)
-    short = F.pad(ids[-1:, :4], (0, LENGTH - 3), value=-100)
-    tokens, loss, _ = evaluate.measure(model, torch.cat([ids[:4], short]), BYTES)
-    total = sum(evaluate.measure(model, part, BYTES)[1] * n
-                for part, n in ((ids[:4], 4 * LENGTH), (ids[-1:, :4], 3)))
-    assert tokens == 4 * LENGTH + 3
-    assert loss == pytest.approx(total / tokens, rel=1e-6)
-    # a model that knows nothing: bits of the tokens that spell text, over their bytes
+    ids[-1, 4:] = -100
+    n_tokens, nats, text_bytes, _ = evaluate.evaluate_loss(model, ids, BYTES)
+    assert n_tokens == 4 * LENGTH + 3
+    total = sum(float(model(part[:, :-1].clamp(min=0), part[:, 1:])[1]) * n
+                for part, n in ((ids[:4], 4 * LENGTH), (ids[4:], 3)))
+    assert nats == pytest.approx(total, rel=1e-6)
+    assert text_bytes == int(((ids[:, 1:] >= 0) & (ids[:, 1:] < 256)).sum())
+    # A model that knows nothing gives each token log(257) nats; BOS spells no text
     torch.nn.init.zeros_(model.head)
     ids = torch.tensor([[256, *b'two texts', 256, *b'of twelve']])
     for size in 1, 2:
-        assert evaluate.measure(model, ids, size * BYTES)[2] == pytest.approx(math.log2(257) / size)
+        *_, text_bytes, text_nats = evaluate.evaluate_loss(model, ids, size * BYTES)
+        assert text_bytes == 18 * size
+        assert text_nats == pytest.approx(18 * math.log(257))
+
+
+@needs_llama
+def test_llama_tokens_of_a_text_are_those_of_its_documents() -> None:
+    tokenizer, llama = ByteTokenizer(), SentencePieceTokenizer(LLAMA)
+    texts = ['The energy of a word falls.', 'déjà vu\n' * 9]
+    ids = torch.tensor([i for text in texts for i in (256, *text.encode())] + [-100] * 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('LLAMA_TOKENIZER', LLAMA)
+        found = evaluate.count_llama_tokens(ids.unfold(0, 9, 8), tokenizer, 'nowhere')
+        assert found == sum(len(llama.encode(text)) for text in texts)
+        patch.delenv('LLAMA_TOKENIZER')
+        assert evaluate.count_llama_tokens(ids[None], tokenizer, 'nowhere') is None
 
 
 def test_energies_are_those_of_the_sublayers() -> None:
@@ -106,32 +124,33 @@ def test_energies_are_those_of_the_sublayers() -> None:
     assert list(evaluate.energies(model_of(attn='llama'), x, steps=1)) == ['mlp 1', 'mlp 2']
 
 
-@pytest.mark.parametrize('options', [
-    {}, dict(attn='llama', mlp='llama'), dict(attn='llama', attn_steps=3), dict(attn_steps=4)],
-    ids=str)
-def test_attention_maps_are_the_weights_of_each_step(options: dict) -> None:
+@pytest.mark.parametrize(('options', 'steps'), [
+    (dict(attn_steps=1), 1), (dict(attn_steps=3), 3), (dict(attn='llama', mlp='llama'), 1),
+    (dict(attn='llama', attn_reuse=3), 3), (dict(attn_reuse=2), 4)], ids=str)
+def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int) -> None:
     model = model_of(**options)
+    model.set_attn_impl('sdpa')
     idx = torch.randint(257, (1, 9))
     before = model(idx)[0]
     maps = evaluate.attention_maps(model, idx)
     assert torch.equal(model(idx)[0], before)
-    assert model.cfg.attn_impl == 'auto'
     for alpha in maps:
-        assert alpha.shape == (model.cfg.attn_steps, 2, 9, 9)
+        assert alpha.shape == (steps, 2, 9, 9)
         assert alpha.sum(dim=-1).allclose(torch.ones(()))
         assert (alpha.triu(1) == 0).all()
     x = F.embedding(idx, model.embedding)
-    first, pos = model.blocks[0].attn, position_tables(model.cfg, x)
+    first, pos = model.blocks[0].attn, make_positions(model.cfg, x)
     h = first.norm(x)
-    q, k = first.project(h, first.W_Q, pos), first.project(h, first.W_K, pos)
-    alpha = first.scores(q, h, k, h, pos).softmax(dim=-1)
+    q = apply_rope(first.split_heads(F.linear(h, first.W_Q)), pos)
+    k = apply_rope(first.split_heads(F.linear(h, first.W_K)), pos)
+    alpha = first.scores(q, k, pos, *([h, h] if first.cem else [])).softmax(dim=-1)
     assert maps[0][0].allclose(alpha[0], atol=1e-6)
 
 
-def test_moved_is_the_share_that_goes_elsewhere() -> None:
+def test_attention_shift_is_the_fraction_that_moves_to_other_keys() -> None:
     here, there = torch.eye(4), torch.eye(4).flip(0)
     maps = torch.stack([here, there, there, (here + there) / 2])[:, None]
-    assert evaluate.moved(maps)[:, 0].tolist() == [1.0, 0.0, 0.5]
+    assert evaluate.attention_shift(maps)[:, 0].tolist() == [1.0, 0.0, 0.5]
 
 
 # The command line
@@ -169,8 +188,9 @@ def test_a_runs_data_that_changed_is_not_read_unasked(
 
 def test_a_text_is_read_whole(place: Path) -> None:
     evaluate.main(['--text=text.txt', '--device=cpu', '--out_dir=out/run/best.pt'])
-    assert Path('out/run/loss.md').read_text().startswith('out/run/best.pt, step 2; text.txt\n')
-    _, tokens, loss, *_ = cells('out/run/loss.md')[0]
+    page = Path('out/run/loss-text.txt.md')
+    assert page.read_text().startswith('out/run/best.pt, step 2; text.txt\n')
+    _, tokens, loss, *_ = cells(page)[0]
     ids = torch.tensor([256, *TEXT.encode()])
     assert int(tokens) == len(ids) - 1  # each byte is a target, once
     nats = [float(model_of()(part[None, :-1], part[None, 1:])[1]) * (len(part) - 1)
@@ -179,7 +199,18 @@ def test_a_text_is_read_whole(place: Path) -> None:
     Path('short.txt').write_text('short')
     for text, count in ('text.txt', 2 * LENGTH), ('short.txt', 5):
         evaluate.main([f'--text={text}', '--tokens=40', '--device=cpu'])
-        assert int(cells('out/run/loss.md')[0][1]) == count
+        assert int(cells(f'out/run/loss-{text}.md')[0][1]) == count
+
+
+@needs_llama
+def test_perplexity_a_llama_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
+    evaluate.main(['--text=text.txt', '--device=cpu'])
+    _, tokens, loss, *_, perplexity = cells('out/run/loss-text.txt.md')[0]
+    n_llama = len(SentencePieceTokenizer(LLAMA).encode(TEXT))
+    assert math.log(float(perplexity)) == pytest.approx(float(loss) * int(tokens) / n_llama, 1e-4)
+    evaluate.main(['--text=text.txt', '--tokens=40', '--device=cpu'])  # a part of the text
+    assert len(cells('out/run/loss-text.txt.md')[0]) == 5
 
 
 def test_other_steps_at_test_time(place: Path) -> None:
@@ -193,26 +224,44 @@ def test_other_steps_at_test_time(place: Path) -> None:
         right = loss_of(model_of(attn_steps=T, mlp_steps=T, **eta))
         assert float(row[2]) == pytest.approx(right, abs=1e-4)
     assert len({row[2] for row in rows}) == 3
-    # Llama's sublayers keep their steps
+    # Llama's sublayers have no steps
     right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
     assert float(mixed[1][2]) == pytest.approx(right, abs=1e-4)
-    energies = [(row[0], len(row)) for row in cells('out/mixed/energies.md')]
-    assert energies == [('mlp 1', 5), ('mlp 2', 5)]
+    assert [(row[0], len(row)) for row in cells('out/mixed/energies.md')] == [
+        ('mlp 1', 5), ('mlp 2', 5)]
     assert Path('out/run/steps.png').exists()
-    assert not Path('out/run/loss.md').exists()  # what is asked for and no more
+    assert not Path('out/run/loss.md').exists()  # nothing that was not asked for
 
 
 def test_energies_and_attention_of_a_run(place: Path) -> None:
-    evaluate.main(['--energies', '--attention=A $word_d\u00e9j\u00e0', '--device=cpu'])
+    evaluate.main(['--energies', '--attention=word', '--device=cpu'])
     assert [len(row) for row in cells('out/run/energies.md')] == [10] * 4
-    ids = torch.tensor([[256, *'A $word_d\u00e9j\u00e0'.encode()]])
-    shares = [float(evaluate.moved(maps).mean())
+    ids = torch.tensor([[256, *b'word']])
+    shifts = [float(evaluate.attention_shift(maps).mean())
               for maps in evaluate.attention_maps(model_of(), ids)]
-    assert [row[1] for row in cells('out/run/attention.md')] == [f'{s:.2%}' for s in shares]
-    for name in ('energies', 'attention'):
-        assert Path(f'out/run/{name}.png').read_bytes()[:4] == b'\x89PNG'
-    evaluate.main(['--attention=word', '--steps=1,4', '--device=cpu'])
-    assert all(len(row) == 4 for row in cells('out/run/attention.md'))
+    assert [row[1] for row in cells('out/run/attention-word.md')] == [f'{s:.2%}' for s in shifts]
+    evaluate.main(['--attention=A $word_d\u00e9j\u00e0', '--steps=1,4', '--device=cpu'])
+    (page,) = Path('out/run').glob('attention-A-word*.md')
+    assert all(len(row) == 4 for row in cells(page))
+    for path in (page.with_suffix('.png'), Path('out/run/energies.png')):
+        assert path.read_bytes()[:4] == b'\x89PNG'
+
+
+def test_results_of_other_subjects_are_other_files(place: Path) -> None:
+    shutil.copytree('data', 'a/data')
+    Path('a/text.txt').write_text('another')
+    torch.save({**torch.load('out/run/best.pt'), 'step': 3}, 'out/run/step_00000003.pt')
+    evaluate.main(['--device=cpu'])
+    for n, options in enumerate(['--split=val', '--text=text.txt', '--text=a/text.txt',
+                                 '--data=a/data', '--data=a/data --split=val', '--checkpoint=last',
+                                 '--out_dir=out/run/step_00000003.pt'], 2):
+        evaluate.main(['--device=cpu', *options.split()])
+        assert len(list(Path('out/run').glob('loss*.md'))) == n, options
+    assert evaluate.file_name('a b') != evaluate.file_name('a-b') == 'a-b'
+    long = ['x' * 300, 'x' * 301, '\u4e16', '..', 'a/b', 'a?b', '\udcff']
+    names = [evaluate.file_name(text) for text in long]
+    assert len(set(names)) == len(long)
+    assert all(re.fullmatch(r'[\w-]{1,50}', name) for name in names)
 
 
 @pytest.mark.parametrize('argv', [['--device=cpu'], ['--compare', 'out/run']], ids=' '.join)
@@ -229,96 +278,56 @@ def test_numbers_that_cannot_be_written_are_printed(
 
 # Runs side by side
 
-CURVES = 'out/results/compare/curves.md'
-
-
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
-    better = write_run(place / 'out/better', Path('data'), model_of(n_layer=1), val_loss=3.5)
-    odd = r'out/_$\frac$'  # which matplotlib would read as mathematics, wrongly written
-    went_on = write_run(place / odd, Path('data'), model_of(), val_loss=None)
-    for run, steps in ((better, 2), (went_on, 1)):
-        (run / 'result.json').write_text(json.dumps({'test_loss': 3.25, 'steps': steps}))
-    evaluate.main(['--compare', 'out/run', odd, 'out/better'])
-    rows = cells(CURVES)
-    assert [row[0] for row in rows] == ['out/better', 'out/run', odd]
-    assert rows[0][5:8] == ['3.5000', '3.2500', f'{math.exp(3.25):.3f}']
-    assert rows[1][5:8] == ['4.2500', 'nan', 'nan']
-    assert rows[2][5:8] == ['nan', 'nan', 'nan']  # its result is that of fewer steps
-    flops = 4000 * flops_per_token(model_of())
-    assert rows[1][1:4] == [f'{model_of().num_params():,}', '4,000', f'{flops:.2e}']
-    assert rows[1][4] == f'{(1000 / 100 + 3000 / 200) / 3600:.3f}'
-    assert Path(CURVES).with_suffix('.png').read_bytes()[:4] == b'\x89PNG'
-
-
-def test_runs_of_different_data_are_not_ranked_by_losses_a_token(place: Path) -> None:
-    write_run(place / 'out/other', Path('other'), model_of(), val_loss=3.0)
-    evaluate.main(['--compare', 'out/run', 'out/other'])
-    page = Path(CURVES).read_text()
-    assert 'losses a token do not compare' in page  # nor are they ranked by them
-    assert [row[-2:] for row in cells(CURVES)] == [['data', '257'], ['other', '257']]
-
-
-def test_names_that_matplotlib_would_read_otherwise(place: Path) -> None:
-    names = ['_x', '$', r'a $\frac$ b', 'c$_d$', 'caf\udce9']
-    folders = [str(write_run(place / f'out/{name}', Path('data'), model_of())) for name in names]
-    _, figure = evaluate.compare(tuple(folders))
+    odd = r'out/_$\frac$'  # matplotlib would read it as mathematics, wrongly written
+    bpe, old, one = (write_run(place / path, Path(data), model_of()) for path, data in (
+        (odd, 'bpe'), ('old/run', './data'), ('out/one', 'data')))
+    (place / 'out/run/result.json').write_text('{"test_loss": 3.0, "test_bits_per_byte": 4.5}')
+    (bpe / 'result.json').write_text('{"test_loss": 3.5, "test_bits_per_byte": 1.25}')
+    (old / 'result.json').write_text('{"test_loss": null, "parameters": 1234567}')
+    first = (one / 'log.jsonl').read_text().splitlines()[0]
+    (one / 'log.jsonl').write_text(f'{first}\n5\n{{"tokens": "3", "loss": []}}\n')
+    folders = ['out/run', odd, 'old/run', 'out/one']
+    text, figure = evaluate.compare([*folders, 'out/run'])
+    (place / 'table.md').write_text(text)
+    rows = cells('table.md')
+    assert [row[0] for row in rows] == folders
+    assert [row[4:6] for row in rows] == [['3', '4.5'], ['3.5', '1.25'], ['', ''], ['', '']]
+    assert rows[2][1] == '1,234,567'
+    assert [row[-1] for row in rows] == ['data', 'bpe', 'data', 'data']
+    assert rows[0][-2] == f'{(1000 / 100 + 3000 / 200) / 3600:.3f}'
+    # A row of panels for each data folder; one logged point is a mark
+    panels = np.reshape(figure.axes, (2, 2))
+    assert [len(axes.lines) for axes in panels[:, 0]] == [3, 1]
+    assert panels[0, 0].lines[2].get_marker() == 'o'
+    names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in panels[:, 0]]
+    assert names == [['out/run', 'old/run', 'out/one'], [odd]]
     figure.savefig('all.png')
-    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert shown == [*names[:4], 'caf?']
+    # Another comparison is another file
+    evaluate.main(['--compare', 'out/run', odd])
+    evaluate.main(['--compare', 'out/run', 'old/run'])
+    assert len(list((place / 'out/results/compare').glob('*.png'))) == 2
 
 
-DAMAGE = [
-    ('config.json', b'{'), ('config.json', b'\xff'), ('config.json', b'{"train": 1, "model": {}}'),
-    ('config.json', b'{"train": {}, "model": {"n_head": 7}}'), ('result.json', b'['),
-    ('config.json', b'{"train": {}, "model": {"z": 1}}'), ('log.jsonl', b'\x00\xff\n5\n{}'),
-    ('log.jsonl', b'{"tokens": "3", "tokens_per_s": {}, "loss": []}'),
-    ('log.jsonl', b'{"tokens": 1, "tokens_per_s": 0, "loss": 2}'),
-]
-
-
-def test_damaged_runs_are_passed_over(place: Path, capsys: pytest.CaptureFixture) -> None:
-    folders = []
-    for n, (name, content) in enumerate(DAMAGE):
-        folders.append(str(write_run(place / f'out/damaged{n}', Path('data'), model_of())))
-        (place / folders[-1] / name).write_bytes(content)
-    evaluate.main(['--compare', *folders, 'out/run', 'data'])
-    assert [row[0] for row in cells(CURVES)] == ['out/run']
-    said = capsys.readouterr().out.splitlines()
-    for folder in [*folders, 'data']:
-        assert sum(line.startswith(f'{folder}: ') for line in said) == 1
-    assert sum(line.endswith('; passed over') for line in said) == len(folders) + 1
-
-
-BAD = [
-    (['--text=nowhere.txt'], 'text=nowhere.txt: No such file'),
-    (['--text=pipe'], 'text=pipe is no file'),
-    (['--text=empty.txt'], 'empty.txt is empty'),
-    (['--text=latin1.txt'], 'byte 1 is not UTF-8'),
-    (['--text=text.txt', '--data=data'], 'give one'),
-    (['--data=gpt2'], 'its tokenizer is gpt2, that of the run byte'),
-    (['--tokens=0'], 'tokens=0: expected 1 to'),
-    (['--steps=1,0'], 'steps=1,0: expected 1 to 1,000'),
-    (['--attention=' + 'long ' * 9], 'has 45 tokens; expected 1 to 15'),
-    (['--out_dir=out/llama', '--energies'], 'out/llama is all Llama'),
-    (['--out_dir=nowhere'], 'no checkpoint in nowhere'),
-    (['--compare', 'data'], 'no runs'),
-    (['--compar', 'out/run'], 'no such option; near: compare'),
-]
-
-
-def test_bad_input_gets_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_leave_nothing_behind(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(place / 'out/llama', Path('data'), model_of(attn='llama', mlp='llama'))
     edit_meta(write_data(place / 'gpt2'), tokenizer='gpt2')
     (place / 'empty.txt').touch()
-    (place / 'latin1.txt').write_bytes('d\u00e9j\u00e0'.encode('latin-1'))
     os.mkfifo('pipe')
-    runs = sorted(place.rglob('out/**/*'))
-    for argv, message in BAD:
-        with pytest.raises(SystemExit) as error:
-            evaluate.main(argv)
-        assert message in str(error.value)
-        assert '\n' not in str(error.value)
-    assert sorted(place.rglob('out/**/*')) == runs
+    (write_run(place / 'out/empty', Path('data'), model_of()) / 'log.jsonl').write_text('5\n')
+    for argv, message in [
+            (['--text=pipe'], 'text=pipe is not a file'),
+            (['--text=empty.txt'], 'empty.txt is empty'),
+            (['--data=gpt2'], 'its tokenizer is gpt2, that of the run byte'),
+            (['--data=nowhere'], 'nowhere/meta.json is missing'),
+            (['--attention=' + 'long ' * 9], 'has 45 tokens; expected 1 to 15'),
+            (['--out_dir=out/llama', '--steps=2'], 'out/llama is all Llama'),
+            (['--compare', 'out/empty'], 'no logged step'),
+            (['--compare', 'out/run', '--tokens=5'], 'no other option')]:
+        before = sorted(place.rglob('out/**/*'))
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            evaluate.main(['--out_dir=out/run', *argv] if '--compare' not in argv else argv)
+        assert sorted(place.rglob('out/**/*')) == before
     monkeypatch.chdir(place / 'out')
     with pytest.raises(SystemExit, match='no run in out/'):
         evaluate.main([])
