@@ -32,7 +32,7 @@ import torch
 
 from configurator import build, command_line, fail, read_options
 from model import ModelConfig, Transformer
-from nanocem.compute import flops_per_token
+from nanocem.compute import DENSE_BF16, flops_per_token
 from nanocem.data import open_shard, read_meta
 from nanocem.files import read_json, read_json_lines, say, table, write_atomic
 from nanocem.tokenizers import SentencePieceTokenizer, load_tokenizer
@@ -43,13 +43,6 @@ PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results/to
 OUT = 'out/results/tokens'
 CPU_FLOPS = 30e9  # a second, of one core: an estimate
 MFU = {'llama': 0.37, 'cem': 0.29}  # on an A100: estimates, 'cem' that of all-CEM with two steps
-A100_FLOPS = 312e12  # a second, of dense bf16 products
-
-COMMON = (
-    '--attn_reuse=1 --mlp_reuse=1 --warmup=0.05 --final_lr=0.1 --weight_decay=0.1 --grad_clip=1 '
-    '--beta1=0.9 --beta2=0.95 --adam_eps=1e-9 --dtype=float32 --compile=True --eval_tokens=1B '
-    '--test_tokens=1B --eval_interval=1M --log_interval=1 --checkpoint_interval=500 '
-    '--keep_checkpoints=1 --tensorboard=False --sample_tokens=0')
 
 
 def read_csv(name: str) -> list[dict[str, str]]:
@@ -96,7 +89,7 @@ class Run(NamedTuple):
 
     @property
     def options(self) -> str:
-        return model_options(f'{COMMON} {SIZES[self.size]["options"]}', self.model)
+        return model_options(SIZES[self.size]['options'], self.model)
 
     @property
     def folder(self) -> str:
@@ -161,11 +154,10 @@ def read_run(run: Run) -> dict[str, float] | None:
 
 def loss_per_llama_token(val_bpb: float, test_bpb: float) -> float:
     """Convert bits a byte to nats a Llama token, of both splits; NaN while there is no text.csv."""
-    path = os.path.abspath(f'{OUT}/text.csv')  # of a text of one's own
-    path = path if os.path.exists(path) else f'{PUBLISHED}/text.csv'
-    if not os.path.exists(path):
+    own, published = os.path.abspath(f'{OUT}/text.csv'), f'{PUBLISHED}/text.csv'
+    if not os.path.exists(own) and not os.path.exists(published):
         return math.nan
-    val, test = read_csv(path)
+    val, test = read_csv(own if os.path.exists(own) else published)
     bits = val_bpb * int(val['bytes']) + test_bpb * int(test['bytes'])
     return math.log(2) * bits / (int(val['llama_tokens']) + int(test['llama_tokens']))
 
@@ -235,11 +227,11 @@ def best_rate(found: Results, size: str, model: str) -> float | None:
 
 def choose(found: Results, model: str) -> str | None:
     """Return the better of 'A/B' in their trials; None while some are missing."""
-    names = model.split('/')
-    if len(names) == 1:
+    if '/' not in model:
         return model
-    lowest = [search(found, 'scarce-25k', MODELS[name]['rate_of']).lowest for name in names]
-    return None if any(map(math.isnan, lowest)) else names[int(np.argmin(lowest))]
+    lowest = {search(found, 'scarce-25k', MODELS[name]['rate_of']).lowest: name
+              for name in model.split('/')}
+    return None if any(map(math.isnan, lowest)) else lowest[min(lowest)]
 
 
 # The plan
@@ -271,16 +263,15 @@ def say_todo(found: Results, text: str | None) -> None:
         fail('text=None and there is no data/english: --text=FILE prepares it')
     for size in SIZES:
         trials, runs, waiting = planned(found, size)
-        for name, block in ((f'{size} rates', trials), (size, runs)):
+        for name, block in ((f'{size} rates', trials), (size, runs), (f'later, {size}', waiting)):
             missing = [run for run in block if run not in found]
-            for run in missing:
+            for run in missing if block is not waiting else []:
                 say(run.command)
             if missing:
                 hours = sum(run.hours for run in missing)
                 say(f'# {name}: {len(missing)} runs, {hours:.1f} core-hours')
         if waiting:
-            hours = sum(run.hours for run in waiting)
-            return say(f'# {size}: {len(waiting)} runs, {hours:.1f} core-hours, after these')
+            return
 
 
 def say_paper() -> None:
@@ -291,18 +282,18 @@ def say_paper() -> None:
             larger = '_cem' * (size == '256m' and model.startswith('cem'))
             options = model_options(f'--size={size}{larger} --tokens={tokens}', model)
             mfu = MFU['cem' if '=cem' in options else 'llama']
-            hours = tokens * flops_per_token(meta_model(options)) / mfu / A100_FLOPS / 3600
+            hours = tokens * flops_per_token(meta_model(options)) / mfu / DENSE_BF16['A100'] / 3600
             say(f'torchrun --nproc_per_node=8 train.py {options} --learning_rate=0.002 --seed=1 '
                 f'--out_dir=out/paper/{size}/{model}  # {hours:.0f} A100-hours')
 
 
 # Verdicts
 
-Verdict = tuple[dict[str, str], list[Effect], str]  # row, effects by size, word
+Verdict = tuple[dict[str, str], list[Effect], str]
 
 
 def judge(found: Results, tables: dict[str, Cells]) -> list[Verdict]:
-    """Decide every row of verdicts.csv."""
+    """Return every row of verdicts.csv, its effect at each size, and the word for it."""
     verdicts = []
     for row in ROWS:
         sizes, effects = row['sizes'].split(), []
@@ -344,9 +335,11 @@ def in_weights(tables: dict[str, Cells], size: str, model: str) -> str:
 
 
 def verdict_table(tables: dict[str, Cells], verdicts: list[Verdict]) -> str:
-    rows = [[row['id'], row['claim'], row['A'], row['B'], row['kind'], '; '.join(map(str, effects)),
-             in_weights(tables, effects[-1].size, row['A']) if row['unit'] == 'perplexity' and effects
-             else '', word] for row, effects, word in verdicts]
+    rows = []
+    for row, effects, word in verdicts:
+        weights = in_weights(tables, effects[-1].size, row['A']) if effects else ''
+        rows.append([row['id'], row['claim'], row['A'], row['B'], row['kind'],
+                     '; '.join(map(str, effects)), weights, word])
     header = ['', 'claim', 'A', 'B', 'A is', 'A over B', 'A as Llama with ALiBi', 'verdict']
     return ('Perplexity a Llama token of the held-out text, A over B less one, and its interval '
             f'over seeds.\n\n{table(header, rows)}\n')
@@ -365,7 +358,9 @@ def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
         for bound in filter(None, (row['above_%'], row['below_%'])):
             axes.plot([float(bound)] * 2, [place - 0.4, place + 0.4], color='black', lw=1)
     axes.set_yticks(range(len(shown)), [row['claim'] for row, _, _ in shown], fontsize=7)
+    axes.margins(y=0.01)
     axes.set_xscale('symlog', linthresh=10)
+    axes.set_xticks(ticks := [-10, -5, -2, 0, 2, 5, 10, 20, 50], ticks)
     axes.set_xlabel('A over B, %; black: bounds, green: holds, red: does not hold')
     return figure
 
@@ -378,13 +373,14 @@ def draw_lines(tables: dict[str, Cells], base: str, models: dict[str, str], xlab
     for label, model in models.items():
         found = {x: 100 * np.expm1(d) for x, size in places
                  if (d := differences(split_failed(tables[size])[0], model.format(x), base))}
-        if found:
-            bars = [d.std(ddof=1) if len(d) > 1 else 0 for d in found.values()]
-            axes.errorbar(list(found), [d.mean() for d in found.values()], bars, marker='o', ms=4,
-                          capsize=2, label=label)
-            axes.legend(fontsize=8)
+        bars = [d.std(ddof=1) if len(d) > 1 else 0 for d in found.values()]
+        axes.errorbar(list(found), [d.mean() for d in found.values()], bars, fmt='o-', ms=4,
+                      capsize=2, label=label)
+    axes.legend(fontsize=8)
     axes.axhline(0, color='hotpink', lw=1)
     axes.set(xscale='log', xlabel=xlabel, ylabel=f'perplexity a Llama token over {base}, %')
+    axes.set_xticks(ticks := [x for x, _ in places], [f'{x:,}' for x in ticks], minor=False)
+    axes.minorticks_off()
     return figure
 
 
@@ -393,14 +389,11 @@ def draw(tables: dict[str, Cells], verdicts: list[Verdict]) -> dict[str, plt.Fig
     second pass is worth where weights are scarce."""
     weights = [(count_weights(Run(size, 'llama').options), size) for size in ('XS', 'S', 'M')]
     gap = {'Llama with ALiBi': 'llama-alibi', "with all-CEM's weights": 'llama-alibi-narrow',
-           'CEM attention, T = 1, no P': 'attn-1-none', 'all-CEM, T = 1': 'cem-1',
-           'all-CEM, T = 2': 'cem-2'}
-    steps = {f'CEM {name}, {P or "low-rank"} P': f'{kind}-{{}}{P and "-" + P}'
-             for kind, name in (('attn', 'attention'), ('mlp', 'MLP'))
-             for P in ('none', 'diag', '')}
-    scarce = {'all-CEM, one step': 'cem-1-equal', 'two steps': 'cem-2-equal',
-              'two steps of 1': 'cem-2-equal-eta1', 'one step, fresh context': 'cem-1-equal-twice',
-              'Llama with ALiBi twice': 'llama-alibi-twice'}
+           'CEM attention, no P': 'attn-1-none', 'all-CEM': 'cem-1', 'all-CEM, T = 2': 'cem-2'}
+    steps = {label + P: kind + end for label, kind in (('attention', 'attn-{}'), ('MLP', 'mlp-{}'))
+             for P, end in ((', P', ''), (', diagonal P', '-diag'), (', no P', '-none'))}
+    scarce = {'one step': 'cem-1-equal', 'two steps': 'cem-2-equal', 'of 1': 'cem-2-equal-eta1',
+              'all-CEM twice': 'cem-1-equal-twice', 'Llama twice': 'llama-alibi-twice'}
     bytes_a_weight = [(40, 'scarce-25k-40'), (240, 'scarce-25k-240'), (1440, 'scarce-25k')]
     return {'rows': draw_rows(verdicts),
             'gap': draw_lines(tables, 'llama', gap, "weights of Llama's layers", weights),
