@@ -347,7 +347,7 @@ def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: s
         finite = [mean for mean in means.values() if math.isfinite(mean)]
         limit = 5 * np.median(finite) if finite else math.inf
         if above := [m for m, mean in means.items() if not mean <= limit]:
-            title += f'\nnot shown: {", ".join(above)}'
+            title += f'\noff the scale: {", ".join(above)}'
             if finite:
                 ax.set_ylim(0, limit)
         ax.set_title(title)
