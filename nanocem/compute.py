@@ -174,7 +174,7 @@ class Phi(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
         ctx.save_for_backward(z)
-        a = z.detach().double().cpu().numpy()
+        a = z.detach().cpu().double().numpy()
         dilog = spence(1 + np.exp(-abs(a)))  # Li2(-e^a); where a > 0 by its inversion: no overflow
         dilog = np.where(a > 0, -math.pi ** 2 / 6 - a ** 2 / 2 - dilog, dilog)
         return torch.as_tensor(a * np.logaddexp(0, a) + dilog).to(z)
