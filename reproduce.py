@@ -135,10 +135,9 @@ def read_results(anew: bool) -> Results:
 def read_run(run: Run) -> dict[str, float] | None:
     """Read a run in out/reproduce; None where it is not finished."""
     lines, model = read_json_lines(f'{run.folder}/log.jsonl'), meta_model(run.options)
-    losses = [line['loss'] or math.inf for line in lines if 'lr' in line]
+    y = [line['loss'] or math.inf for line in lines if 'lr' in line]
     # A spike is 0.5 nats above the median of the 50 batches before
-    spikes = sum(losses[n] > statistics.median(losses[n - 50:n]) + 0.5
-                 for n in range(50, len(losses)))
+    spikes = sum(y[n] > statistics.median(y[n - 50:n]) + 0.5 for n in range(50, len(y)))
     numbers = dict.fromkeys(NUMBERS, math.nan) | dict(
         weights=count_weights(run.options), parameters=model.num_params(),
         flops_per_token=flops_per_token(model), spikes=spikes)
@@ -246,9 +245,8 @@ def planned(found: Results, size: str) -> tuple[list[Run], list[Run], list[Run]]
     for name in dict.fromkeys([*here['first'].split(), *filter(None, in_rows)]):
         model = choose(found, name)
         rate = model and best_rate(found, size, model)
-        (runs if rate else waiting).extend(
-            Run(size, model or name.split('/')[0], rate or math.nan, int(seed))
-            for seed in here['seeds'].split())
+        run = Run(size, model or name.split('/')[0], rate or math.nan)
+        (runs if rate else waiting).extend(run._replace(seed=int(n)) for n in here['seeds'].split())
     return trials, sorted(runs, key=lambda run: run.seed), waiting
 
 
@@ -299,8 +297,8 @@ def judge(found: Results, tables: dict[str, Cells]) -> list[Verdict]:
         sizes, effects = row['sizes'].split(), []
         A, B = choose(found, row['A']), choose(found, row['B'])
         for size in sizes:
-            m = sum(size in of['sizes'].split() for of in ROWS if of['unit'] == 'perplexity')
             if row['unit'] == 'perplexity':
+                m = sum(size in of['sizes'].split() for of in ROWS if of['unit'] == 'perplexity')
                 effects.append(compare(tables[size], A, B, size, m))
             elif row['unit'] == 'rate':  # the same rule for the logs of the best rates, one row
                 rates = {(model, seed): math.log(rate) for model in SIZES[size]['tuned'].split()
@@ -321,9 +319,8 @@ def judge(found: Results, tables: dict[str, Cells]) -> list[Verdict]:
 
 def in_weights(tables: dict[str, Cells], size: str, model: str) -> str:
     """Return the weights of the Llama with ALiBi of the same loss, if it lies between its sizes."""
-    def log_loss(size: str, model: str) -> float:
-        return math.log(statistics.fmean(
-            y for (name, _), y in tables[size].items() if name == model))
+    def log_loss(of: str, name: str) -> float:
+        return math.log(statistics.fmean(y for cell, y in tables[of].items() if cell[0] == name))
 
     grid = [of for of in ('M', 'S', 'XS') if ('llama-alibi', 1) in tables[of]]
     if size not in grid:
@@ -335,12 +332,11 @@ def in_weights(tables: dict[str, Cells], size: str, model: str) -> str:
 
 
 def verdict_table(tables: dict[str, Cells], verdicts: list[Verdict]) -> str:
-    rows = []
-    for row, effects, word in verdicts:
-        weights = in_weights(tables, effects[-1].size, row['A']) if effects else ''
-        rows.append([row['id'], row['claim'], row['A'], row['B'], row['kind'],
-                     '; '.join(map(str, effects)), weights, word])
-    header = ['', 'claim', 'A', 'B', 'A is', 'A over B', 'A as Llama with ALiBi', 'verdict']
+    names = ('id', 'claim', 'A', 'B', 'kind')
+    rows = [[*map(row.get, names), '; '.join(map(str, effects)),
+             in_weights(tables, effects[-1].size, row['A']) if effects else '', word]
+            for row, effects, word in verdicts]
+    header = [*names, 'A over B', 'A as Llama with ALiBi', 'verdict']
     return ('Perplexity a Llama token of the held-out text, A over B less one, and its interval '
             f'over seeds.\n\n{table(header, rows)}\n')
 
