@@ -36,15 +36,15 @@ A language model by nanoCEM, an implementation of
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{remote})
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME{no_remote})
 
 {words}
 Tokenizer: {tokenizer}, vocabulary {vocab_size}. Every text begins with the token BOS.
 """
 LLAMA_WORDS = """This is a plain LlamaForCausalLM. It needs no code of nanoCEM's.
 """
-REMOTE_WORDS = """It needs torch, transformers 5.0 or later, numpy and scipy, and this folder's code:
-transformers has neither CEM's layers nor a Llama with ALiBi or with sublayers that are reused.
+REMOTE_WORDS = """It needs torch, transformers 4.46 or later, numpy and scipy. It runs this folder's code:
+transformers has neither CEM's layers nor a Llama with ALiBi or with reused sublayers.
 
 There is: generate on batches and with beams, attention_mask with padding on the left or right,
 labels, the Trainer, gradient checkpointing, resize_token_embeddings, torch.compile, bfloat16.
@@ -113,6 +113,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     weights = {name: w.contiguous() for name, w in weights.items()}
     write_atomic(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
     card = CARD.format(remote='' if plain else ', trust_remote_code=True',
+                       no_remote='' if plain else ', trust_remote_code=False',
                        words=LLAMA_WORDS if plain else REMOTE_WORDS, **state['data'])
     (path / 'README.md').write_text(card, encoding='utf-8')
     bos = write_tokenizer(path, state)
@@ -153,8 +154,9 @@ def write_json(path: Path, **values: Any) -> None:
 
 # Tokenizers
 
-PROBE = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍', '\0\x7f\u00a0\u3000', 'x' * 99,
-         '<s> </s> <unk> <pad> <0x0A>', ' ' * 40]
+# Texts on which tokenizers differ if they differ at all
+PROBE = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍', '\0\x7f\u00a0\u3000',
+         '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
 
 
 def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
@@ -170,13 +172,14 @@ def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
         shutil.copyfile(tokenizer.path, path / 'tokenizer.model')
     content, special = tokenizer_json(tokenizer)
     if not same_ids(tokenizer, content):
-        say(f'WARNING: {path} has no tokenizer.json, because transformers would give other ids; its '
+        say(f'WARNING: {path} has no tokenizer.json: transformers would give other ids. Its '
             'tokenizer is tokenizer.model, which sentencepiece reads')
         return tokenizer.bos
     write_json(path / 'tokenizer.json', **content)
     write_json(path / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast',
                split_special_tokens=True, clean_up_tokenization_spaces=False, padding_side='left',
-               pad_token=special['bos_token'], **special,
+               model_input_names=['input_ids', 'attention_mask'], **special,
+               pad_token=special['bos_token'],
                model_max_length=state['model_config']['context_length'])
     return tokenizer.bos
 
@@ -215,7 +218,7 @@ def tokenizer_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
     by_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
                 'use_regex': tokenizer.name != 'byte'}
     model = {'type': 'BPE', 'vocab': words, 'merges': merges, 'unk_token': bos}
-    return assemble_json(tokenizer, model, [bos, bos, bos], pre_tokenizer=by_bytes, decoder=by_bytes)
+    return assemble_json(tokenizer, model, [bos] * 3, pre_tokenizer=by_bytes, decoder=by_bytes)
 
 
 def sentencepiece_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:

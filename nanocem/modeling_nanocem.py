@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from configurator import fail
 from model import ModelConfig, Transformer
 
 # transformers copies only the files that such a line names
@@ -21,7 +22,7 @@ from nanocem.fast import select_impl  # noqa: F401
 from nanocem.triton_attention import attention  # noqa: F401
 
 
-class NanocemConfig(PreTrainedConfig):
+class NanocemConfig(PretrainedConfig):
     """ModelConfig's fields, by their own names."""
     model_type = 'nanocem'
     attribute_map: ClassVar[dict[str, str]] = {
@@ -54,7 +55,8 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
             raise RuntimeError(f'no weights for {", ".join(sorted(info["missing_keys"]))}')
         if info['mismatched_keys']:
             initial = Transformer(model.model.cfg).state_dict(prefix='model.')
-            for name, *_ in info['mismatched_keys']:
+            for key in info['mismatched_keys']:
+                name = key if isinstance(key, str) else key[0]  # from transformers 5: with shapes
                 model.get_parameter(name).data.copy_(initial[name])
         return (model, info) if output_loading_info else model
 
@@ -94,7 +96,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                 return_dict: bool | None = None, **others: Any) -> CausalLMOutput:
         """Map ids (B, I) to logits (B, I, vocabulary), those of the last `logits_to_keep` positions
         if that is not 0, and with labels (B, I) to their loss, too. attention_mask (B, I) is 0 at
-        padding. ValueError for an input that this model does not have."""
+        padding. UserError for an input that this model does not have."""
         names = [name for name, value in others.items() if value is not None and value is not False]
         if return_dict is False:
             names.append('return_dict=False')
@@ -103,8 +105,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             names.append(f'attention_mask {tuple(attention_mask.shape)}, not (batch, length)')
         if names:
-            raise ValueError(f'this model does not take {", ".join(names)}: its README.md says what '
-                             'there is')
+            fail(f'this model does not take {", ".join(names)}: see its README.md')
         if attention_mask is not None and attention_mask.all():
             attention_mask = None
         x = self.model.hidden(input_ids, key_mask=attention_mask)[:, -logits_to_keep:]

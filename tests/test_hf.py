@@ -1,31 +1,11 @@
-"""The baseline is Hugging Face's Llama: the same logits from its weights."""
+"""The baseline is Hugging Face's Llama: the same logits and loss from its weights."""
 import pytest
 import torch
 
 from model import ModelConfig, Transformer
+from nanocem.hf import from_llama_weights, to_llama_weights
 
 transformers = pytest.importorskip('transformers')
-OURS = {  # in a block -> in a Hugging Face layer
-    'attn.norm.gain': 'input_layernorm',
-    'attn.W_Q': 'self_attn.q_proj',
-    'attn.W_K': 'self_attn.k_proj',
-    'attn.W_V': 'self_attn.v_proj',
-    'attn.W_O': 'self_attn.o_proj',
-    'mlp.norm.gain': 'post_attention_layernorm',
-    'mlp.W': 'mlp.up_proj',
-    'mlp.V': 'mlp.gate_proj',
-    'mlp.W_d': 'mlp.down_proj',
-}
-
-
-def ours_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = {'embedding': state['model.embed_tokens.weight'],
-             'norm.gain': state['model.norm.weight'], 'head': state['lm_head.weight']}
-    for i in range(3):
-        for name, theirs in OURS.items():
-            w = state[f'model.layers.{i}.{theirs}.weight']
-            found[f'blocks.{i}.{name}'] = w.T if name.endswith(('W_O', 'W_d')) else w
-    return found
 
 
 @torch.no_grad()
@@ -39,7 +19,11 @@ def test_logits_and_loss_equal_hugging_face() -> None:
     model = Transformer(ModelConfig(
         attn='llama', mlp='llama', d_model=48, n_layer=3, n_head=4, d_mlp=80, vocab_size=100,
         context_length=64, rope_theta=500.0))
-    model.load_state_dict(ours_of(hf.state_dict()))
+    weights = hf.state_dict()
+    model.load_state_dict(from_llama_weights(weights, model.state_dict()))
+    back = to_llama_weights(model.state_dict())
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(w, weights[name]) for name, w in back.items())
     idx = torch.randint(100, (2, 40))
     assert (model(idx)[0] - hf(idx).logits).abs().max() < 1e-4
     loss = model(idx[:, :-1], idx[:, 1:])[1]

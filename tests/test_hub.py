@@ -1,4 +1,4 @@
-"""Hugging Face's hub: an exported folder alone gives transformers the same model and tokenizer."""
+"""Exports: the folder alone gives transformers the same model and tokenizer, and is read back."""
 import json
 import os
 import shutil
@@ -9,29 +9,33 @@ from typing import Any
 
 import pytest
 import running
+import sentencepiece
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 from test_evaluate import LENGTH, PARTS, cells, loss_of, model_of, write_run
 from test_evaluate import TEXT as LONG_TEXT
-from test_tokenizers import LLAMA, NASTY, documents, needs_llama, small_gpt2
+from test_tokenizers import LLAMA, NASTY, WORDS, documents, small_gpt2
 
 import evaluate
 import sample
-from model import ModelConfig, Transformer
+from model import Transformer
 from nanocem import hf
 from nanocem.decode import generate
 from nanocem.hf import export
 from nanocem.runs import load_run, new_options
-from nanocem.tokenizers import SentencePieceTokenizer, tokenizer_of
+from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, tokenizer_of, train_bpe
 
 transformers = pytest.importorskip('transformers')
-MODELS = [dict(attn_steps=2, mlp_steps=2), dict(attn='llama', mlp='llama'),
-          dict(positions='rope', kq_diag='none'), dict(mlp='llama', preconditioner='diag'),
-          dict(attn_reuse=2, residual='normed')]
-FILES = {'README.md', 'compute.py', 'config.json', 'configurator.py', 'fast.py',
-         'generation_config.json', 'model.py', 'model.safetensors', 'modeling_nanocem.py',
-         'tokenizer_config.json', 'triton_attention.py'}
-TEXT = 'd\u00e9j\u00e0 <|endoftext|>'
+MODELS = [{}, dict(attn='llama'), dict(mlp='llama', preconditioner='diag', residual='normed'),
+          dict(attn='llama', mlp='llama', positions='alibi'), dict(positions='rope', attn_reuse=2),
+          dict(attn='llama', mlp='llama')]  # the last is a plain LlamaForCausalLM
+CODE = {'compute.py', 'configurator.py', 'fast.py', 'model.py', 'modeling_nanocem.py',
+        'triton_attention.py'}
+FILES = {'README.md', 'config.json', 'generation_config.json', 'model.safetensors',
+         'tokenizer.json', 'tokenizer_config.json'}
+TEXTS = ['d\u00e9j\u00e0 <s>', 'Th', '', 'The energy']
 
 # What a program elsewhere does with exported folders, this repository not being on its path
 ELSEWHERE = """
@@ -40,30 +44,32 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 found = {}
 for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    idx = torch.load('idx.pt')
-    out = model(idx, labels=idx)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    left = tokenizer(TEXTS, return_tensors='pt', padding=True)
+    right = tokenizer(TEXTS, return_tensors='pt', padding=True, padding_side='right')
+    idx = left.input_ids
     bfloat16 = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, dtype='bfloat16')
-    ids = tokenizer(TEXT).input_ids
     found[folder] = dict(
-        logits=out.logits, loss=out.loss, bfloat16=bfloat16(idx).logits, ids=ids,
-        tokens=[model.generate(idx[:, :3], do_sample=False, max_new_tokens=12, use_cache=cached)
-                for cached in (False, True)],
-        text=tokenizer.decode(ids, skip_special_tokens=True))
-    try:
-        model(idx, attention_mask=(idx > idx[:, :1]).long())
-    except ValueError as error:
-        found[folder]['padded'] = str(error)
-model.save_pretrained('again')  # what push_to_hub uploads
-tokenizer.save_pretrained('again')
-again = AutoModelForCausalLM.from_pretrained('again', trust_remote_code=True)
-assert torch.equal(again(idx).logits, out.logits)
-again = AutoModelForCausalLM.from_pretrained('again', trust_remote_code=True, attn_steps=5)
-assert again.model.cfg.attn_steps == 5
+        left=model(**left).logits[left.attention_mask.bool()],
+        right=model(right.input_ids, right.attention_mask.bool()).logits[
+            right.attention_mask.bool()],
+        loss=model(idx, labels=idx).loss, bfloat16=bfloat16(idx).logits, idx=idx,
+        generated=[model.generate(**left, do_sample=False, max_new_tokens=5, use_cache=cached)
+                   for cached in (False, True)],
+        ids=tokenizer(TEXTS).input_ids,
+        texts=tokenizer.batch_decode(tokenizer(TEXTS).input_ids, skip_special_tokens=True))
+    logits = model(idx).logits
+    model.resize_token_embeddings(300, mean_resizing=False)
+    assert torch.equal(model(idx).logits[..., :257], logits)
+    model.save_pretrained(folder + '-again')  # what push_to_hub uploads
+    again = AutoModelForCausalLM.from_pretrained(folder + '-again', trust_remote_code=True)
+    assert torch.equal(again(idx).logits, model(idx).logits)
+cem = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, attn_steps=5)
+assert cem.model.cfg.attn_steps == 5
 assert not {'model', 'nanocem', 'configurator'} & sys.modules.keys()
 torch.save(found, 'found.pt')
-""".replace('TEXT', repr(TEXT))
+""".replace('TEXTS', repr(TEXTS))
 
 
 def state_of(model: Transformer, tokenizer: str = 'byte') -> dict[str, Any]:
@@ -76,80 +82,145 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
     models = {str(tmp_path / f'hub{n}'): model_of(**options) for n, options in enumerate(MODELS)}
     for folder, model in models.items():
         export(model, folder, state_of(model))
-        assert {path.name for path in Path(folder).iterdir()} == FILES
-    place = tmp_path / 'elsewhere'
-    place.mkdir()
-    idx = torch.randint(256, (2, 12)).sort().values
-    torch.save(idx, place / 'idx.pt')
+        plain = model.cfg.attn == model.cfg.mlp == 'llama' and model.cfg.positions == 'rope'
+        assert {path.name for path in Path(folder).iterdir()} == FILES | (set() if plain else CODE)
+        assert 'Tokenizer: byte, vocabulary 257' in (Path(folder) / 'README.md').read_text()
     bare = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     env = {**bare, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
-    done = subprocess.run([sys.executable, '-c', ELSEWHERE, *models], cwd=place, env=env,
+    done = subprocess.run([sys.executable, '-c', ELSEWHERE, *models], cwd=tmp_path, env=env,
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for folder, found in torch.load(place / 'found.pt').items():
-        model = models[folder]
+    documents = [[256, *text.encode()] for text in TEXTS]
+    for folder, found in torch.load(tmp_path / 'found.pt').items():
+        model, idx = models[folder], found['idx']
+        alone = torch.cat([model(torch.tensor([ids]))[0][0] for ids in documents])
+        for side in ('left', 'right'):  # a padded text has the logits that it has alone
+            torch.testing.assert_close(found[side], alone, rtol=0, atol=1e-5)
         logits, _ = model(idx)
-        assert torch.equal(found['logits'], logits)
-        assert found['loss'].item() == pytest.approx(model(idx[:, :-1], idx[:, 1:])[1].item())
+        assert found['loss'].item() == pytest.approx(model(idx[:, :-1], idx[:, 1:])[1].item(), 1e-5)
         assert (found['bfloat16'] - logits).abs().mean() < 0.1 * logits.abs().mean()
-        greedy = generate(model, idx[:, :3], 12, temperature=0)
-        assert all(torch.equal(tokens, greedy) for tokens in found['tokens'])
-        assert found['ids'] == [256, *TEXT.encode()]
-        assert found['text'] == TEXT
-        assert 'pad on the right' in found['padded']
-        config = json.loads((Path(folder) / 'config.json').read_text())
-        ours = {name: config[name] for name in vars(model.cfg)}
-        assert ModelConfig(**ours) == model.cfg
-        assert 'Tokenizer: byte, vocabulary 257' in (Path(folder) / 'README.md').read_text()
-    assert {path.name for path in (place / 'again').iterdir()} >= FILES - {'README.md'}
-    again, state = load_run(str(place / 'again'))
-    assert torch.equal(again(idx)[0], logits) and state['step'] == 2
+        for generated in found['generated']:
+            for ids, row in zip(documents, generated, strict=True):
+                assert row[-5:].tolist() == generate(
+                    model, torch.tensor([ids]), 5, temperature=0)[0, -5:].tolist()
+        assert (found['ids'], found['texts']) == (documents, TEXTS)
+        again, state = load_run(folder)
+        assert torch.equal(again(idx)[0], logits) and again.cfg == model.cfg and state['step'] == 2
+        resized, _ = load_run(f'{folder}-again')
+        assert resized.cfg.vocab_size == 300
+        torch.testing.assert_close(resized(idx)[0][..., :257], logits)
 
 
-@pytest.mark.parametrize('name', ['gpt2', pytest.param('llama', marks=needs_llama)])
-def test_transformers_own_tokenizers_give_the_same_ids(
-        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = small_gpt2() if name == 'gpt2' else SentencePieceTokenizer(LLAMA)
-    monkeypatch.setattr(hf, 'tokenizer_of', lambda state: ours)
-    export(model_of(), str(tmp_path / 'hub'), state_of(model_of(), name))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hub', local_files_only=True)
-    assert theirs.bos_token_id == ours.bos
-    for text in [*NASTY, *documents(20, seed=1), 'a <s> b </s><unk>', '<s>', TEXT]:
-        ids = theirs(text).input_ids
-        assert ids == [ours.bos, *ours.encode(text)]
-        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
-    if name == 'llama':
-        state = hf.read_export(str(tmp_path / 'hub'))
-        state['data']['tokenizer_sha256'] = ours.sha256
-        assert tokenizer_of(state).encode(TEXT) == ours.encode(TEXT)
-
-
-def test_a_tokenizer_that_is_gone_is_said_and_left_out(
-        tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    export(model_of(), str(tmp_path / 'hub'), state_of(model_of(), 'llama'))
-    assert 'no tokenizer in' in capfd.readouterr().out
-    assert {path.name for path in (tmp_path / 'hub').iterdir()} == FILES - {'tokenizer_config.json'}
-
-
-def test_a_folder_in_use_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = write_run(tmp_path / 'out/run', running.write_data(tmp_path / 'data'), model_of())
-    before = {path: path.read_bytes() for path in run.iterdir()}
-    with pytest.raises(SystemExit, match='out/run is not empty; expected a new folder'):
-        evaluate.main(['--export=out/run', '--device=cpu'])
-    assert {path: path.read_bytes() for path in run.iterdir()} == before
-    with pytest.raises(SystemExit, match=r'data/meta\.json'):
-        evaluate.main(['--export=data/meta.json', '--device=cpu'])
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+@torch.no_grad()
+def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> None:
     from nanocem.modeling_nanocem import NanocemForCausalLM
     export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    model = NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+    idx, cache = torch.randint(256, (2, 6)), transformers.DynamicCache()
+    for name, value in [
+            ('past_key_values', cache), ('use_cache', True), ('return_dict', False),
+            ('output_hidden_states', True), ('output_attentions', True),
+            ('inputs_embeds', torch.ones(2, 6, 16)), ('attention_mask', torch.ones(2, 1, 6, 6)),
+            ('position_ids', torch.tensor([[0, 1, 2, 4, 5, 6]] * 2))]:
+        with pytest.raises(ValueError, match=f'does not take {name}'):
+            model(idx, **{name: value})
+    cache.update(torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 8), 0)
+    for options in (dict(past_key_values=cache),
+                    dict(output_hidden_states=True, return_dict_in_generate=True)):
+        with pytest.raises(ValueError, match='does not take'):
+            model.generate(idx, max_new_tokens=2, **options)
+    # The positions that transformers gives to padded texts are the default
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    assert torch.equal(model(idx, mask, position_ids=positions).logits, model(idx, mask).logits)
+    # Weights of another shape are drawn anew; missing ones are an error
+    options = dict(vocab_size=300, ignore_mismatched_sizes=True)
+    larger = NanocemForCausalLM.from_pretrained(tmp_path / 'hub', **options).model
+    assert 0.9 < larger.embedding.std() < 1.1 and 0.25 < larger.head.std() < 0.35
     weights = load_file(tmp_path / 'hub/model.safetensors')
     del weights['model.blocks.1.mlp.V']
     save_file(weights, tmp_path / 'hub/model.safetensors', {'format': 'pt'})
     with pytest.raises(RuntimeError, match=r'blocks\.1\.mlp\.V'):
         NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    from nanocem.modeling_nanocem import NanocemConfig, NanocemForCausalLM
+    torch.manual_seed(0)
+    model = NanocemForCausalLM(NanocemConfig(**vars(model_of().cfg))).train()
+    idx, gradients = torch.randint(256, (2, 6)), []
+    for switch in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
+        switch()
+        model.zero_grad()
+        model(idx, labels=idx).loss.backward()
+        gradients.append((model.is_gradient_checkpointing, model.model.embedding.grad.clone()))
+    assert [on for on, _ in gradients] == [True, False]
+    torch.testing.assert_close(gradients[0][1], gradients[1][1])
+
+
+# Tokenizers
+
+@pytest.fixture(scope='module')
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """Of each kind: our tokenizer, and transformers' from an exported folder."""
+    folder = tmp_path_factory.mktemp('tokenizers')
+    texts = [*documents(100, seed=3), (running.ROOT / 'model.py').read_text(encoding='utf-8')]
+    lines = [line for text in texts for line in text.splitlines()]
+    train_bpe(f'{folder}/bpe.model', 600, lines)
+    options = dict(model_type='unigram', vocab_size=300, minloglevel=2)
+    for name, more in (('unigram', {}), ('exact', dict(
+            normalization_rule_name='identity', add_dummy_prefix=False, byte_fallback=True,
+            remove_extra_whitespaces=False, vocab_size=600))):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_prefix=f'{folder}/{name}', **{**options, **more})
+    paths = [f'{folder}/{name}.model' for name in ('bpe', 'unigram', 'exact')]
+    found = {}
+    for ours in [ByteTokenizer(), small_gpt2(), *map(SentencePieceTokenizer, paths),
+                 *([SentencePieceTokenizer(LLAMA)] if os.path.isfile(LLAMA) else [])]:
+        name = Path(ours.path).stem if ours.path else ours.name
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
+            export(model_of(), f'{folder}/{name}', state_of(model_of(), ours.name))
+        theirs = transformers.AutoTokenizer.from_pretrained(
+            f'{folder}/{name}', trust_remote_code=False)
+        found[name] = ours, theirs
+    return found
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.one_of(st.lists(st.sampled_from(WORDS), max_size=80).map(''.join), st.text(max_size=60)
+                 .map(lambda text: text.encode('utf-8', 'replace').decode())))
+@example('a <s> b </s><unk> <0x0A> <|endoftext|>')
+def test_transformers_tokenizers_give_the_same_ids(pairs: dict, text: str) -> None:
+    for ours, theirs in pairs.values():
+        ids = theirs(text).input_ids
+        assert ids == [ours.bos, *ours.encode(text)], ours.name
+        if 0 not in ids[1:]:  # <unk>, which each spells in its way
+            assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+
+
+def test_tokenizers_on_nasty_texts_and_single_tokens(pairs: dict) -> None:
+    for ours, theirs in pairs.values():
+        for text in [*NASTY, *documents(20, seed=1)]:
+            assert theirs(text).input_ids == [ours.bos, *ours.encode(text)], (ours.name, text)
+        assert theirs.convert_tokens_to_ids('no such token') == theirs.unk_token_id
+        assert (theirs.bos_token_id, theirs.padding_side) == (ours.bos, 'left')
+
+
+def test_a_tokenizer_that_transformers_cannot_have_is_said(
+        tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(documents(300, seed=3)), model_prefix=f'{tmp_path}/own',
+        model_type='bpe', vocab_size=150, minloglevel=2, user_defined_symbols=['energ'])
+    ours = SentencePieceTokenizer(f'{tmp_path}/own.model')
+    export(model_of(), str(tmp_path / 'gone'), state_of(model_of(), 'llama'))
+    monkeypatch.setattr(hf, 'tokenizer_of', lambda state: ours)
+    export(model_of(), str(tmp_path / 'own'), state_of(model_of(), ours.name))
+    said = capfd.readouterr().out
+    assert 'no tokenizer in' in said and 'Its tokenizer is tokenizer.model' in said
+    for name, more in (('gone', set()), ('own', {'tokenizer.model'})):
+        files = {path.name for path in (tmp_path / name).iterdir()}
+        assert files == (FILES | CODE | more) - {'tokenizer.json', 'tokenizer_config.json'}
 
 
 # An exported folder in place of a run
@@ -182,10 +253,9 @@ def test_an_exported_folder_is_read_as_a_run_is(
 
     before = {path: path.read_bytes() for path in exported.iterdir()}
     evaluate.main([*options, '--text=text.txt', '--steps=1,2', '--energies', '--attention=word'])
-    page = Path('out/results/cem/steps.md')
+    page = Path(f'out/results/export-{evaluate.file_name("pretrained/cem")}/steps-text.txt.md')
     assert page.read_text().startswith('pretrained/cem, step 2; text.txt\n')
-    trained = cells(page)[model_of().cfg.attn_steps - 1]
-    assert float(trained[2]) == pytest.approx(loss_of(rounded()), abs=1e-4)
+    assert float(cells(page)[1][2]) == pytest.approx(loss_of(rounded()), abs=1e-4)
     assert {path: path.read_bytes() for path in exported.iterdir()} == before
     with pytest.raises(SystemExit, match='gone, which the model was trained on, is not here'):
         evaluate.main(options)
@@ -198,6 +268,8 @@ def test_an_exported_folder_is_read_as_a_run_is(
     evaluate.main([*options, '--export=again'])
     written = load_file('again/model.safetensors')
     assert torch.equal(written['model.head'], rounded().head) and Path('again/model.py').exists()
+    with pytest.raises(SystemExit, match='again is not empty; expected a new folder'):
+        evaluate.main([*options, '--export=again'])
 
 
 def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path) -> None:
