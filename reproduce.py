@@ -32,7 +32,7 @@ import torch
 
 from configurator import build, command_line, fail, read_options
 from model import ModelConfig, Transformer
-from nanocem.compute import DENSE_BF16, flops_per_token
+from nanocem.compute import DENSE_BF16, MFU_ESTIMATE, flops_per_token
 from nanocem.data import open_shard, read_meta
 from nanocem.files import read_json, read_json_lines, say, table, write_atomic
 from nanocem.tokenizers import SentencePieceTokenizer, load_tokenizer
@@ -42,7 +42,6 @@ from train import MAX_SKIPPED, TrainConfig
 PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results/tokens')
 OUT = 'out/results/tokens'
 CPU_FLOPS = 30e9  # a second, of one core: an estimate
-MFU = {'llama': 0.37, 'cem': 0.29}  # on an A100: estimates, 'cem' that of all-CEM with two steps
 
 
 def read_csv(name: str) -> list[dict[str, str]]:
@@ -279,7 +278,7 @@ def say_paper() -> None:
         for model in dict.fromkeys(run.model for run in planned({}, 'XS')[2]):
             larger = '_cem' * (size == '256m' and model.startswith('cem'))
             options = model_options(f'--size={size}{larger} --tokens={tokens}', model)
-            mfu = MFU['cem' if '=cem' in options else 'llama']
+            mfu = MFU_ESTIMATE['cem' if '=cem' in options else 'llama']
             hours = tokens * flops_per_token(meta_model(options)) / mfu / DENSE_BF16['A100'] / 3600
             say(f'torchrun --nproc_per_node=8 train.py {options} --learning_rate=0.002 --seed=1 '
                 f'--out_dir=out/paper/{size}/{model}  # {hours:.0f} A100-hours')
