@@ -1,4 +1,4 @@
-"""Token shards: their order, and what happens to a run whose data is damaged."""
+"""Data folders: the order of sequences, and damaged shards."""
 import json
 import os
 import shutil
@@ -81,7 +81,7 @@ def test_corrupt_data_is_one_line(name: str, tmp_path: Path) -> None:
 
 def test_a_vocabulary_beyond_the_tokenizers_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(str(write_data(tmp_path, vocab_size=257))).vocab_size == 257
-    with pytest.raises(UserError, match='another byte tokenizer: vocabulary 258'):
+    with pytest.raises(UserError, match='another byte tokenizer, of vocabulary 258'):
         load_tokenizer(str(write_data(tmp_path, vocab_size=258)))
 
 
