@@ -111,30 +111,20 @@ class PrepareConfig:
 
 # Files
 
-class File(NamedTuple):
-    """A file of a source."""
-    name: str  # its path inside the source's folder
-    split: str | None = None  # train, val or test if the name says so
-
-
 class Source(NamedTuple):
     """Files of documents, in the order in which they are read."""
     name: str  # a path, builtin, corpus, or hf://datasets/OWNER/NAME@COMMIT[/FOLDER]
     folder: str  # the folder of local files
-    files: list[File]
-    ignored: list[str]  # names of files with other suffixes
+    files: dict[str, str | None]  # paths inside the folder, and the split that each is named after
+    ignored: list[str]  # files with other suffixes
 
-    def splits(self) -> set[str | None]:
-        """Return the splits that files are named after."""
-        return {file.split for file in self.files}
-
-    def path(self, file: File) -> str:
+    def path(self, file: str) -> str:
         """Return the path of a file, after downloading it if it is on the Hub."""
         if not self.name.startswith(HUB):
-            return os.path.join(self.folder, file.name)
+            return os.path.join(self.folder, file)
         repository, commit = self.name.removeprefix(HUB).split('@')
         with hub() as hf:
-            return hf.HfApi().hf_hub_download(repository, file.name, repo_type='dataset',
+            return hf.HfApi().hf_hub_download(repository, file, repo_type='dataset',
                                               revision=commit.split('/')[0])
 
 
@@ -144,10 +134,10 @@ def find_source(where: str, option: str = 'input') -> Source:
     if where in INSTALLED_TEXTS:
         names = (list_corpus() if where == 'corpus' else
                  list_library(('.py',), excluded=('test', 'tests', 'idle_test')))
-        return Source(where, LIBRARY, [File(name) for name in names], [])
+        return Source(where, LIBRARY, dict.fromkeys(names), [])
     if os.path.isfile(where):
         folder, base = os.path.split(where)
-        return Source(where, folder, [File(base)], [])
+        return Source(where, folder, {base: None}, [])
     name = where
     if where.startswith(HUB):
         name, names = list_hub(where)
@@ -155,14 +145,13 @@ def find_source(where: str, option: str = 'input') -> Source:
         names = list_files(where)
     else:
         fail(f'{option}={where}: no such file or folder')
-    ignored = [name for name in names if not name.lower().endswith(SUFFIXES)]
-    files = [File(name, find_split(name)) for name in names if name.lower().endswith(SUFFIXES)]
-    if not files:
-        fail(f'{option}={where} holds no {", ".join(SUFFIXES)} file')
-    if not any(file.split == 'train' for file in files):  # a folder may be called test by chance
-        files = [File(file.name) for file in files]
-    files.sort(key=lambda file: file.split not in ('val', 'test'))
-    return Source(name, where, files, ignored)
+    files = {file: find_split(file) for file in names if file.lower().endswith(SUFFIXES)}
+    require(bool(files), f'{option}={where} holds no {", ".join(SUFFIXES)} file')
+    if 'train' not in files.values():  # A folder may be called test by chance.
+        files = dict.fromkeys(files)
+    order = sorted(files, key=lambda file: files[file] not in ('val', 'test'))
+    ignored = [file for file in names if file not in files]
+    return Source(name, where, {file: files[file] for file in order}, ignored)
 
 
 def find_split(name: str) -> str | None:
@@ -259,7 +248,7 @@ def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str
                 raise ValueError(f'a "{column}" is not text but {text!r:.40}')
             # JSON can spell half a surrogate pair, which is not text.
             text = (text or '').encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-            yield partial(iter, [text])
+            yield partial(iter, [text])  # one chunk
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         fail(f'{path}: {str(error).partition(chr(10))[0]}')
 
@@ -321,14 +310,14 @@ def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
     the position in the text (see find_ends), or, without `ends`, by a hash of the document. Files
     of a split for which `skip` is true are not read."""
     position = 0  # bytes of the text that have been read
-    for file in source.files:
-        if skip(file.split or 'train'):
+    for file, file_split in source.files.items():
+        if skip(file_split or 'train'):
             continue
         for chunks in read_documents(source.path(file), o.column):
-            split = file.split if file.split in ('val', 'test') else None
+            split = file_split if file_split in ('val', 'test') else None
             if split is None and not ends:
                 split = split_by_hash(chunks, o.held_out)
-                split = 'train' if split in source.splits() else split
+                split = 'train' if split in source.files.values() else split
             for n, text in enumerate(split_text(chunks())):
                 if split:
                     yield Part(split, text, n == 0)
@@ -368,13 +357,14 @@ def split_by_position(text: str, begins: bool, position: int,
 def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
     """Return the byte at which train, val and test each end, for a text of so few documents that
     hashes would leave too little for a split. None for other texts."""
-    splits = [split for split in SPLITS if split == 'train' or split not in source.splits()]
+    splits = [split for split in SPLITS
+              if split == 'train' or split not in source.files.values()]
     if not o.held_out or len(splits) == 1:
         return None
     sizes = dict.fromkeys(SPLITS, 0)  # bytes
     for part in read_parts(o, source, None, lambda split: split != 'train'):
         sizes[part.split] += len(part.text.encode())
-        # Half: a token has at least one byte, but for BOS and a space that Llama's model adds.
+        # Half of the tokens: all have a byte or more, but for BOS and a space that Llama's adds.
         if 2 * sizes['train'] <= o.tokens and min(sizes[split] for split in splits) >= TOO_FEW:
             return None
         if sizes['train'] > TOKEN_BYTES * o.tokens:
@@ -394,37 +384,33 @@ class Writer:
         self.folder = folder
         self.shard_tokens = shard_tokens
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
-        self.shards: dict[str, dict[str, int]] = {split: {} for split in SPLITS}  # file: tokens
+        self.splits = {split: {'tokens': 0, 'shards': []} for split in SPLITS}  # for meta.json
 
     def tokens(self, split: str) -> int:
-        return sum(self.shards[split].values())
+        return self.splits[split]['tokens']
 
     def append(self, split: str, ids: np.ndarray) -> None:
+        shards = self.splits[split]['shards']
+        self.splits[split]['tokens'] += len(ids)
         while len(ids):
-            name, room = f'{split}.bin', len(ids)
-            if split == 'train':
-                number, used = divmod(self.tokens(split), self.shard_tokens)
-                name, room = f'train_{number:05d}.bin', self.shard_tokens - used
-            with open(os.path.join(self.folder, name), 'ab') as file:
+            if not shards or (split == 'train' and shards[-1]['tokens'] == self.shard_tokens):
+                name = f'train_{len(shards):05d}.bin' if split == 'train' else f'{split}.bin'
+                shards.append({'file': name, 'tokens': 0})
+            room = self.shard_tokens - shards[-1]['tokens'] if split == 'train' else len(ids)
+            with open(os.path.join(self.folder, shards[-1]['file']), 'ab') as file:
                 file.write(ids[:room].astype(self.dtype).tobytes())
-            self.shards[split][name] = self.shards[split].get(name, 0) + len(ids[:room])
+            shards[-1]['tokens'] += len(ids[:room])
             ids = ids[room:]
-
-    def describe(self) -> dict[str, Any]:
-        """Return the entry `splits` of meta.json."""
-        return {split: {'tokens': self.tokens(split), 'shards': [
-            {'file': name, 'tokens': n} for name, n in shards.items()]}
-            for split, shards in self.shards.items()}
 
 
 # The data folder
 
-def prepare(o: PrepareConfig, source: Source | None = None) -> None:
+def prepare(o: PrepareConfig) -> None:
     """Make the data folder o.out_dir unless it exists. It is written to a hidden folder beside it,
     which is renamed when it is complete. UserError, OSError."""
     if is_prepared(o):
         return
-    source = source or find_source(o.input)
+    source = find_source(o.input)
     parent, name = os.path.split(os.path.realpath(o.out_dir))
     partial_folder = os.path.join(parent, f'.{name}.partial')
     os.makedirs(parent, exist_ok=True)
@@ -462,12 +448,12 @@ def is_prepared(o: PrepareConfig) -> bool:
 
 def write_folder(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any]:
     """Write tokenizer, shards and meta.json to an empty folder. Return the content of meta.json."""
-    groups = {split: [file.name for file in source.files if file.split == split]
+    groups = {split: [file for file, file_split in source.files.items() if file_split == split]
               for split in SPLITS}
-    for what, names in (groups | {'ignored, of other kinds': source.ignored}).items():
-        if names:
-            say(f'{what}: {", ".join(names[:3])}' + (f' and {len(names) - 3:,} more files'
-                                                     if len(names) > 3 else ''))
+    for what, files in (groups | {'ignored, of other kinds': source.ignored}).items():
+        if files:
+            more = f' and {len(files) - 3:,} more' if len(files) > 3 else ''
+            say(f'{what}: {", ".join(files[:3])}{more}')
     ends = find_ends(o, source)
     tokenizer = find_tokenizer(o, source, folder, ends)
     writer = Writer(folder, tokenizer.vocab_size, o.shard_tokens)
@@ -479,8 +465,8 @@ def write_folder(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any
     meta = {
         'format': FORMAT, 'tokenizer': tokenizer.name, 'tokenizer_sha256': tokenizer.sha256,
         'vocab_size': tokenizer.vocab_size, 'bos': tokenizer.bos, 'dtype': writer.dtype.name,
-        'splits': writer.describe(), 'config': o.content_options(), 'source': source.name,
-        'files': [file.name for file in source.files]}
+        'splits': writer.splits, 'config': o.content_options(), 'source': source.name,
+        'files': list(source.files)}
     write_atomic(os.path.join(folder, 'meta.json'), json.dumps(meta, indent=1).encode())
     return meta
 
@@ -507,7 +493,8 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str,
 def sample_train(o: PrepareConfig, source: Source, ends: dict[str, int] | None) -> list[str]:
     """Read at most BPE_TEXT bytes of the train split, evenly spaced through it."""
     texts: list[str] = []
-    stride, kept, total = 1, 0, 0  # every stride-th part is kept; bytes kept and read
+    stride = 1  # Every stride-th part is kept.
+    kept = total = 0  # bytes
     parts = read_parts(o, source, ends, lambda split: split != 'train')
     for n, part in enumerate(part for part in parts if part.split == 'train'):
         size = len(part.text.encode())
@@ -530,7 +517,7 @@ def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, toke
     """Write the tokens of all documents, until the train split has o.tokens of them."""
     limit = dict.fromkeys(SPLITS, sys.maxsize) | {'train': o.tokens}
     for split in ('val', 'test'):
-        if ends or split in source.splits():
+        if ends or split in source.files.values():
             limit[split] = round(o.tokens * (o.held_out_end if ends else o.held_out))
 
     def room(split: str) -> int:
@@ -553,8 +540,8 @@ def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, toke
 
 
 def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[Part]]:
-    """Group parts for encode_parts. A batch has BATCH characters, or fewer if its last split has
-    less room, in tokens. Parts of full splits are left out."""
+    """Group parts for encode_parts. A batch has BATCH characters, or as many as the split of its
+    last part has room for tokens. Parts of full splits are left out."""
     batch: list[Part] = []
     size = 0
     for part in parts:
@@ -592,23 +579,22 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
     """Prepare a user's file or folder of text, and return the data folder. Its name contains a hash
     of the text and the tokenizer, so that a changed text is prepared anew."""
     source = find_source(os.path.abspath(path), option='text')
-    paths = [source.path(file) for file in source.files]
-    size = sum(map(os.path.getsize, paths))
+    size = sum(os.path.getsize(source.path(file)) for file in source.files)
     tokenizer = tokenizer or next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
     held_out = 0.05 if size < 20e6 else 0.005
     # A user's folder may be called corpus: with ./ it does not name the installed text.
     o = PrepareConfig(input=os.path.join('.', path), tokenizer=tokenizer, held_out=held_out)
 
     digest = hashlib.sha256(os.fsencode(f'{source.name} {o.tokenizer}'))
-    for file, opened_path in zip(source.files, paths, strict=True):
-        digest.update(os.fsencode(file.name))
-        with open(opened_path, 'rb') as opened:
+    for file in source.files:
+        digest.update(os.fsencode(file))
+        with open(source.path(file), 'rb') as opened:
             digest.update(hashlib.file_digest(opened, 'sha256').digest())
     o.out_dir += f'-{digest.hexdigest()[:8]}'
     if not os.path.exists(os.path.join(o.out_dir, 'meta.json')):
         tokens = 'one token a byte' if o.tokenizer == 'byte' else f'tokenizer {o.tokenizer}'
         say(f'Preparing {path}, {size / 1e6:,.2f} MB, in {o.out_dir}: {tokens}')
-        prepare(o, source)
+        prepare(o)
     return o.out_dir
 
 

@@ -66,15 +66,14 @@ def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(prep, 'LIBRARY', str(tmp_path / 'lib'))
     monkeypatch.setattr(prep.metadata, 'files', lambda name: asked.append(name) or [package])
-    files = [file.name.removeprefix(f'{tmp_path}/lib/') for file in
-             prep.find_source('corpus').files]
+    files = [file.removeprefix(f'{tmp_path}/lib/') for file in prep.find_source('corpus').files]
     assert files == ['b.py', 'c.md', 'z/e.py', 'site-packages/p/a.py']
     assert asked[:2] == ['torch', 'numpy'] and 'filelock' not in asked
     # builtin is the library alone, Python without its tests, and with files that are not UTF-8.
     (tmp_path / 'lib/test').mkdir()
     (tmp_path / 'lib/test/b.py').write_text('a test')
     builtin = prep.find_source('builtin')
-    assert [file.name for file in builtin.files] == ['b.py', 'latin.py', 'z/e.py']
+    assert list(builtin.files) == ['b.py', 'latin.py', 'z/e.py']
     with open(tmp_path / 'lib/latin.py', 'rb') as file:
         assert ''.join(prep.read_text(file.name)) == '\ufffd\ufffd'
     (tmp_path / 'lib/long.py').write_text('\n'.join(documents(600, seed=1)))
