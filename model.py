@@ -72,7 +72,7 @@ class ModelConfig:
     mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared, Llama none
-    score_scale: Literal['head', 'model'] | None = None  # tau^2 = D_r or D_h; default: D_h, Llama D_r
+    score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r or D_h (the default of CEM)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] | None = None  # default: diag_lowrank
     attn_rank: int = 4  # rank of P's low-rank part, for each head of attention
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
