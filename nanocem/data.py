@@ -18,8 +18,8 @@ def read_meta(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, 'meta.json')
     meta = read_json(path, 'prepare the data again') if os.path.isdir(folder) else None
     if meta is None:
-        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama, '
-             '--text=FILE reads a text of your own, --data=data/builtin needs neither')
+        fail(f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
+             'python train.py config/mini.py trains on a laptop, without a download')
     try:
         shards = [shard for split in meta['splits'].values() for shard in split.get('shards', [])]
         whole = meta['format'] == FORMAT and meta['dtype'] in ('uint16', 'uint32')

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -211,14 +212,12 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
     named and skipped. None if there is none."""
     states = []
     best = os.path.join(out_dir, 'best.pt')
-    for path in [*filter(os.path.exists, [best]), *reversed(checkpoints(out_dir))]:
-        try:
-            states.append(read_checkpoint(path))
-        except UserError as error:
-            say(f'WARNING: {error}; trying the one before it')
-            continue
-        if path != best:
-            break
+    for path in [*reversed(checkpoints(out_dir)), best]:
+        if os.path.exists(path) and (path == best or not states):
+            try:
+                states.append(read_checkpoint(path))
+            except UserError as error:
+                say(f'WARNING: {error}; trying the one before it')
     return max(states, key=lambda state: state['step'], default=None)
 
 
@@ -312,21 +311,22 @@ def perplexity(loss: float) -> float:
 # Log and signals
 
 class Log:
-    """log.jsonl and TensorBoard, with the same numbers. If they cannot be written, the run goes on
-    and one warning says so."""
+    """log.jsonl and TensorBoard, with the same numbers. If they cannot be written, one warning says
+    so and the run goes on."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
-        self.path, self.writer, self.failed = os.path.join(out_dir, 'log.jsonl'), None, False
+        self.path, self.writer, self.warned = os.path.join(out_dir, 'log.jsonl'), None, False
         if os.path.exists(self.path):  # delete damaged lines, and those of steps to be repeated
             lines = [line for line in read_json_lines(self.path)
                      if isinstance(line.get('step'), int) and line['step'] <= step]
             write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            self.writer = SummaryWriter(out_dir, purge_step=step + 1)
+        with self.warn_once():
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+                self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
         """Write a line. Numbers go to TensorBoard as well."""
-        try:
+        with self.warn_once():
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
             if self.writer:
@@ -334,10 +334,16 @@ class Log:
                     if isinstance(value, (int, float)):
                         self.writer.add_scalar(name, value, step)
                 self.writer.flush()
-        except Exception as error:  # of any type: a log ends no run
-            if not self.failed:
+
+    @contextlib.contextmanager
+    def warn_once(self) -> Iterator[None]:
+        """Turn the first error into a warning, and ignore later ones: a log ends no run."""
+        try:
+            yield
+        except Exception as error:  # TensorBoard raises errors of many types
+            if not self.warned:
                 say(f'WARNING: the log cannot be written ({error}); the run goes on')
-            self.failed = True
+            self.warned = True
 
 
 class Signals:
