@@ -25,7 +25,7 @@ train               --attn_steps=2.5                       attn_steps=2.5: expec
 train               --tensorboard=maybe                    True or False
 train               --learning_rate=nan                    expected a number
 train               --adam_eps=0                           adam_eps=0.0: expected a positive number
-train               --out_dir=                             --out_dir is empty: expected a path
+train               --out_dir=                             --out_dir= is empty: expected a path
 train               config/none.py                         config file config/none.py: No such file
 train               code.py                                code.py:1: only lines of the form
 train               huge.py                                huge.py:1: only lines of the form
@@ -43,7 +43,7 @@ train               --text=nothing.txt                     nothing.txt: no such 
 train               --tokenizer=byte                       tokenizer=byte is for --text=FILE
 train               --init_from=resume                     no run in out/; --out_dir=FOLDER
 train               --init_from=resume --out_dir=none      no run in none
-train               --init_from=resume --out_dir=cutrun    cutrun/config.json is damaged: the options
+train               --init_from=resume --out_dir=cutrun    cutrun/config.json is damaged: the
 train               --init_from=none                       no checkpoint in none
 train               --out_dir=data                         data holds a run already, or another
 sample              --temperature=-1                       temperature=-1.0: expected 0, or 0.001 to
@@ -52,7 +52,6 @@ sample              --out_dir=llama --attn_steps=2         a Llama sublayer take
 sample              --out_dir=llama --prompt=FILE:data     data is not a file
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
 evaluate            --compare data                         data: no run
-evaluate            --text=a.txt --data=data               give one
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone

@@ -40,7 +40,7 @@ from model import ModelConfig, Transformer
 from nanocem import compute, runs
 from nanocem.data import TokenDataset
 from nanocem.runs import Schedule, Signals, checkpoints, read_checkpoint
-from nanocem.world import Distributed, read_environment, report_errors
+from nanocem.world import Distributed, divide_batch, read_environment, report_errors
 from train import TrainConfig
 
 CPU = torch.device('cpu')
@@ -150,12 +150,12 @@ def test_each_model_file_trains_a_laptop_model(model: str, data: Path, tmp_path:
 
 def test_micro_batches_divide_each_processs_share() -> None:
     sizes = {'mini': (16, 128), 'nano': (32, 64), 'paper': (128, 2048)}
-    got = [train.divide_batch(TrainConfig(batch_size=batch), processes, length)
+    got = [divide_batch(batch, None, processes, length)
            for batch, length in sizes.values() for processes in (1, 2, 4)]
     assert got == [16, 8, 4, 32, 16, 8, 8, 8, 8]
     for micro, batch in ((16, 16), (None, 15)):
         with pytest.raises(UserError, match='right would be'):
-            train.divide_batch(TrainConfig(batch_size=batch, micro_batch_size=micro), 2, 128)
+            divide_batch(batch, micro, 2, 128)
 
 
 # What it says
