@@ -112,6 +112,8 @@ class ModelConfig:
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,
                 f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
+        require(self.size != '256m_cem' or self.n_layer > 2,
+                f'n_layer={self.n_layer}: expected more than 2 with size=256m_cem')
         require(self.kq_diag != 'none' or not self.exact_update,
                 'exact_update needs the diagonal: set kq_diag=shared or per_head')
 
