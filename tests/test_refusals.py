@@ -38,7 +38,8 @@ sample              --temperature=-1                       temperature=-1.0: exp
 sample              --out_dir=none                         no checkpoint in none
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
 evaluate            --compare data                         data: no run
-evaluate            --text=a.txt --data=data               give one
+evaluate            --attention=                           attention= is empty
+evaluate            --compare data --tokens=5              no other option
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
