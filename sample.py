@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, command_line, fail, in_range, read_options
+from configurator import build, check_types, command_line, fail, in_range, read_options, require
 from nanocem.decode import generate
 from nanocem.files import on_terminal, read_text_file, say
 from nanocem.runs import load_run
@@ -23,6 +23,7 @@ class SampleConfig:
     out_dir: str | None = None  # folder of a run or an export; default: the newest run in out/
     checkpoint: Literal['best', 'last'] = 'best'  # the best by validation, or the last
     prompt: str = ''  # the text to continue, or FILE:PATH for the text in a file
+    prompts: str | None = None  # a file with a prompt a line, instead of prompt
     tokens: int = 500  # number of tokens to generate
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # of the softmax; 0: always take the likeliest token
@@ -64,10 +65,16 @@ def main(argv: list[str]) -> None:
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt.startswith('FILE:'):
         cfg.prompt = read_text_file(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
+    prompts = [cfg.prompt]
+    if cfg.prompts is not None:
+        require(not cfg.prompt, f'prompt={cfg.prompt} and prompts={cfg.prompts}: give one')
+        prompts = read_text_file(cfg.prompts, 'prompts=').splitlines()
+        require(bool(prompts), f'prompts={cfg.prompts} is empty')
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
-                    cfg.top_k, cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
+    for prompt in prompts:
+        say(sample_text(model, tokenizer_of(state), prompt, cfg.tokens, cfg.temperature, cfg.top_k,
+                        cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
 
 
 if __name__ == '__main__':

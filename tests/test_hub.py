@@ -264,6 +264,11 @@ def test_an_exported_folder_is_read_as_a_run_is(
     sample.main([*options, '--tokens=9', '--temperature=0'])
     ids = generate(rounded(), torch.tensor([[256]]), 9, temperature=0)[0]
     assert capfd.readouterr().out == tokenizer_of(state).decode(ids.tolist()) + '\n---\n'
+    Path('prompts.txt').write_text('The\n\nA longer one\n')
+    for prompt in ('--prompt=The', '--prompt=', '--prompt=A longer one', '--prompts=prompts.txt'):
+        sample.main([*options, '--tokens=5', '--temperature=0', prompt])
+    said = capfd.readouterr().out
+    assert said[:len(said) // 2] == said[len(said) // 2:]  # a prompt a line, each as if alone
 
     evaluate.main([*options, '--export=again'])
     written = load_file('again/model.safetensors')
@@ -277,7 +282,7 @@ def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path
     model = {name: options[name] for name in vars(model_of().cfg)}
     data = running.write_data(tmp_path / 'data', vocab_size=257)
     trainer = running.make_trainer(data, tmp_path / 'tuned', init_from='pretrained/cem', **model)
-    trainer.begin(resume=False)
+    trainer.restore(resume=False)
     weights = rounded().state_dict()
     assert all(torch.equal(w, weights[name]) for name, w in trainer.raw_model.state_dict().items())
 

@@ -52,6 +52,8 @@ sample              --out_dir=llama --attn_steps=2         a Llama sublayer take
 sample              --out_dir=llama --prompt=FILE:data     data is not a file
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
 evaluate            --compare data                         data: no run
+evaluate            --attention=                           attention= is empty
+evaluate            --compare data --tokens=5              no other option
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
