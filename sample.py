@@ -3,6 +3,7 @@ Generate text with a trained model.
 
     python sample.py                                         with the newest run
     python sample.py --out_dir=out/mini-cem1-cem1 --prompt="def " --temperature=0.7 --attn_steps=4
+    python sample.py --prompts=FILE                          each line of a file is a prompt
 """
 import sys
 from dataclasses import dataclass
