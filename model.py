@@ -169,8 +169,8 @@ class Positions(NamedTuple):
     """What attention knows of the positions i of queries and j of keys."""
     distance: Tensor  # |i - j|, (I, J)
     mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J), with padding (B, 1, I, J)
-    cos: Tensor | None  # of the rotary angles, (I, R / 2); None with ALiBi
-    sin: Tensor | None
+    cos: Tensor  # of the rotary angles, (I, R / 2)
+    sin: Tensor
 
 
 def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
@@ -185,17 +185,13 @@ def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
     if key_mask is not None:
         masked = masked | (j != i) & ~key_mask.bool()[:, None, None]
     mask = torch.zeros(masked.shape, **options).masked_fill_(masked, -torch.inf)
-    if cfg.positions == 'alibi':
-        return Positions((i - j).abs(), mask, None, None)
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
     return Positions((i - j).abs(), mask, angle.cos(), angle.sin())
 
 
 def apply_rope(x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
     """Rotate x (B, K, I, R) by Rot(i) at each position i, or by Rot(i)^T. Feature r turns with
-    feature r + R / 2. With ALiBi, return x."""
-    if pos.cos is None:
-        return x
+    feature r + R / 2."""
     a, b = x.chunk(2, dim=-1)
     sin = -pos.sin if inverse else pos.sin
     return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
@@ -231,6 +227,9 @@ class BaseAttention(nn.Module):
     def merge_heads(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
 
+    def rotate(self, x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
+        return apply_rope(x, pos, inverse) if self.cfg.positions == 'rope' else x
+
     def scores(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
         """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf where i may not see j."""
         return q / self.tau @ k.mT + self.bias(pos)
@@ -265,7 +264,7 @@ class LlamaAttention(BaseAttention):
         k = self.split_heads(F.linear(h, self.W_K))
         v = self.split_heads(F.linear(h, self.W_V))
         # Rotate queries and keys by their positions, if positions are RoPE's
-        q, k = apply_rope(q, pos), apply_rope(k, pos)
+        q, k = self.rotate(q, pos), self.rotate(k, pos)
         # Insert the new keys and values into the cache, and take all so far
         if cache is not None:
             _, k, v = cache.update(self, h, k, v)                # (B, K, J, R)
@@ -299,7 +298,7 @@ class CEMAttention(BaseAttention):
         # Project the normed input to keys, which are the values too; they stay fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(h_j), (B, I, D)
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
-        k = apply_rope(k, pos)                                   # rope: k_j <- Rot(j) k_j
+        k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i, as printed
         # Insert the new keys or h into the cache, and take all so far (k is None if it stores h)
         if cache is not None:
@@ -310,7 +309,7 @@ class CEMAttention(BaseAttention):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
-            q = apply_rope(q, pos)                               # rope: q_i <- Rot(i) q_i
+            q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
             impl = fast.select_impl(self, k, pos)
             if impl == 'readable':
@@ -319,7 +318,7 @@ class CEMAttention(BaseAttention):
                 o = alpha @ k                                    # o_i <- sum_j alpha_ijk k_j
             else:
                 o = fast.fused_attention(impl, self, q, k, k, pos, u, h)
-            o = apply_rope(o, pos, inverse=True)                 # rope: o_i <- Rot(i)^T o_i
+            o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
             if self.cfg.exact_update:  # always readable; + sum_k P_k (d_k * sum_j alpha_ijk h_j)
@@ -344,8 +343,8 @@ class CEMAttention(BaseAttention):
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u
         and h, (B, J, D) -> (B, J). If P = I and (exact_update or no diagonal), dx = -d eps/du."""
         pos = make_positions(self.cfg, h)
-        q = apply_rope(self.split_heads(F.linear(u, self.W_Q)), pos)
-        k = apply_rope(self.split_heads(F.linear(h, self.W_K)), pos)
+        q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
+        k = self.rotate(self.split_heads(F.linear(h, self.W_K)), pos)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
 
