@@ -6,7 +6,7 @@ Turn SlimPajama, or any text, into token shards that train.py reads.
     python prepare_slimpajama.py --input=FOLDER       your .parquet, .jsonl (.zst, .gz), .txt files
     python prepare_slimpajama.py --input=FOLDER --tokenizer=bpe2048
     python prepare_slimpajama.py --input=hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT
-    python prepare_slimpajama.py --input=corpus       what results/ladder was trained on
+    python prepare_slimpajama.py --input=corpus       what results/earlier was trained on
 
 Documents keep their order. A BOS token begins each, and they are concatenated in train_00000.bin,
 ..., val.bin and test.bin (little-endian unsigned integers). meta.json describes them. The folder
