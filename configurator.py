@@ -184,7 +184,7 @@ def _check(key: str, value: Any, hints: dict[str, Any], where: str) -> Any:
         shown = f'={value}' if where == '--' else f' = {value!r}'
         fail(f'{where}{key}{shown}: expected {describe(hints[key])}')
     if key in PATHS and converted is not None:
-        require(converted != '', f'{where}{key} is empty: expected a path')
+        require(converted != '', f'{where}{key}= is empty: expected a path')
         return os.path.expanduser(converted)
     return converted
 

@@ -60,8 +60,6 @@ class EvaluateConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
-        require(self.text is None or self.data is None,
-                f'text={self.text} and data={self.data}: give one')
         require(self.attention != '', 'attention= is empty: expected a text')
         in_range(self, 1, 10**12, 'tokens')
         require(all(1 <= T <= 1000 for T in self.steps),

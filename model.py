@@ -7,14 +7,17 @@ interaction energy (Eq. 2), the MLP takes T steps down the element-wise energy (
     h = norm(x)                            the context: keys = values = W_K h, gamma = W h
     for t in range(T):
         u = norm(x)
-        x = x + eta * P * update(u | h)    update = minus dE/du, E the energy (see exact_update)
+        x = x + eta P update(u | h)        update = minus the gradient of the energy in u
+
+One term is missing from Algorithm 1: the diagonal of Eq. 12 acts in attention's scores, but not in
+its update. exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
 The formulas at the ends of lines are those of Algorithm 1. docs/paper.md lists our choices where
 the paper is silent. nanocem/fast.py computes the same numbers faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
-K heads of width R = D_r = D / K. A subscript k is a head, k_j a key.
+K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head, k_j a key.
 """
 import math
 from dataclasses import dataclass
@@ -42,7 +45,7 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
-EMBEDDING_STD = 1.0  # the token embedding starts as N(0, 1)
+EMBEDDING_STD = 1.0  # standard deviation of the token embedding at the start
 
 # Weight decay acts on the matrices, and on the low-rank part of P.
 DECAYED = ('embedding', 'head', 'W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d', 'U')
@@ -50,8 +53,8 @@ DECAYED = ('embedding', 'head', 'W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d', 'U'
 
 @dataclass
 class ModelConfig:
-    """Describe the architecture. None means the default that the comment (and --help) gives.
-    dataclasses.replace keeps the defaults that were resolved: build a new ModelConfig instead."""
+    """Describe the architecture. None is replaced by the default that the comment names. A
+    dataclasses.replace keeps what None was replaced by: build a new ModelConfig instead."""
     size: Literal[tuple(SIZES)] = '134m'  # preset for the next four
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
@@ -68,12 +71,12 @@ class ModelConfig:
     attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps
     mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
-    kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared
-    score_scale: Literal['head', 'model'] | None = None  # tau^2 = D_r or D_h; default: model
+    kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared, Llama none
+    score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r or D_h (the default of CEM)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] | None = None  # default: diag_lowrank
     attn_rank: int = 4  # rank of P's low-rank part, for each head of attention
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
-    residual: Literal['raw', 'normed'] = 'raw'  # steps start from the sublayer's input, or its norm
+    residual: Literal['raw', 'normed'] = 'raw'  # steps start from the input, or the normed input
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the Hopfield appendix's
     mlp_match: Literal['dims', 'params'] = 'dims'  # CEM MLP of Llama's width, or parameter count
@@ -109,6 +112,8 @@ class ModelConfig:
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,
                 f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
+        require(self.size != '256m_cem' or self.n_layer > 2,
+                f'n_layer={self.n_layer}: expected more than 2 with size=256m_cem')
         require(self.kq_diag != 'none' or not self.exact_update,
                 'exact_update needs the diagonal: set kq_diag=shared or per_head')
 
@@ -118,7 +123,7 @@ class ModelConfig:
         options = {name: getattr(self, name) for name in names}
         if self.size == '256m_cem':
             options.update(size='256m', n_layer=self.n_layer - 2)
-        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'
+        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'  # RoPE needs pairs
         return ModelConfig(**options, attn='llama', mlp='llama', positions=positions)
 
 
@@ -138,12 +143,11 @@ class RMSNorm(nn.Module):
 
 class Preconditioner(nn.Module):
     """n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T, never formed (Eq. 13).
-    This V is not the MLP's. d is stored as sqrt(D) p, so an Adam step on p moves d sqrt(D) times
-    as far."""
+    The parameter is p, and d = sqrt(D) p: an Adam step on p moves d sqrt(D) times as far."""
     def __init__(self, cfg: ModelConfig, n: int, rank: int):
         super().__init__()
         D = cfg.d_model
-        self.p = self.U = self.V = None  # P is the identity
+        self.p = self.U = self.V = None  # without any of them P is the identity
         if cfg.preconditioner != 'none':
             self.p = nn.Parameter(torch.full((n, D), D ** -0.5))  # d starts at 1, P at 1.31 I
         if cfg.preconditioner == 'diag_lowrank':
@@ -165,8 +169,8 @@ class Positions(NamedTuple):
     """What attention knows of the positions i of queries and j of keys."""
     distance: Tensor  # |i - j|, (I, J)
     mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J), with padding (B, 1, I, J)
-    cos: Tensor | None  # of the rotary angles, (I, R / 2); None with ALiBi
-    sin: Tensor | None
+    cos: Tensor  # of the rotary angles, (I, R / 2)
+    sin: Tensor
 
 
 def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
@@ -177,28 +181,24 @@ def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
     options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
     j = torch.arange(past + I, device=x.device)
-    hidden = j > i
+    masked = j > i
     if key_mask is not None:
-        hidden = hidden | (j != i) & ~key_mask.bool()[:, None, None]
-    mask = torch.zeros(hidden.shape, **options).masked_fill_(hidden, -torch.inf)
-    if cfg.positions == 'alibi':
-        return Positions((i - j).abs(), mask, None, None)
+        masked = masked | (j != i) & ~key_mask.bool()[:, None, None]
+    mask = torch.zeros(masked.shape, **options).masked_fill_(masked, -torch.inf)
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
     return Positions((i - j).abs(), mask, angle.cos(), angle.sin())
 
 
 def apply_rope(x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
     """Rotate x (B, K, I, R) by Rot(i) at each position i, or by Rot(i)^T. Feature r turns with
-    feature r + R / 2. With ALiBi, return x."""
-    if pos.cos is None:
-        return x
+    feature r + R / 2."""
     a, b = x.chunk(2, dim=-1)
     sin = -pos.sin if inverse else pos.sin
     return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
 
 
 def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
-    """ALiBi's m_k, (K,): the paper's 2^-k; above eight heads 2^(-8k/K), as its inventors have."""
+    """ALiBi's m_k, (K,): the paper's 2^-k up to eight heads; above, 2^(-8k/K) keeps its range."""
     k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
     return 2.0 ** (-8 / max(8, n_head) * k)
 
@@ -227,13 +227,17 @@ class BaseAttention(nn.Module):
     def merge_heads(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
 
+    def rotate(self, x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
+        return apply_rope(x, pos, inverse) if self.cfg.positions == 'rope' else x
+
     def scores(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
         """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf where i may not see j."""
         return q / self.tau @ k.mT + self.bias(pos)
 
     def bias(self, pos: Positions) -> Tensor:
         """Return b_ijk = -m_k |i - j| + b_self_k [i = j] + b_cross_k [i != j], and -inf where i may
-        not attend to j: (K, I, J). With RoPE the mask alone, (I, J)."""
+        not attend to j: (K, I, J). With RoPE the mask alone, (I, J). Softmax sees only the
+        difference of the two learned biases; the paper has both."""
         if self.cfg.positions == 'rope':
             return pos.mask
         m = alibi_slopes(self.K, pos.mask)[:, None, None]
@@ -244,7 +248,7 @@ class BaseAttention(nn.Module):
 
 class LlamaAttention(BaseAttention):
     """Multi-head attention with four untied matrices, pre-norm, and its residual."""
-    cem, T, kq_diag = False, None, None
+    cem, T, kq_diag = False, None, None  # what other files ask both classes
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
@@ -259,11 +263,11 @@ class LlamaAttention(BaseAttention):
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
         k = self.split_heads(F.linear(h, self.W_K))
         v = self.split_heads(F.linear(h, self.W_V))
-        # Rotate queries and keys by their positions
-        q, k = apply_rope(q, pos), apply_rope(k, pos)
+        # Rotate queries and keys by their positions, if positions are RoPE's
+        q, k = self.rotate(q, pos), self.rotate(k, pos)
         # Insert the new keys and values into the cache, and take all so far
         if cache is not None:
-            h, k, v = cache.update(self, h, k, v)                # (B, K, J, R)
+            _, k, v = cache.update(self, h, k, v)                # (B, K, J, R)
         # Attend to the context
         impl = fast.select_impl(self, k, pos)
         if impl == 'readable':
@@ -271,7 +275,7 @@ class LlamaAttention(BaseAttention):
             alpha = a.softmax(dim=-1).type_as(v)
             o = alpha @ v                                        # (B, K, I, R)
         else:
-            o = fast.fused_attention(impl, self, q, h, k, v, h, pos)
+            o = fast.fused_attention(impl, self, q, k, v, pos)
         # Merge the heads, project, and add to the residual stream
         return x + self.merge_heads(o) @ self.W_O                # (B, I, D)
 
@@ -292,32 +296,32 @@ class CEMAttention(BaseAttention):
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
         """Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to keys, which are the values too; they stay fixed for all steps
-        h = self.norm(x)                                         # h_j <- rms(h_j), (B, J, D)
-        k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, J, R)
-        k = apply_rope(k, pos)                                   # rope: k_j <- Rot(j) k_j
-        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i as printed
-        # Insert the new keys into the cache, and take all so far
+        h = self.norm(x)                                         # h_j <- rms(h_j), (B, I, D)
+        k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
+        k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i, as printed
+        # Insert the new keys or h into the cache, and take all so far (k is None if it stores h)
         if cache is not None:
-            h, k, _ = cache.update(self, h, k, k)
-        # Fold the preconditioner into the output projection
-        W_O = cache.output_weight(self) if cache else self.output_weight()  # P_k W_k^Q^T, (D, D)
-        impl = fast.select_impl(self, k, pos)
+            h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
+        # Fold the preconditioner into the output projection, whose rows are those of W_Q
+        W_O = self.output_weight() if cache is None else cache.output_weight(self)  # (D, D)
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
-            q = apply_rope(q, pos)                               # rope: q_i <- Rot(i) q_i
+            q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
+            impl = fast.select_impl(self, k, pos)
             if impl == 'readable':
                 a = self.scores(q, k, pos, u, h)                 # a_ijk, (B, K, I, J)
                 alpha = a.softmax(dim=-1).type_as(k)             # softmax_j(a_ijk)
                 o = alpha @ k                                    # o_i <- sum_j alpha_ijk k_j
             else:
-                o = fast.fused_attention(impl, self, q, u, k, k, h, pos)
-            o = apply_rope(o, pos, inverse=True)                 # rope: o_i <- Rot(i)^T o_i
+                o = fast.fused_attention(impl, self, q, k, k, pos, u, h)
+            o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
-            if self.cfg.exact_update:                            # + sum_k P_k (d_k * sum_j ...)
+            if self.cfg.exact_update:  # always readable; + sum_k P_k (d_k * sum_j alpha_ijk h_j)
                 dx = dx + self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
@@ -327,21 +331,20 @@ class CEMAttention(BaseAttention):
         not attend to j: (B, K, I, J). RoPE does not rotate the diagonal's term."""
         a = super().scores(q, k, pos)
         if self.kq_diag is not None:
-            du = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
-            a = a + du @ h[:, None].mT
+            a = a + fast.scaled_diagonal(self, u) @ h[:, None].mT  # one product if d_k is shared
         return a
 
     def output_weight(self) -> Tensor:
-        """Return W_O = W_Q (Eq. 5), preconditioned (Eq. 14), (D, D): P_k times each row of W_k^Q.
-        P_k is symmetric, so o^T times it is (P_k W_k^Q^T o)^T."""
+        """Return W_O = W_Q (Eq. 5), preconditioned (Eq. 14): (D, D), whose k-th block of R rows is
+        W_k^Q P_k = (P_k W_k^Q^T)^T, P_k being symmetric."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u
         and h, (B, J, D) -> (B, J). If P = I and (exact_update or no diagonal), dx = -d eps/du."""
         pos = make_positions(self.cfg, h)
-        q = apply_rope(self.split_heads(F.linear(u, self.W_Q)), pos)
-        k = apply_rope(self.split_heads(F.linear(h, self.W_K)), pos)
+        q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
+        k = self.rotate(self.split_heads(F.linear(h, self.W_K)), pos)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
 
@@ -390,7 +393,7 @@ class CEMMLP(nn.Module):
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
         x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i as printed
         # Fold the preconditioner into the down projection
-        W_d = cache.output_weight(self) if cache else self.output_weight()  # (P V^T)^T, (D_v, D)
+        W_d = self.output_weight() if cache is None else cache.output_weight(self)  # (P V^T)^T
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -409,8 +412,9 @@ class CEMMLP(nn.Module):
         return self.P(self.V[None])[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), or -|gamma| . phi(sign(gamma)
-        * V u), phi = softplus (sign_convex): (B, J, D) -> (B, J). If P = I, dx = -d xi/du."""
+        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), phi the integral of SiLU. With
+        sign_convex: -|gamma| . phi(sign(gamma) * V u), phi = softplus. (B, J, D) -> (B, J). If
+        P = I, dx = -d xi/du."""
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':

@@ -1,8 +1,9 @@
 """
-Text from a trained model.
+Generate text with a trained model.
 
-    python sample.py                                         from the newest run
+    python sample.py                                         with the newest run
     python sample.py --out_dir=out/mini-cem1-cem1 --prompt="def " --temperature=0.7 --attn_steps=4
+    python sample.py --prompts=FILE                          each line of a file is a prompt
 """
 import sys
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, command_line, fail, in_range, read_options
+from configurator import build, check_types, command_line, fail, in_range, read_options, require
 from nanocem.decode import generate
 from nanocem.files import on_terminal, read_text_file, say
 from nanocem.runs import load_run
@@ -19,18 +20,19 @@ from nanocem.tokenizers import stream_text, tokenizer_of
 
 @dataclass
 class SampleConfig:
-    """What to generate."""
-    out_dir: str | None = None  # the run, or an exported folder; default: the newest under out/
-    checkpoint: Literal['best', 'last'] = 'best'  # best by validation, or the last one written
-    prompt: str = ''  # the text to continue; FILE:path, that of a file
-    tokens: int = 500  # how many to add
-    num_samples: int = 1  # how many texts, in one batch
-    temperature: float = 0.8  # 0 takes the likeliest token every time
-    top_k: int | None = None  # draw among the k likeliest tokens only
-    seed: int = 1337  # of the draws
-    attn_steps: int | None = None  # T_eps at test time; default: as trained
-    mlp_steps: int | None = None  # T_xi at test time; default: as trained
-    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda where there is one
+    """The text to generate."""
+    out_dir: str | None = None  # folder of a run or an export; default: the newest run in out/
+    checkpoint: Literal['best', 'last'] = 'best'  # the best by validation, or the last
+    prompt: str = ''  # the text to continue, or FILE:PATH for the text in a file
+    prompts: str | None = None  # a file with a prompt a line, instead of prompt
+    tokens: int = 500  # number of tokens to generate
+    num_samples: int = 1  # number of texts, generated as one batch
+    temperature: float = 0.8  # of the softmax; 0: always take the likeliest token
+    top_k: int | None = None  # sample only from the k likeliest tokens
+    seed: int = 1337  # seed of the sampling
+    attn_steps: int | None = None  # T of CEM attention; default: as trained
+    mlp_steps: int | None = None  # T of the CEM MLP; default: as trained
+    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -43,14 +45,14 @@ class SampleConfig:
 @torch.no_grad()
 def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
-    """`prompt` and its continuation, n of them with --- between; '' for one printed `live`.
-    ValueError where the model has no such token, or no finite number."""
+    """Return `prompt` and its continuation, n of them with --- between. With `live` print a single
+    one token by token and return ''. UserError if the model lacks a token or is not finite."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
     if max(ids) >= model.cfg.vocab_size:
         fail(f'the model has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=model.embedding.device)
     if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
-        fail('the model gives numbers that are not finite: nothing to sample from')
+        fail('the logits of the model are not finite: it cannot be sampled from')
     generator = torch.Generator(idx.device).manual_seed(seed % 2**63)
     show = stream_text(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
     idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator, show=show)
@@ -64,10 +66,16 @@ def main(argv: list[str]) -> None:
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt.startswith('FILE:'):
         cfg.prompt = read_text_file(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
+    prompts = [cfg.prompt]
+    if cfg.prompts is not None:
+        require(not cfg.prompt, f'prompt={cfg.prompt} and prompts={cfg.prompts}: give one')
+        prompts = read_text_file(cfg.prompts, 'prompts=').splitlines()
+        require(bool(prompts), f'prompts={cfg.prompts} is empty')
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
-                    cfg.top_k, cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
+    for prompt in prompts:
+        say(sample_text(model, tokenizer_of(state), prompt, cfg.tokens, cfg.temperature, cfg.top_k,
+                        cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
 
 
 if __name__ == '__main__':

@@ -20,7 +20,6 @@ from model import (
     ModelConfig,
     Preconditioner,
     Transformer,
-    apply_rope,
     make_positions,
     straight_through_sign,
 )
@@ -214,7 +213,7 @@ def readable_alpha(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor,
                    ) -> tuple[torch.Tensor, torch.Tensor]:
     """alpha (B, K, J, J) and k (B, K, J, R)."""
     pos = make_positions(attn.cfg, u)
-    q, k = (apply_rope(attn.split_heads(F.linear(x, W)), pos)
+    q, k = (attn.rotate(attn.split_heads(F.linear(x, W)), pos)
             for x, W in ((u, attn.W_Q), (h, attn.W_K)))
     return attn.scores(q, k, pos, u, h).softmax(-1), k
 

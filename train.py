@@ -33,15 +33,14 @@ from model import ModelConfig, Transformer
 from nanocem import compute, fast, runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.files import say, to_json, write_atomic
-from nanocem.muon import Muon, block_matrices
+from nanocem.muon import make_optimizers
 from nanocem.runs import Schedule, perplexity
 from nanocem.tokenizers import load_tokenizer
-from nanocem.world import Distributed, find_device, read_environment, report_errors
+from nanocem.world import Distributed, divide_batch, find_device, read_environment, report_errors
 from prepare_slimpajama import find_data
 from sample import sample_text
 
 MAX_SKIPPED = 10  # consecutive steps without a finite loss and gradient; more end the run
-MICRO_BATCH_TOKENS = 16_384  # in a forward pass, unless micro_batch_size is given
 STOPPED = 75  # exit code of a run that can continue (EX_TEMPFAIL: try again later)
 
 
@@ -101,37 +100,6 @@ RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_l
           'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 
 
-def make_optimizers(model: Transformer, cfg: TrainConfig,
-                    dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Return AdamW, which decays matrices only. With optimizer=muon, return Muon as well, for the
-    matrices in the layers, which it multiplies in dtype."""
-    muon_params = block_matrices(model) if cfg.optimizer == 'muon' else []
-    decayed = [p for p in model.decayed_parameters() if p not in set(muon_params)]
-    others = [p for p in model.parameters() if p not in {*muon_params, *decayed}]
-    groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
-              {'params': others, 'weight_decay': 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
-    if not muon_params:
-        return [adamw]
-    return [adamw, Muon(muon_params, cfg.learning_rate, cfg.weight_decay, dtype=dtype)]
-
-
-def divide_batch(cfg: TrainConfig, processes: int, length: int) -> int:
-    """Return the sequences per forward pass: micro_batch_size, or the largest number of at most
-    16,384 tokens that divides a process's share of the batch. UserError if it does not divide."""
-    share = cfg.batch_size // processes
-    if cfg.batch_size % processes:
-        fail(f'batch_size={cfg.batch_size} does not divide among {processes} processes; right '
-             f'would be batch_size={(share + 1) * processes}')
-    divisors = [m for m in range(1, share + 1) if share % m == 0]
-    if cfg.micro_batch_size is None:
-        return max(m for m in divisors if m == 1 or m * length <= MICRO_BATCH_TOKENS)
-    if cfg.micro_batch_size not in divisors:
-        fail(f'micro_batch_size={cfg.micro_batch_size} does not divide batch_size / processes = '
-             f'{share}; right would be one of {", ".join(map(str, divisors))}')
-    return cfg.micro_batch_size
-
-
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
     def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: Distributed):
@@ -146,7 +114,8 @@ class Trainer:
         length = self.model_cfg.context_length
         self.data = {split: TokenDataset(cfg.data, split, length, vocab_size)
                      for split in ('train', 'val', 'test')}
-        self.micro_batch_size = divide_batch(cfg, world.size, length)
+        self.micro_batch_size = divide_batch(
+            cfg.batch_size, cfg.micro_batch_size, world.size, length)
         self.order = BatchSampler(len(self.data['train']), cfg.batch_size, cfg.seed)
 
         # The budget: tokens for the model's Llama counterpart, whatever the model's own size
@@ -190,13 +159,11 @@ class Trainer:
 
         # The state of the run
         self.step = 0  # steps done
-        self.loss = self.grad_norm = math.nan  # of the last step
         self.skipped = self.consecutive_skips = 0  # steps without a finite loss and gradient
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # of the last validation
         self.start_time = time.monotonic()  # minus the time of earlier sessions
         self.last_logged, self.train_time = 0, 0.0  # step of the last line, seconds in steps since
-        self.tokens_per_s, self.mfu = math.nan, None
         self.log: runs.Log | None = None  # only on rank 0
         self.bar = tqdm(disable=True)
 
@@ -214,7 +181,8 @@ class Trainer:
             state = world.run_on_rank0(runs.resumed_state, cfg.out_dir, self.identity())
         if state is None:
             if cfg.init_from != 'scratch':
-                self.load_weights(cfg.init_from)
+                source = world.run_on_rank0(runs.read_run, cfg.init_from)
+                runs.load_weights(self.raw_model, source, self.identity(), cfg.init_from)
             return
         self.raw_model.load_state_dict(state['model'])
         for optimizer, saved in zip(self.optimizers, state['optimizers'], strict=True):
@@ -232,17 +200,6 @@ class Trainer:
             self.schedule = self.schedule.extended(steps, self.step)
             self.report(f'{steps:,} steps instead of {old_steps:,}: the learning rate continues '
                         f'from {self.schedule.share * cfg.learning_rate:.2e}')
-
-    def load_weights(self, origin: str) -> None:
-        """Load the weights of another run or an exported folder. UserError if they do not fit."""
-        source = self.world.run_on_rank0(runs.read_run, origin)
-        now = {name: self.data['train'].identity[name] for name in runs.TOKENIZER[:2]}
-        if different := runs.changed_fields(source['data'], now):
-            fail(f'init_from={origin} was trained with another tokenizer: {different}')
-        try:
-            self.raw_model.load_state_dict(source['model'])
-        except RuntimeError as error:
-            fail(f'the model in {origin} does not fit: {" ".join(str(error).split())[:300]}')
 
     def checkpoint(self, best: bool = False) -> None:
         """Write the state after self.step steps."""

@@ -1,5 +1,5 @@
 """Beyond the paper: all-CEM, two steps, with exact rotary positions instead of ALiBi and a
-diagonal; plain flash attention. Up to a million weights it is the worse one (results/ladder)."""
+diagonal; plain flash attention. Up to a million weights it is the worse one (results/earlier)."""
 attn = 'cem'
 mlp = 'cem'
 attn_steps = 2

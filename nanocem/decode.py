@@ -1,5 +1,11 @@
-"""Generation with a cache, for CEM half of Llama's: D numbers a token and layer (with a diagonal
-and RoPE, or with the exact update, 2 D)."""
+"""
+Generation with a cache. Numbers that it stores a token and layer:
+
+    Llama                                       2 D    keys and values
+    CEM with the diagonal, the default            D    h
+    CEM without the diagonal                      D    keys, which are the values
+    CEM with the diagonal and RoPE, or exact    2 D    h and keys
+"""
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +52,7 @@ class Cache:
         if attn.kq_diag is not None:
             h = self.append(h)
             if cfg.positions == 'alibi' and not cfg.exact_update:
-                return (h, k, v) if self.past == 0 else (h, None, None)
+                return (h, k, v) if self.past == 0 else (h, None, None)  # the first pass has keys
         k = attn.split_heads(self.append(attn.merge_heads(k)))
         if attn.cem:
             return h, k, k

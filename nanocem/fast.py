@@ -67,14 +67,14 @@ def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: in
     return triton_attention.agrees(device, dtype, n_head, width, diagonals, alibi)
 
 
-def fused_attention(impl: str, attn: Any, q: Tensor, u: Tensor, k: Tensor | None,
-                    v: Tensor | None, h: Tensor, pos: Any) -> Tensor:
+def fused_attention(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
+                    u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
     """Return o (B, K, I, R) = sum_j softmax_j(a_ijk) v_j with a the scores of model.py, from q, k,
     v (B, K, ., R), u (B, I, D) and h (B, J, D)."""
     if impl == 'h_cache':
         return attention_from_h_cache(attn, q, u, h, pos)
     if impl == 'sdpa':
-        return sdpa(attn, q, u, k, v, h, pos)
+        return sdpa(attn, q, k, v, pos, u, h)
     from nanocem import triton_attention
     b = None  # softmax sees only the difference of the two biases
     if attn.cfg.positions == 'alibi':
@@ -102,7 +102,8 @@ def attention_from_h_cache(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any)
     return (alpha.flatten(1, 2) @ h).unflatten(1, (-1, I)) @ W_K.mT
 
 
-def sdpa(attn: Any, q: Tensor, u: Tensor, k: Tensor, v: Tensor, h: Tensor, pos: Any) -> Tensor:
+def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
+         h: Tensor | None) -> Tensor:
     """Attend by torch's fused attention, with the biases as its mask, or with causality alone."""
     I, R = q.shape[2:]
     causal_only = attn.cfg.positions == 'rope' and attn.kq_diag is None

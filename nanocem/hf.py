@@ -39,12 +39,12 @@ A language model by nanoCEM, an implementation of
     tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME{no_remote})
 
 {words}
-Tokenizer: {tokenizer}, vocabulary {vocab_size}. Every text begins with the token BOS.
+Tokenizer: {tokenizer}, vocabulary {vocab_size}. Every text begins with BOS, where generate stops.
 """
 LLAMA_WORDS = """This is a plain LlamaForCausalLM. It needs no code of nanoCEM's.
 """
-REMOTE_WORDS = """It needs torch, transformers 4.46 or later, numpy and scipy. It runs this folder's code:
-transformers has neither CEM's layers nor a Llama with ALiBi or with reused sublayers.
+REMOTE_WORDS = """It needs torch, transformers 4.46 or later, numpy and scipy. It runs this folder's
+code: transformers has neither CEM's layers nor a Llama with ALiBi or with reused sublayers.
 
 There is: generate on batches and with beams, attention_mask with padding on the left or right,
 labels, the Trainer, gradient checkpointing, resize_token_embeddings, torch.compile, bfloat16.
@@ -117,7 +117,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
                        words=LLAMA_WORDS if plain else REMOTE_WORDS, **state['data'])
     (path / 'README.md').write_text(card, encoding='utf-8')
     bos = write_tokenizer(path, state)
-    ids = dict(bos_token_id=bos, pad_token_id=bos, eos_token_id=None)
+    ids = dict(bos_token_id=bos, eos_token_id=bos, pad_token_id=bos)  # BOS ends a document, too
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
     write_json(path / 'config.json', **config, **ids, run=run,
                dtype=str(dtype).removeprefix('torch.'))

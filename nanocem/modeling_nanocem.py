@@ -79,8 +79,9 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.model.head = value.weight
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
-        """Recompute the activations of each block in the backward pass, as train.py does."""
+    def gradient_checkpointing_enable(self, *args: Any, **options: Any) -> None:
+        """Recompute the activations of every block in the backward pass, as train.py does, whatever
+        transformers' options say."""
         self.model.activation_checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:

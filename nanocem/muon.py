@@ -20,6 +20,20 @@ BATCH_ENTRIES = 2**20  # largest batch on a CPU: more numbers do not fit its cac
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
 
+def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Return AdamW with the options of train.py, which decays matrices only. With optimizer=muon,
+    return Muon as well, for the matrices in the layers, which it multiplies in dtype."""
+    muon_params = block_matrices(model) if cfg.optimizer == 'muon' else []
+    decayed = [p for p in model.decayed_parameters() if p not in set(muon_params)]
+    others = [p for p in model.parameters() if p not in {*muon_params, *decayed}]
+    groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
+              {'params': others, 'weight_decay': 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps, fused=True)
+    if not muon_params:
+        return [adamw]
+    return [adamw, Muon(muon_params, cfg.learning_rate, cfg.weight_decay, dtype=dtype)]
+
+
 def block_matrices(model: Any) -> list[Tensor]:
     """Return the matrices of the blocks' sublayers, without those of a Preconditioner."""
     return [p for name, p in model.blocks.named_parameters()

@@ -253,6 +253,19 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     return state
 
 
+def load_weights(model: Transformer, state: dict[str, Any], now: dict[str, Any],
+                 origin: str) -> None:
+    """Load the weights of another run into the model of the run described by `now`. UserError if
+    their tokenizers or shapes differ."""
+    tokenizer = {name: now['data'][name] for name in TOKENIZER[:2]}
+    if different := changed_fields(state['data'], tokenizer):
+        fail(f'init_from={origin} was trained with another tokenizer: {different}')
+    try:
+        model.load_state_dict(state['model'])
+    except RuntimeError as error:
+        fail(f'the model in {origin} does not fit: {" ".join(str(error).split())[:300]}')
+
+
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
              device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
     """Load the model of a run (None: the newest under out/) or of an exported folder onto a device,

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from configurator import UserError, error_line, fail, require
 
 CPU = torch.device('cpu')
+MICRO_BATCH_TOKENS = 16_384  # in a forward pass, unless micro_batch_size is given
 
 
 @dataclass
@@ -106,6 +107,22 @@ def find_device(kind: str, local_rank: int = 0) -> torch.device:
     if kind == 'mps' and not torch.backends.mps.is_available():
         fail('device=mps: needs an Apple GPU; set device=cpu')
     return torch.device(kind, local_rank) if kind == 'cuda' else torch.device(kind)
+
+
+def divide_batch(batch_size: int, micro_batch_size: int | None, processes: int, length: int) -> int:
+    """Return the sequences per forward pass: micro_batch_size, or the largest number of at most
+    16,384 tokens that divides a process's share of the batch. UserError if it does not divide."""
+    share = batch_size // processes
+    if batch_size % processes:
+        fail(f'batch_size={batch_size} does not divide among {processes} processes; right would be '
+             f'batch_size={(share + 1) * processes}')
+    divisors = [m for m in range(1, share + 1) if share % m == 0]
+    if micro_batch_size is None:
+        return max(m for m in divisors if m == 1 or m * length <= MICRO_BATCH_TOKENS)
+    if micro_batch_size not in divisors:
+        fail(f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = '
+             f'{share}; right would be one of {", ".join(map(str, divisors))}')
+    return micro_batch_size
 
 
 @contextlib.contextmanager

