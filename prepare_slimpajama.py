@@ -250,7 +250,8 @@ def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str
             text = (text or '').encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
             yield partial(iter, [text])  # one chunk
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        fail(f'{path}: {str(error).partition(chr(10))[0]}')
+        first_line = str(error).partition('\n')[0]
+        fail(f'{path}: {first_line}')
 
 
 def read_parquet(path: str, column: str) -> Iterator[Any]:
@@ -276,7 +277,8 @@ def read_jsonl(path: str, column: str, suffix: str) -> Iterator[Any]:
                 try:
                     yield json.loads(line)[column]
                 except (ValueError, RecursionError, LookupError, TypeError):
-                    fail(f'line {number} is no JSON with "{column}" (--column chooses)')
+                    raise ValueError(f'line {number} is no JSON with "{column}" '
+                                     '(--column chooses)') from None
 
 
 class Part(NamedTuple):
@@ -290,7 +292,7 @@ def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
     """Cut a document into parts of `size` characters and the rest of their last word."""
     rest = ''
     for chunk in chunks:
-        searched = len(rest) - 1  # The last character can be the end of a word only now.
+        searched = len(rest) - 1  # The last character of a chunk may have ended a word.
         rest += chunk
         begin = 0
         while word_end := WORD_END.search(rest, max(begin + size - 1, searched)):
