@@ -36,7 +36,7 @@ from nanocem.data import TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
-from nanocem.tokenizers import find_llama_model, llama_token_count, load_tokenizer, tokenizer_of
+from nanocem.tokenizers import find_llama_model, load_tokenizer, make_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data
 
 Report = tuple[str, Figure | None]  # a table and a picture
@@ -107,7 +107,8 @@ def count_llama_tokens(sequences: Tensor, tokenizer: Any, folder: str) -> int | 
     ids = ids[ids != NO_TARGET]
     documents = ids.tensor_split((ids == tokenizer.bos).nonzero().flatten())
     texts = (tokenizer.decode(part[part != tokenizer.bos].tolist()) for part in documents)
-    return llama_token_count(texts, path)
+    llama = make_tokenizer('llama', path)
+    return sum(len(llama.encode(text)) for text in texts)
 
 
 # Loss, with T of training or another

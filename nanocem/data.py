@@ -1,4 +1,4 @@
-"""Read folders of token shards: sequences, and the order of batches."""
+"""Read data folders: the sequences of a split, and which of them each batch holds."""
 import os
 import zlib
 from typing import Any
@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import fail
+from configurator import fail, require
 from nanocem.files import read_json
 
-FORMAT = 1
+FORMAT = 1  # the version of meta.json
 
 
 def read_meta(folder: str) -> dict[str, Any]:
@@ -22,16 +22,16 @@ def read_meta(folder: str) -> dict[str, Any]:
              'python train.py config/mini.py trains on a laptop, without a download')
     try:
         shards = [shard for split in meta['splits'].values() for shard in split.get('shards', [])]
-        whole = meta['format'] == FORMAT and meta['dtype'] in ('uint16', 'uint32')
-        whole &= type(meta['tokenizer']) is str
-        whole &= all(type(n) is int and n > 0 for n in (meta['vocab_size'],
-                                                        *(shard['tokens'] for shard in shards)))
+        valid = meta['format'] == FORMAT and meta['dtype'] in ('uint16', 'uint32')
+        valid &= type(meta['tokenizer']) is str
+        numbers = [meta['vocab_size'], *(shard['tokens'] for shard in shards)]
+        valid &= all(type(n) is int and n > 0 for n in numbers)
         # A path instead of a name could lead out of the folder.
-        whole &= all(shard['file'] == os.path.basename(shard['file']) for shard in shards)
+        valid &= all(shard['file'] == os.path.basename(shard['file']) for shard in shards)
     except (KeyError, TypeError, AttributeError):
-        whole = False
-    return meta if whole else fail(f'{path} is damaged, or of another version: prepare the data '
-                                   'again')
+        valid = False
+    require(valid, f'{path} is damaged, or of another version: prepare the data again')
+    return meta
 
 
 def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.memmap:
@@ -46,8 +46,8 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.m
 
 
 class TokenDataset:
-    """A split as sequences of `length` tokens: the inputs of sequence n are
-    tokens[n * length:][:length], its targets one token later. None spans two shards. UserError."""
+    """A split as sequences of `length` tokens. The inputs of sequence n of a shard are its tokens
+    from n * length on, and the targets are one token later. UserError if the data is damaged."""
     def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
         self.meta = read_meta(folder)
         self.length = length
@@ -58,22 +58,21 @@ class TokenDataset:
         if not self.shards:
             fail(f'{folder}: no shard of the {split} split holds a sequence of context_length + 1 '
                  f'= {length + 1} tokens')
-        fingerprint = 0
-        for tokens in self.shards:  # 32 places suffice to recognize damaged or other data
+        fingerprint = 0  # of 32 places per shard, to recognize damaged or other data
+        for tokens in self.shards:
             for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
-                self.check(tokens[at:at + 4096])
+                self.check_vocabulary(tokens[at:at + 4096])
                 fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
-        # Number of the first sequence of each shard
-        self.first = np.cumsum([0, *((len(tokens) - 1) // length for tokens in self.shards)])
-        self.identity = {
-            **{name: self.meta.get(name) for name in ('tokenizer', 'tokenizer_sha256',
-                                                      'vocab_size')},
+        # The index of the first sequence of each shard, and at the end the number of sequences
+        self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
+        names = ('tokenizer', 'tokenizer_sha256', 'vocab_size')
+        self.identity = {name: self.meta.get(name) for name in names} | {
             f'{split} tokens': sum(map(len, self.shards)), f'{split} fingerprint': fingerprint}
 
     def __len__(self) -> int:
-        return int(self.first[-1])
+        return int(self.first_sequence[-1])
 
-    def check(self, tokens: np.memmap) -> None:
+    def check_vocabulary(self, tokens: np.memmap) -> None:
         if tokens.max() >= self.vocab_size:
             fail(f'{tokens.filename} holds token {tokens.max()}, outside the vocabulary of '
                  f"{self.vocab_size}: the data is another tokenizer's or damaged", everywhere=True)
@@ -82,23 +81,23 @@ class TokenDataset:
         """Read the inputs and targets, both (B, length), of the sequences with these indices."""
         sequences = []
         for index in indices:
-            shard = int(np.searchsorted(self.first, index, side='right')) - 1
-            begin = int(index - self.first[shard]) * self.length
+            shard = int(np.searchsorted(self.first_sequence, index, side='right')) - 1
+            begin = int(index - self.first_sequence[shard]) * self.length
             tokens = self.shards[shard][begin:begin + self.length + 1]
-            self.check(tokens)
+            self.check_vocabulary(tokens)
             sequences.append(tokens)
         block = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, length + 1)
         return block[:, :-1].contiguous(), block[:, 1:].contiguous()
 
 
 class BatchSampler:
-    """Choose the sequences of step s, as a function of seed and s alone. Every epoch reads all
-    sequences once, in a random order."""
+    """Choose the sequences of each step. Every epoch reads all of them once, in a random order. The
+    choice depends on the seed and the step alone, so that a resumed run reads the same data."""
     def __init__(self, n_sequences: int, batch_size: int, seed: int):
         self.n_sequences = n_sequences
         self.batch_size = batch_size
         self.seed = seed
-        self.epoch = -1  # of self.permutation
+        self.epoch = -1  # the epoch for which self.permutation was made
         self.permutation = np.empty(0, int)
 
     def __call__(self, step: int) -> np.ndarray:

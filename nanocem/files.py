@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all; locks; printing that cannot end a run."""
+"""Write files completely or not at all, read them, lock them, and print without failing."""
 import codecs
 import contextlib
 import io
@@ -11,12 +11,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from configurator import UserError, fail
+from configurator import fail
 
 
 def say(text: str, end: str = '\n') -> None:
-    """Print a line immediately. A closed pipe, a full disk behind stdout, or a locale that lacks a
-    character costs at most the line, never the program."""
+    """Print a line immediately. A closed pipe, a full disk or a locale that lacks a character can
+    lose the line, but never ends the program."""
     stream = sys.stdout
     line = (text + end).encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
@@ -29,7 +29,7 @@ def say(text: str, end: str = '\n') -> None:
 
 
 def on_terminal() -> bool:
-    """Whether stdout is a terminal."""
+    """Return whether stdout is a terminal."""
     return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
 
 
@@ -67,7 +67,7 @@ def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """Read the objects in a file of JSON lines, without damaged lines. OSError."""
+    """Read the objects in a file of JSON lines. Damaged lines are left out. OSError."""
     found = []
     with open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
@@ -77,15 +77,15 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """Encode as JSON. NaN and infinity, which JSON does not have, become null."""
+    """Encode as JSON. NaN and infinity become null, because JSON has neither."""
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
 
 
 def lock(path: str, wait: bool = False) -> contextlib.AbstractContextManager[Any] | None:
-    """Lock the file `path`, made if need be, until the returned context ends or this process does.
-    None where another process holds it. A file system without locks holds nothing back."""
+    """Lock the file `path`, which is created, until the returned context or this process ends.
+    Return None if another process holds the lock. Where files cannot be locked, nothing is."""
     try:
         return FileLock(path, timeout=-1 if wait else 0).acquire()
     except Timeout:
@@ -96,13 +96,13 @@ def lock(path: str, wait: bool = False) -> contextlib.AbstractContextManager[Any
 
 @contextlib.contextmanager
 def locked(path: str, busy: str) -> Iterator[None]:
-    """Hold the file `path`, once no other process does; say `busy` where there is one. The file is
+    """Lock the file `path`. If another process holds the lock, say `busy` and wait. The file is
     deleted at the end."""
-    handle = lock(path)
-    if handle is None:
+    held = lock(path)
+    if held is None:
         say(f'{busy} by another process: waiting for it')
-        handle = lock(path, wait=True)
-    with handle:
+        held = lock(path, wait=True)
+    with held:
         try:
             yield
         finally:
@@ -110,12 +110,8 @@ def locked(path: str, busy: str) -> Iterator[None]:
                 os.remove(path)
 
 
-class BadFile(UserError):
-    """A file that cannot be read to its end."""
-
-
 def read_text(path: str) -> Iterator[str]:
-    """Read a text file in chunks. BadFile if it is not UTF-8, except for Python source, where
+    """Read a text file in chunks. UserError if it is not UTF-8, except for Python source, where
     undecodable bytes are replaced."""
     errors = 'replace' if path.endswith('.py') else 'strict'
     try:
@@ -125,8 +121,8 @@ def read_text(path: str) -> Iterator[str]:
         with open(path, 'rb') as file:
             utf16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         encoding = 'utf-16' if utf16 else 'latin1'
-        raise BadFile(f'not UTF-8 ({error.reason}); if it is text, iconv -f {encoding} -t utf-8 '
-                      'converts it') from None
+        fail(f'{path}: not UTF-8 ({error.reason}); if it is text, iconv -f {encoding} -t utf-8 '
+             'converts it')
 
 
 def read_text_file(path: str, option: str) -> str:
@@ -134,7 +130,4 @@ def read_text_file(path: str, option: str) -> str:
     not UTF-8."""
     if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait forever
         fail(f'{option}{path} is not a file; expected a text file')
-    try:
-        return ''.join(read_text(path))
-    except BadFile as error:
-        fail(f'{option}{path}: {error}')
+    return ''.join(read_text(path))

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models, Llama's or a user's or trained."""
+"""Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, trained)."""
 import hashlib
 import io
 import os
@@ -14,11 +14,11 @@ from nanocem.data import read_meta
 from nanocem.files import say
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
-MODEL_FILE = 'tokenizer.model'  # in a data folder
-LINE = 4096  # characters; a longer line is cut before a tokenizer is trained on it
-# The character before a space or line end. No token crosses from one to the other, so that both
-# sides can be tokenized separately. (A user's own SentencePiece model may have such tokens.)
-CUT = re.compile('[^\\s\u2581](?=[ \\n])')
+MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
+LINE = 4096  # A tokenizer is trained on lines of at most so many characters.
+# The last character of a word before a space or line end. No token holds it and the space, so the
+# texts on both sides can be tokenized separately. (A user's SentencePiece model may differ.)
+WORD_END = re.compile('[^\\s\u2581](?=[ \\n])')
 
 
 class ByteTokenizer:
@@ -29,14 +29,15 @@ class ByteTokenizer:
         return list(text.encode('utf-8', 'replace'))
 
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        """Encode texts that are parts of documents (prepare_slimpajama.Part)."""
+        """Encode parts of documents (prepare_slimpajama.Part), each with the ids that it has in its
+        whole document."""
         return [np.frombuffer(part.text.encode('utf-8', 'replace'), np.uint8) for part in parts]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode('utf-8', 'replace')
 
     def token_bytes(self) -> torch.Tensor:
-        """Count the bytes of text that each token spells: (vocabulary,), 0 for BOS and its like."""
+        """Return how many bytes each token spells (vocab_size,): 0 for BOS and other marks."""
         return torch.tensor([1] * 256 + [0])
 
 
@@ -48,8 +49,8 @@ class Gpt2Tokenizer:
         import tiktoken
         try:
             self.bpe = tiktoken.get_encoding('gpt2')
-        except Exception as error:  # of any kind that an HTTP library raises
-            fail(f'tokenizer gpt2: no vocabulary ({type(error).__name__}); is there a network?')
+        except Exception as error:  # The HTTP library raises many classes of its own.
+            fail(f'tokenizer=gpt2: no vocabulary ({type(error).__name__}); is there a network?')
         vocabulary = (self.bpe.decode_single_token_bytes(i) for i in range(self.bos))
         self.sha256 = hashlib.sha256(b'\n'.join(vocabulary)).hexdigest()
 
@@ -65,34 +66,32 @@ class Gpt2Tokenizer:
         return self.bpe.decode([i for i in ids if i < self.bos])
 
     def token_bytes(self) -> torch.Tensor:
-        """Count the bytes of text that each token spells: (vocabulary,), 0 for BOS and its like."""
         counts = [len(self.bpe.decode_single_token_bytes(i)) for i in range(self.bos)]
         return torch.tensor([*counts, 0])
 
 
 class SentencePieceTokenizer:
     """Any SentencePiece model file. Llama's ids are those of LlamaTokenizerFast of 2023, except
-    that "<s>", "</s>" and "<unk>" in a text are text: struck-out HTML begins no document."""
+    that "<s>", "</s>" and "<unk>" in a text are not BOS, EOS and unknown: HTML may contain <s>."""
     def __init__(self, path: str):
         from sentencepiece import SentencePieceProcessor
         with open(path, 'rb') as file:
             model = file.read()
         try:
             self.model = SentencePieceProcessor(model_proto=model)
-            pieces = self.model.encode('a', out_type=str)
+            self.newline = self.model.encode('\n')
         except RuntimeError:
             fail(f'{path} is not a SentencePiece model')
         self.path = path
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.name = 'llama' if self.sha256 == LLAMA_SHA256 else 'sentencepiece'
         self.vocab_size = self.model.vocab_size()
-        # Without BOS the end-of-text token begins a document, or else <unk>.
+        # A model without BOS begins a document with EOS or <unk>.
         special = (self.model.bos_id(), self.model.eos_id(), self.model.unk_id())
         self.bos = next(i for i in special if i >= 0)
-        self.newline = self.model.encode('\n')
-        # SentencePiece spells a space as U+2581. A model that adds no space before a text can keep
-        # the two apart: a U+2581 in the text becomes its three bytes.
-        adds_space = ''.join(pieces).startswith('\u2581')
+        # SentencePiece writes a space as U+2581. A U+2581 in a text is encoded as its three bytes,
+        # if the model has bytes and puts no space before a text.
+        adds_space = self.model.encode('a', out_type=str)[0].startswith('\u2581')
         sign = [self.model.piece_to_id(f'<0x{byte:02X}>') for byte in '\u2581'.encode()]
         self.sign = sign if not adds_space and all(map(self.model.is_byte, sign)) else None
 
@@ -106,8 +105,8 @@ class SentencePieceTokenizer:
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
         if self.sign is not None and any('\u2581' in part.text for part in parts):
             return [np.array(self.encode(part.text), np.int32) for part in parts]
-        # Llama's model puts a space before every text. A later part of a document gets a newline
-        # before it instead, whose tokens are then removed.
+        # Llama's model puts a space before every text, but not after a newline. So the later parts
+        # of a document are encoded with a newline before them, whose tokens are then removed.
         texts = [part.text if part.begins else '\n' + part.text for part in parts]
         ids = self.model.encode(texts, num_threads=threads, return_type='numpy')
         n = len(self.newline)
@@ -118,20 +117,19 @@ class SentencePieceTokenizer:
         return self.model.decode([i for i in ids if i < self.vocab_size])
 
     def token_bytes(self) -> torch.Tensor:
-        """Count the bytes of text that each token spells: (vocabulary,), 0 for BOS and its like."""
         counts = []
         for i in range(self.vocab_size):
             piece = self.model.id_to_piece(i).replace('\u2581', ' ')
-            special = self.model.is_control(i) or self.model.is_unknown(i)
-            counts.append(0 if special else 1 if self.model.is_byte(i) else len(piece.encode()))
+            if self.model.is_control(i) or self.model.is_unknown(i):
+                piece = ''
+            counts.append(1 if self.model.is_byte(i) else len(piece.encode()))
         return torch.tensor(counts)
 
 
 def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
-    """Train byte-pair merges on these texts and write them to `path` as a SentencePiece model.
-
-    The model spells every text exactly, and unknown characters by their bytes. No piece crosses
-    the end of a line. UserError where the texts are too few."""
+    """Train byte-pair merges on these texts and write them to `path` as a SentencePiece model. It
+    keeps every character of a text; rare ones are encoded as their bytes. No piece contains a line
+    end. UserError if the texts are too few."""
     from sentencepiece import SentencePieceTrainer
     lines = (line[at:at + LINE] for text in texts for line in text.splitlines()
              for at in range(0, len(line), LINE))
@@ -142,29 +140,28 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
             byte_fallback=True, split_digits=True, normalization_rule_name='identity',
             add_dummy_prefix=False, remove_extra_whitespaces=False,
             allow_whitespace_only_pieces=True, character_coverage=0.9995,
-            num_threads=1,  # the file keeps this number: the same file on every machine
+            num_threads=1,  # The file stores this number, and shall be the same everywhere.
             max_sentence_length=4 * LINE, minloglevel=2)
     except RuntimeError as error:
-        limit = re.search(r'<= (\d+)|required_chars. \d+ vs (\d+)', str(error))
-        expected = '' if not limit else (f'at most bpe{limit[1]}' if limit[1] else
-                                         f'more than bpe{limit[2]}, its characters alone')
-        fail(f'tokenizer=bpe{vocab_size} does not suit this text: expected '
-             f'{expected or "more text"}, or --tokenizer=byte')
+        most = re.search(r'<= (\d+)', str(error))
+        expected = f'at most bpe{most[1]}' if most else 'more pieces or more text'
+        fail(f'tokenizer=bpe{vocab_size} does not suit this text: expected {expected}, or '
+             '--tokenizer=byte')
     with open(path, 'wb') as file:
         file.write(model.getvalue())
 
 
 def make_tokenizer(name: str, path: str) -> Any:
-    """Make the tokenizer 'byte' or 'gpt2', or of any other name the SentencePiece model at `path`.
+    """Make the tokenizer byte or gpt2; any other name means the SentencePiece model at `path`.
     UserError, OSError."""
-    if name in ('byte', 'gpt2'):
-        return ByteTokenizer() if name == 'byte' else Gpt2Tokenizer()
-    return SentencePieceTokenizer(path)
+    if name == 'byte':
+        return ByteTokenizer()
+    return Gpt2Tokenizer() if name == 'gpt2' else SentencePieceTokenizer(path)
 
 
 def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
-    """Load the tokenizer of a data folder. `meta`, if given, replaces the folder's meta.json.
-    UserError if the tokenizer is missing or differs from the one that made the data."""
+    """Load the tokenizer of a data folder, as described by `meta` or by the folder's meta.json.
+    UserError if it is missing or is not the one that made the data."""
     meta = meta or read_meta(folder)
     vocab_size, sha256 = meta['vocab_size'], meta.get('tokenizer_sha256')
     path = os.path.join(folder, MODEL_FILE)
@@ -176,21 +173,20 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
         fail(f'{path}: no tokenizer {meta["tokenizer"]:.40} ({error.strerror}); prepare the data '
              'again')
     if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
-        fail(f'the data of {folder} is of another {tokenizer.name} tokenizer: vocabulary '
-             f'{vocab_size}, SHA-256 {sha256}; prepare the data again')
+        fail(f'{folder} was made with another {tokenizer.name} tokenizer, of vocabulary '
+             f'{vocab_size} and SHA-256 {sha256}; prepare the data again')
     return tokenizer
 
 
 def tokenizer_of(state: dict[str, Any]) -> Any:
-    """Load the tokenizer of a checkpoint, from the exported folder that it came from, or from the
-    folder of its data. UserError."""
+    """Load the tokenizer of a checkpoint or export. Its model file is in the folder of the data or
+    of the export. UserError."""
     return load_tokenizer(state.get('folder', state['data_dir']), state['data'])
 
 
-def find_llama_model(folder: str | None = None) -> str | None:
+def find_llama_model(folder: str) -> str | None:
     """Find Llama's tokenizer.model in a data folder or at $LLAMA_TOKENIZER; None if in neither."""
-    places = [os.path.join(folder, MODEL_FILE)] if folder else []
-    for path in [*places, os.environ.get('LLAMA_TOKENIZER', '')]:
+    for path in (os.path.join(folder, MODEL_FILE), os.environ.get('LLAMA_TOKENIZER', '')):
         if os.path.isfile(path):
             with open(path, 'rb') as file:
                 if hashlib.sha256(file.read()).hexdigest() == LLAMA_SHA256:
@@ -198,19 +194,14 @@ def find_llama_model(folder: str | None = None) -> str | None:
     return None
 
 
-def llama_token_count(texts: Iterable[str], model_path: str) -> int:
-    """Count the Llama tokens of documents, each encoded alone, without BOS."""
-    tokenizer = SentencePieceTokenizer(model_path)
-    return sum(len(tokenizer.encode(text)) for text in texts)
-
-
 def stream_text(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], None]:
-    """Return a function that takes one more token at a time. It prints the text of `ids` and of the
-    tokens so far, but waits for the end of a character unless they are `total` in all."""
-    begin = end = 0  # of the ids printed last; what follows is decoded together with them, because
-    # a word may lose its space where a text begins
+    """Return a function that appends one token to `ids` and prints the new text. Half a character
+    is printed only if the ids are `total`, so that nothing follows."""
+    # The ids printed last. They are decoded again with the next ones, because a word may lose its
+    # space at the beginning of a text.
+    begin = end = 0
 
-    def take(token: Any) -> None:
+    def print_token(token: Any) -> None:
         nonlocal begin, end
         ids.append(int(token))
         printed = tokenizer.decode(ids[begin:end])
@@ -218,4 +209,4 @@ def stream_text(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], N
         if not text.endswith('\ufffd') or len(ids) == total:
             say(text[len(printed):], end='')
             begin, end = end, len(ids)
-    return take
+    return print_token

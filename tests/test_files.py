@@ -1,4 +1,4 @@
-"""Files written whole or not at all, and lines on the screen that cannot end a program."""
+"""Files that are written completely or not at all, and printing that cannot end a program."""
 import json
 import math
 import os
@@ -16,33 +16,33 @@ from nanocem.files import lock, locked, read_json, read_text_file, say, to_json,
 SAYS = "from nanocem.files import say\nfor n in range(3): say('caf\\u00e9 %d' % n)\n"
 
 
-def says(stdout: int | None, **env: str) -> subprocess.CompletedProcess:
-    """A process that says three lines and ends."""
+def run_says(stdout: int | None, **env: str) -> subprocess.CompletedProcess:
+    """Run a process that says three lines."""
     return subprocess.run([sys.executable, '-c', SAYS], cwd=ROOT, stdout=stdout,
                           stderr=subprocess.PIPE, env={**os.environ, **env}, check=False)
 
 
-def test_a_line_that_cannot_be_said_ends_nothing(capsys: pytest.CaptureFixture) -> None:
-    done = says(subprocess.PIPE)
+def test_a_line_that_cannot_be_printed_ends_nothing(capsys: pytest.CaptureFixture) -> None:
+    done = run_says(subprocess.PIPE)
     assert done.stdout.decode() == 'café 0\ncafé 1\ncafé 2\n'
-    done = says(subprocess.PIPE, PYTHONIOENCODING='ascii')
+    done = run_says(subprocess.PIPE, PYTHONIOENCODING='ascii')
     assert done.stdout == b'caf\\xe9 0\ncaf\\xe9 1\ncaf\\xe9 2\n' and not done.stderr
     with open('/dev/full', 'wb') as full:
-        done = says(full.fileno())
+        done = run_says(full.fileno())
     assert done.returncode == 0 and not done.stderr
     reader, writer = os.pipe()
     os.close(reader)
-    done = says(writer)
+    done = run_says(writer)
     os.close(writer)
     assert done.returncode == 0 and not done.stderr
     say('to a captured screen')
     assert capsys.readouterr().out == 'to a captured screen\n'
 
 
-def test_a_file_is_written_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / 'a'
     write_atomic(str(path), b'first')
-    (tmp_path / 'a.tmp').mkdir()  # nothing can be written there
+    (tmp_path / 'a.tmp').mkdir()  # so that no file of this name can be opened
     with pytest.raises(OSError):
         write_atomic(str(path), b'second')
     assert path.read_bytes() == b'first'
@@ -67,7 +67,7 @@ def test_text_is_utf8_or_refused_with_what_would_convert_it(tmp_path: Path) -> N
     assert read_text_file(str(path), 'text=') == '\ufeffcafé\r\n\0'
     for encoding in ('utf-16', 'latin1'):
         path.write_bytes('café'.encode(encoding))
-        with pytest.raises(UserError, match=rf'text=.*a.txt: not UTF-8 .* iconv -f {encoding} -t'):
+        with pytest.raises(UserError, match=rf'a\.txt: not UTF-8 .* iconv -f {encoding} -t'):
             read_text_file(str(path), 'text=')
     with pytest.raises(UserError, match='is not a file'):
         read_text_file(str(tmp_path), 'text=')
@@ -80,7 +80,7 @@ def test_a_lock_excludes_others_also_without_fcntl(tmp_path: Path) -> None:
     with locked(path, 'busy'):
         assert lock(path) is None
     assert not os.path.exists(path)
-    with lock(str(tmp_path / 'no folder' / 'a.lock')):  # nothing can be locked there
+    with lock(str(tmp_path)):  # A folder cannot be locked.
         pass
     script = 'import sys; sys.modules["fcntl"] = None; import nanocem.files'
     assert subprocess.run([sys.executable, '-c', script], cwd=ROOT, check=False).returncode == 0

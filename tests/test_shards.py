@@ -1,4 +1,4 @@
-"""Token shards: their order, and what happens to a run whose data is damaged."""
+"""Data folders: the order of sequences, and damaged shards."""
 import json
 import os
 import shutil
@@ -20,11 +20,11 @@ from prepare_slimpajama import SPLITS
 
 def test_every_epoch_reads_every_sequence_once(data: Path) -> None:
     order = BatchSampler(n_sequences=7, batch_size=3, seed=5)
-    drawn = np.concatenate([order(s) for s in range(14)])
-    for epoch in np.split(drawn, 6):
+    chosen = np.concatenate([order(s) for s in range(14)])
+    for epoch in np.split(chosen, 6):
         assert sorted(epoch) == list(range(7))
-    # a function of (seed, step) alone
-    assert list(order(4)) == list(BatchSampler(7, 3, 5)(4)) == list(drawn[12:15])
+    # The choice depends on seed and step alone.
+    assert list(order(4)) == list(BatchSampler(7, 3, 5)(4)) == list(chosen[12:15])
     assert list(BatchSampler(100, 50, 5)(0)) != list(BatchSampler(100, 50, 6)(0))
     sequences = TokenDataset(str(data), 'train', LENGTH)
     whole = [np.fromfile(data / f'train_{s:05d}.bin', '<u2').astype(int) for s in range(2)]
@@ -81,16 +81,14 @@ def test_corrupt_data_is_one_line(name: str, tmp_path: Path) -> None:
 
 def test_a_vocabulary_beyond_the_tokenizers_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(str(write_data(tmp_path, vocab_size=257))).vocab_size == 257
-    with pytest.raises(UserError, match='another byte tokenizer: vocabulary 258'):
+    with pytest.raises(UserError, match='another byte tokenizer, of vocabulary 258'):
         load_tokenizer(str(write_data(tmp_path, vocab_size=258)))
 
 
-def test_a_token_outside_the_vocabulary_that_no_sample_saw_is_met_in_its_batch(
-    tmp_path: Path,
-) -> None:
+def test_every_batch_is_checked_for_tokens_outside_the_vocabulary(tmp_path: Path) -> None:
     folder = write_data(tmp_path, tokens=400_000, shards=1)
     tokens = np.fromfile(folder / 'train_00000.bin', '<u2')
-    tokens[5000:8000] = 999  # between two of the places that are checked
+    tokens[5000:8000] = 999  # between two of the places that are checked at the start
     tokens.tofile(folder / 'train_00000.bin')
     data = TokenDataset(str(folder), 'train', LENGTH)
     data.batch(np.arange(4000 // LENGTH))
@@ -101,7 +99,7 @@ def test_a_token_outside_the_vocabulary_that_no_sample_saw_is_met_in_its_batch(
 
 @settings(max_examples=100, deadline=None)
 @given(n=st.integers(1, 10_000), count=st.integers(0, 20_000))
-def test_spread_sequences_are_in_order_and_as_far_apart_as_they_can_be(n: int, count: int) -> None:
+def test_evenly_spaced_sequences(n: int, count: int) -> None:
     numbers = evenly_spaced(n, count)
     assert len(numbers) == min(n, max(1, count)) and numbers[0] == 0
     gaps = np.diff(np.append(numbers, n))

@@ -1,11 +1,10 @@
-"""Where text comes from: folders, links, pipes, the corpus, the Hub. Nothing is downloaded: a test
-double answers for the Hub."""
+"""Sources of text: folders, links, pipes, the corpus, the Hub. Nothing is downloaded: the class Hub
+below replaces it."""
 import gzip
 import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,7 +15,7 @@ from test_tokenizers import LLAMA, documents, needs_llama
 import prepare_slimpajama as prep
 
 
-def test_links_other_kinds_and_pipes(tmp_path: Path) -> None:
+def test_links_other_kinds_of_files_and_pipes(tmp_path: Path) -> None:
     texts = [f'text {i} ' * 9 for i in range(8)]
     folder, elsewhere = tmp_path / 'in', tmp_path / 'elsewhere'
     write(folder / 'b.jsonl', texts[1:2])
@@ -34,18 +33,14 @@ def test_links_other_kinds_and_pipes(tmp_path: Path) -> None:
     (folder / 'A.JSONL').write_text(json.dumps({'text': 'text 0'}) + '\n')
     odd = folder / os.fsdecode(b'\xff.jsonl')
     odd.write_text('{"text": "odd"}\n')
-    ended = run(folder, tmp_path / 'out', '--held_out=0')
-    assert ended.code == 0, ended.err
-    assert 'left out: 1 files of other kinds, for example README.md' in ended.out
+    printed = run(folder, tmp_path / 'out', '--held_out=0')
+    assert 'ignored, of other kinds: README.md' in printed
     meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
     assert meta['files'] == ['A.JSONL', 'b.jsonl', 'c.jsonl.gz', odd.name, 'again/f.jsonl',
                              'd/e.parquet']
     texts = ['text 0', texts[1], 'text 2', 'odd', texts[4], texts[3]]
     assert result(tmp_path / 'out')['train_00000.bin'] == train_of(texts)
     assert 'no such file' in refused(folder / 'pipe.txt', tmp_path / 'none')
-    orders = [[file.name for file in prep.find_source(str(folder), seed).files]
-              for seed in (0, 1, 1)]
-    assert orders[1] == orders[2] != orders[0] == meta['files']
 
 
 def test_a_column_of_another_name(tmp_path: Path) -> None:
@@ -58,7 +53,7 @@ def test_a_column_of_another_name(tmp_path: Path) -> None:
 
 
 def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's files and the packages', each content once, as a jsonl file of them was."""
+    """Files of the library and of packages, each content once."""
     monkeypatch.chdir(tmp_path)
     contents = {'b.py': 'same', 'c.md': 'english', 'd.txt': ' ', 'a.css': 'english',
                 'z/e.py': 'deep', 'site-packages/p/a.py': 'of a package'}
@@ -71,15 +66,14 @@ def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(prep, 'LIBRARY', str(tmp_path / 'lib'))
     monkeypatch.setattr(prep.metadata, 'files', lambda name: asked.append(name) or [package])
-    files = [file.name.removeprefix(f'{tmp_path}/lib/') for file in
-             prep.find_source('corpus').files]
+    files = [file.removeprefix(f'{tmp_path}/lib/') for file in prep.find_source('corpus').files]
     assert files == ['b.py', 'c.md', 'z/e.py', 'site-packages/p/a.py']
     assert asked[:2] == ['torch', 'numpy'] and 'filelock' not in asked
-    # builtin: Python alone, no tests and no packages, and what is not UTF-8 too
+    # builtin is the library alone, Python without its tests, and with files that are not UTF-8.
     (tmp_path / 'lib/test').mkdir()
     (tmp_path / 'lib/test/b.py').write_text('a test')
     builtin = prep.find_source('builtin')
-    assert [file.name for file in builtin.files] == ['b.py', 'latin.py', 'z/e.py']
+    assert list(builtin.files) == ['b.py', 'latin.py', 'z/e.py']
     with open(tmp_path / 'lib/latin.py', 'rb') as file:
         assert ''.join(prep.read_text(file.name)) == '\ufffd\ufffd'
     (tmp_path / 'lib/long.py').write_text('\n'.join(documents(600, seed=1)))
@@ -92,7 +86,7 @@ DATA = 'hf://datasets/org/data'
 
 
 class Hub:
-    """In the place of HfApi and HfFileSystem: a dataset of three files, and Llama's tokenizer."""
+    """Replaces HfApi and HfFileSystem: a dataset of three files, and Llama's tokenizer."""
     def __init__(self, folder: Path):
         self.folder = folder
         self.texts = documents(300, seed=50)
@@ -108,12 +102,11 @@ class Hub:
             raise ValueError('404 Client Error.\n\nRepository Not Found')
         return SimpleNamespace(sha=revision or self.sha)
 
-    def find(self, where: str, detail: bool) -> dict[str, Any]:
-        root, _, inside = where.partition('@' + 'c' * 40)
-        found = [path for path in self.folder.rglob('*') if path.is_file()]
-        names = {path: '/' + str(path.relative_to(self.folder)) for path in found}
-        return {f'{root.removeprefix("hf://")}@{"c" * 40}{name}': {'size': path.stat().st_size}
-                for path, name in names.items() if name == inside or name.startswith(inside + '/')}
+    def find(self, where: str) -> list[str]:
+        root, _, inside = where.removeprefix('hf://').partition('@' + 'c' * 40)
+        names = [path.relative_to(self.folder) for path in self.folder.rglob('*') if path.is_file()]
+        return [f'{root}@{"c" * 40}/{name}' for name in names
+                if name.is_relative_to(inside.strip('/'))]
 
     def hf_hub_download(self, repo: str, name: str, **options: str) -> str:
         assert options == {'repo_type': 'dataset', 'revision': 'c' * 40} or 'llama' in repo
@@ -131,25 +124,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return made
 
 
-def made_of(out: Path) -> dict[str, bytes]:
-    return {name: data for name, data in result(out).items() if name != 'splits'}
+def shards(where: str, out: Path, *options: str) -> dict[str, bytes]:
+    made = prepare(where, out, *options)
+    return {name: data for name, data in made.items() if name != 'splits'}
 
 
 def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: Hub) -> None:
-    texts = documents(60, seed=51)
-    write(hub.folder / 'sample/10BT/000.parquet', texts[:30])
-    write(hub.folder / 'sample/10BT/001.parquet', texts[30:])
+    texts = documents(200, seed=51)
+    write(hub.folder / 'sample/10BT/000.parquet', texts[:100])
+    write(hub.folder / 'sample/10BT/001.parquet', texts[100:])
     (hub.folder / 'README.md').write_text('#')
     (hub.folder / '.gitattributes').write_text('#')
-    for where, mine in ((f'{DATA}/sample/10BT', texts), (f'{DATA}@{hub.sha}/sample', texts),
-                        (f'{DATA}/sample/10BT/001.parquet', texts[30:])):
+    for where, content in ((f'{DATA}/sample/10BT', texts), (f'{DATA}@{hub.sha}/sample', texts),
+                           (f'{DATA}/sample/10BT/001.parquet', texts[100:])):
         out = tmp_path / str(len(where))
-        assert run(where, out, '--held_out=0.2').code == 0
-        assert made_of(out) == expected(mine, 0.2)
+        assert shards(where, out, '--held_out=0.2') == expected(content, 0.2)
     assert 'holds no .parquet' in refused(f'{DATA}/nothing', tmp_path / 'n')
     assert 'Repository Not Found' in refused('hf://datasets/org/none', tmp_path / 'n')
     assert 'Invalid HF URI' in refused('hf://datasets/data', tmp_path / 'n')
-    assert 'left out: 1 files' in run(DATA, tmp_path / 'all', '--held_out=0').out
+    assert 'other kinds: README.md' in run(DATA, tmp_path / 'all', '--held_out=0')
     o = prep.PrepareConfig(input='hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT')
     assert o.out_dir == 'data/fineweb-edu-sample-10BT'
 
@@ -160,8 +153,7 @@ def test_a_download_that_fails_is_one_line(tmp_path: Path, hub: Hub) -> None:
     says = refused(DATA, out, '--held_out=0.1')
     assert 'Entry Not Found (is there a network?' in says
     hub.gone = ''
-    assert run(DATA, out, '--held_out=0.1').code == 0
-    assert made_of(out) == expected(hub.texts, 0.1)
+    assert shards(DATA, out, '--held_out=0.1') == expected(hub.texts, 0.1)
     meta = json.loads((out / 'meta.json').read_text())
     assert meta['source'] == f'{DATA}@{"c" * 40}' and meta['files'] == hub.names
 
