@@ -100,7 +100,6 @@ class BenchConfig:
         return Transformer(ModelConfig(**{**shape, **options})).to(self.device)
 
     def machine(self) -> str:
-        """Return the GPU's name, or the CPU's with its instruction set and threads."""
         if self.device == 'cuda':
             return torch.cuda.get_device_name()
         name = platform.machine()
@@ -117,8 +116,8 @@ class BenchConfig:
             tokens = f'{self.decode_tokens} tokens after {self.decode_context}'
         compiled = self.compile and name != 'decode'  # generate runs the uncompiled model
         return (f'{self.size}, {tokens}, vocabulary {self.vocab_size:,}; {self.machine()}, torch '
-                f'{torch.__version__}, {self.dtype}{", compiled" * compiled}; medians of '
-                f'{self.repeats} rounds')
+                f'{torch.__version__}, {self.dtype}{", compiled" * compiled}; medians over '
+                f'--repeats={self.repeats}')
 
 
 def measure(makers: dict[Any, Maker], cfg: BenchConfig) -> dict[Any, Row]:
@@ -194,13 +193,15 @@ def train_table(cfg: BenchConfig) -> list[Row]:
     long 20 tokens for each of Llama's parameters take."""
     device = torch.device(cfg.device)
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=device)
+    llama = cfg.model(**LLAMA)
+    llama_flops = compute.flops_per_token(llama)
+    token_budget = 20 * llama.num_params()
+    del llama
 
     def make_step(make_model: Callable[[], torch.nn.Module], ours: bool) -> tuple[Run, Row]:
         model = make_model()
         forward = model
-        columns = {'parameters': sum(p.numel() for p in model.parameters())}
-        if ours:
-            columns['MFLOP/token'] = compute.flops_per_token(model) / 1e6
+        flops = compute.flops_per_token(model) if ours else llama_flops  # peers have Llama's FLOPs
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if cfg.compile and ours:  # as train.py does
             attention = fast.attention_path(model, device, cfg.torch_dtype, True)
@@ -214,23 +215,20 @@ def train_table(cfg: BenchConfig) -> list[Row]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return step, columns
+        return step, {'parameters': sum(p.numel() for p in model.parameters()),
+                      'MFLOP/token': flops / 1e6}
     makers = {name: partial(make_step, partial(cfg.model, **options), True)
               for name, options in VARIANTS.items()}
     for name, make_model in peers(cfg, cfg.context_length).items():
         makers[name] = partial(make_step, make_model, False)
     peak = compute.peak_flops(device, cfg.torch_dtype)
-    found = measure(makers, cfg)
     rows = []
-    for name, row in found.items():
+    for name, row in measure(makers, cfg).items():
         if 'seconds' in row:
-            row.setdefault('MFLOP/token', found['Llama'].get('MFLOP/token', math.nan))  # a peer's
             row['tokens/s'] = x.numel() / row.pop('seconds')
-            flops = 1e6 * row['MFLOP/token'] * row['tokens/s']
-            row['TFLOP/s'] = flops / 1e12
-            row['MFU'] = None if math.isnan(peak) else flops / peak
-            if 'parameters' in found['Llama']:
-                row['hours'] = 20 * found['Llama']['parameters'] / row['tokens/s'] / 3600
+            row['TFLOP/s'] = row['MFLOP/token'] * row['tokens/s'] / 1e6
+            row['MFU'] = None if math.isnan(peak) else 1e12 * row['TFLOP/s'] / peak
+            row['hours'] = token_budget / row['tokens/s'] / 3600
         rows.append({'model': name, **row})
     add_ratio(rows, 'tokens/s', 'speed / Llama')
     add_ratio(rows, 'TFLOP/s', 'MFU / Llama')

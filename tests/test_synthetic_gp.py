@@ -279,7 +279,7 @@ def test_the_blind_protocol_is_the_recorded_calibration() -> None:
 
 def test_the_committed_table_is_near_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
-    """21 of 30 rows are within one std, 29 within two. CEM-T3, which the paper lacks, diverged here:
+    """21 of 30 rows are within one std, 29 within two. CEM-T3, which the paper lacks, diverged:
     the table says so, and it does not stretch the figure."""
     kernels = {title: k for k, (title, _) in KERNELS.items()}
     results = {}
