@@ -30,7 +30,7 @@ class Cache:
                 f'the cache holds {self.length} of {self.max_length} tokens: {idx.shape[1]} more '
                 'do not fit')
         rows = self.buffers[0].shape[0] if self.buffers else idx.shape[0]
-        require(rows == idx.shape[0], f'the cache holds {rows} rows, the new ids have {idx.shape[0]}')
+        require(rows == len(idx), f'the cache holds {rows} rows, the new ids have {len(idx)}')
         self.past, self.length, self.next = self.length, length, 0
         return self.past
 
