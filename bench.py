@@ -5,9 +5,9 @@ Measure speed, memory and FLOPs of Llama, CEM and their peers.
     python bench.py --what=train          the training table alone
     python bench.py --what=gpu            every table, at 134m and 162m
 
-All variants of a table take turns, for `repeats` rounds after a warm-up, so that other work on the
-machine slows all of them alike; medians are shown. If transformers is installed, its Llama runs
-too, and its GPT-2 in nanoGPT's shape with an MLP of the width that gives Llama's FLOPs.
+The rows of a table take turns, for `repeats` rounds after a warm-up, so that other work on the
+machine slows all of them alike. The table shows medians. If transformers is installed, its Llama
+runs too, and its GPT-2: nanoGPT's shape, with an MLP wide enough for Llama's FLOPs.
 """
 import contextlib
 import gc
@@ -23,8 +23,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configurator import build, command_line, fail, in_range, read_options
 from model import SIZES, ModelConfig, Transformer, make_positions
@@ -33,7 +31,8 @@ from nanocem.decode import Cache, generate
 from nanocem.files import say, table
 
 Row = dict[str, Any]
-Run = Callable[[], Any]
+Run = Callable[[], Any]  # what is timed
+Maker = Callable[[], tuple[Run, Row]]  # builds it, and the columns that are known before
 LLAMA = dict(attn='llama', mlp='llama')
 CEM = dict(attn='cem', mlp='cem', positions='alibi', kq_diag='shared')
 T1 = CEM | dict(attn_steps=1, mlp_steps=1, preconditioner='none')
@@ -53,23 +52,23 @@ TABLE_NAMES = ('train', 'attention', 'decode')
 @dataclass
 class BenchConfig:
     """What to measure, and how often."""
-    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES  # or gpu: all, at two sizes
+    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES  # gpu: all, 134m and 162m
     size: Literal[tuple(SIZES)] | None = None  # default: 134m on a GPU, else mini
     vocab_size: int | None = None  # default: 32,000, or 257 at mini and below
     context_length: int | None = None  # default: 2048 on a GPU, else 128
     batch_size: int | None = None  # sequences a step; default: 8 on a GPU, else 32
-    decode_context: int = 1024  # length of the prompt
-    decode_tokens: int = 32  # tokens that are timed
-    repeats: int = 5  # rounds; the median is shown
-    device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda where there is one
+    decode_context: int = 1024  # tokens in the prompt
+    decode_tokens: int = 32  # tokens decoded after it
+    repeats: int = 5  # measurements of each row; the table shows their median
+    device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
-    compile: bool | None = None  # torch.compile, as train.py does; default: on a GPU
+    compile: bool | None = None  # use torch.compile; default: on a GPU
 
     def __post_init__(self) -> None:
         in_range(self, 1, 1_000_000, 'vocab_size context_length batch_size decode_context '
                  'decode_tokens repeats')
         if 'gpu' in self.what and (len(self.what) > 1 or self.size):
-            fail('what=gpu measures every table, at sizes of its own: give it alone')
+            fail('what=gpu measures every table, and at two sizes: give it alone')
         gpu = torch.cuda.is_available() and self.device != 'cpu'
         if not gpu and ('gpu' in self.what or self.device == 'cuda'):
             fail('this machine has no GPU that torch can use, or device=cpu')
@@ -95,7 +94,7 @@ class BenchConfig:
             torch.cuda.synchronize()
 
     def model(self, **options: Any) -> Transformer:
-        """Build a model of the benchmark's size, vocabulary and context, or as `options` say."""
+        """Build a model with these options over the benchmark's size, vocabulary and context."""
         torch.manual_seed(0)
         shape = dict(size=self.size, vocab_size=self.vocab_size, context_length=self.context_length)
         return Transformer(ModelConfig(**{**shape, **options})).to(self.device)
@@ -111,40 +110,41 @@ class BenchConfig:
                 f'{torch.get_num_threads()} threads')
 
     def setting(self, name: str) -> str:
-        """What a table was measured with, for its heading."""
+        """Describe what a table was measured with, for its heading."""
         tokens = f'{self.batch_size} x {self.context_length} tokens'
         if name == 'decode':
             tokens = f'{self.decode_tokens} tokens after {self.decode_context}'
-        compiled = self.compile and name != 'decode'  # generate runs the model as it is
+        compiled = self.compile and name != 'decode'  # generate runs the uncompiled model
         return (f'{self.size}, {tokens}, vocabulary {self.vocab_size:,}; {self.machine()}, torch '
-                f'{torch.__version__}, {self.dtype}{", compiled" * compiled}; medians of '
-                f'{self.repeats} rounds')
+                f'{torch.__version__}, {self.dtype}{", compiled" * compiled}; medians over '
+                f'--repeats={self.repeats}')
 
 
-def measure(makers: dict[Any, Callable[[], Run]], cfg: BenchConfig) -> dict[Any, Row]:
-    """Build every run and time them all in turn. Returns of each its median seconds and, on a GPU,
-    the most memory that it took (GB); or its error (no kernel for its shape, no memory)."""
+def measure(makers: dict[Any, Maker], cfg: BenchConfig) -> dict[Any, Row]:
+    """Build every run and time them in turn. Returns for each its median seconds and, on a GPU, its
+    peak memory (GB), beside its maker's columns. A run that fails has the error instead."""
     rows: dict[Any, Row] = {}
     runs: dict[Any, Run] = {}
     on_gpu = cfg.device == 'cuda'
     for name, make in makers.items():
         before = torch.cuda.memory_allocated() if on_gpu else 0
         try:
-            run = make()
+            run, rows[name] = make()
             for _ in range(2):  # the first may compile
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                 run()
-        except RuntimeError as error:
-            words = str(error).strip() or type(error).__name__
-            rows[name] = {'error': words.splitlines()[0]}
+        except RuntimeError as error:  # no memory, or no kernel for this shape
+            message = str(error).strip() or type(error).__name__
+            rows[name] = {'error': message.splitlines()[0]}
             continue
         runs[name] = run
-        rows[name] = {'GB': (torch.cuda.max_memory_allocated() - before) / 1e9} if on_gpu else {}
+        if on_gpu:
+            rows[name]['GB'] = (torch.cuda.max_memory_allocated() - before) / 1e9
     times: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(cfg.repeats):
         for name, run in runs.items():
-            run()  # so that the run that is timed finds its own data in the caches
+            run()  # so that the timed run finds its own data in the processor's caches
             cfg.synchronize()
             start = time.perf_counter()
             run()
@@ -179,30 +179,29 @@ def peers(cfg: BenchConfig, context_length: int) -> dict[str, Callable[[], torch
             "GPT, nanoGPT's shape": partial(make, GPT2LMHeadModel, gpt)}
 
 
-def add_ratios(rows: list[Row], ratio: str, column: str) -> list[Row]:
-    """Divide a column by Llama's value, which is in the first row."""
+def add_ratio(rows: list[Row], column: str, ratio: str) -> None:
+    """Add a column `ratio`: `column` divided by Llama's, which is in the first row."""
     for row in rows:
         if column in row and column in rows[0]:
             row[ratio] = row[column] / rows[0][column]
-    return rows
 
 
-# Tables: a row for each variant; instead of numbers, the error of one that does not run
+# Tables: one row for each variant. A variant that does not run has its error instead of numbers.
 
 def train_table(cfg: BenchConfig) -> list[Row]:
-    """Time a training step (forward, backward, AdamW) of every variant and peer. `hours` are those
-    of a run of 20 tokens per parameter of Llama's at that speed."""
+    """Time a training step (forward, backward, AdamW) of every variant and peer. `hours` is how
+    long 20 tokens for each of Llama's parameters take."""
     device = torch.device(cfg.device)
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=device)
-    parameters: dict[str, int] = {}
-    flops: dict[str, float] = {}
+    llama = cfg.model(**LLAMA)
+    llama_flops = compute.flops_per_token(llama)
+    token_budget = 20 * llama.num_params()
+    del llama
 
-    def make_step(name: str, make: Callable[[], torch.nn.Module]) -> Run:
-        model = forward = make()
-        ours = name in VARIANTS
-        parameters[name] = sum(p.numel() for p in model.parameters())
-        # the peers have Llama's FLOPs, and Llama comes first
-        flops[name] = compute.flops_per_token(model) if ours else flops['Llama']
+    def make_step(make_model: Callable[[], torch.nn.Module], ours: bool) -> tuple[Run, Row]:
+        model = make_model()
+        forward = model
+        flops = compute.flops_per_token(model) if ours else llama_flops  # peers have Llama's FLOPs
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if cfg.compile and ours:  # as train.py does
             attention = fast.attention_path(model, device, cfg.torch_dtype, True)
@@ -216,109 +215,103 @@ def train_table(cfg: BenchConfig) -> list[Row]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return step
-    models = {name: partial(cfg.model, **options) for name, options in VARIANTS.items()}
-    models |= peers(cfg, cfg.context_length)
-    makers = {name: partial(make_step, name, make) for name, make in models.items()}
+        return step, {'parameters': sum(p.numel() for p in model.parameters()),
+                      'MFLOP/token': flops / 1e6}
+    makers = {name: partial(make_step, partial(cfg.model, **options), True)
+              for name, options in VARIANTS.items()}
+    for name, make_model in peers(cfg, cfg.context_length).items():
+        makers[name] = partial(make_step, make_model, False)
     peak = compute.peak_flops(device, cfg.torch_dtype)
     rows = []
-    for name, found in measure(makers, cfg).items():
-        row = {'model': name, 'parameters': parameters.get(name), 'GB': found.get('GB')}
-        if 'error' in found:
-            row['error'] = found['error']
-        else:
-            speed = x.numel() / found['seconds']
-            row |= {'MFLOP/token': flops[name] / 1e6, 'tokens/s': speed,
-                    'TFLOP/s': flops[name] * speed / 1e12,
-                    'MFU': None if math.isnan(peak) else flops[name] * speed / peak,
-                    'hours': 20 * parameters['Llama'] / speed / 3600}
-        rows.append(row)
-    return add_ratios(add_ratios(rows, 'speed / Llama', 'tokens/s'), 'MFU / Llama', 'TFLOP/s')
+    for name, row in measure(makers, cfg).items():
+        if 'seconds' in row:
+            row['tokens/s'] = x.numel() / row.pop('seconds')
+            row['TFLOP/s'] = row['MFLOP/token'] * row['tokens/s'] / 1e6
+            row['MFU'] = None if math.isnan(peak) else 1e12 * row['TFLOP/s'] / peak
+            row['hours'] = token_budget / row['tokens/s'] / 3600
+        rows.append({'model': name, **row})
+    add_ratio(rows, 'tokens/s', 'speed / Llama')
+    add_ratio(rows, 'TFLOP/s', 'MFU / Llama')
+    return rows
 
 
 def attention_table(cfg: BenchConfig) -> list[Row]:
     """Time one step of an attention sublayer, forward and backward: Llama's, CEM's with exact RoPE,
     and CEM's with ALiBi and the diagonal by each attn_impl."""
-    variants = {
-        'Llama': LLAMA,
-        'Llama, cuDNN': LLAMA,  # which has no gradient for a bias
-        'CEM, exact RoPE': T1 | ROPE,
-        **{f'CEM, {impl}': T1 for impl in ('readable', 'sdpa', 'triton')},
-    }
-    if cfg.device == 'cpu':
-        del variants['Llama, cuDNN'], variants['CEM, triton']
+    variants = {'Llama': (LLAMA, 'auto'), 'CEM, exact RoPE': (T1 | ROPE, 'auto'),
+                'CEM, readable': (T1, 'readable'), 'CEM, sdpa': (T1, 'sdpa')}
+    if cfg.device == 'cuda':
+        variants['CEM, triton'] = T1, 'triton'
 
-    paths: dict[str, str] = {}
-
-    def make_run(name: str, options: Row) -> Run:
+    def make_run(options: Row, impl: str) -> tuple[Run, Row]:
         model = cfg.model(**options, n_layer=1)
-        impl = name.removeprefix('CEM, ')
-        model.set_attn_impl(impl if impl in ('readable', 'sdpa', 'triton') else 'auto')
+        model.set_attn_impl(impl)
         attn = model.blocks[0].attn
         x, grad = torch.randn(2, cfg.batch_size, cfg.context_length, model.cfg.d_model,
                               device=cfg.device)
         pos = make_positions(model.cfg, x)
         path = fast.attention_path(model, torch.device(cfg.device), cfg.torch_dtype, cfg.compile)
-        paths[name] = path.partition(' attention')[0]
-
-        # The backend is chosen inside what is compiled: a graph made outside would serve all.
-        def forward(x: Tensor) -> Tensor:
-            cudnn = 'cuDNN' in name
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if cudnn else contextlib.nullcontext():
-                return attn(x, pos)
-        if cfg.compile:
-            forward = torch.compile(forward, dynamic=False)
+        forward = torch.compile(attn, dynamic=False) if cfg.compile else attn
         inputs = [x.requires_grad_(), *attn.parameters()]
 
         def run() -> None:
             with cfg.autocast():
-                o = forward(x)
+                o = forward(x, pos)
             torch.autograd.grad(o, inputs, grad)
-        return run
-    makers = {name: partial(make_run, name, options) for name, options in variants.items()}
+        return run, {'path': path.partition(' attention')[0]}
+    makers = {name: partial(make_run, *variant) for name, variant in variants.items()}
     rows = []
-    for name, found in measure(makers, cfg).items():
-        ms = {'ms': 1e3 * found.pop('seconds')} if 'seconds' in found else {}
-        rows.append({'attention': name, 'path': paths.get(name), **ms, **found})
-    return add_ratios(rows, 'time / Llama', 'ms')
+    for name, row in measure(makers, cfg).items():
+        if 'seconds' in row:
+            row['ms'] = 1e3 * row.pop('seconds')
+        rows.append({'attention': name, **row})
+    add_ratio(rows, 'ms', 'time / Llama')
+    return rows
 
 
 def decode_table(cfg: BenchConfig) -> list[Row]:
-    """Time greedy decoding of one sequence after `decode_context` tokens, with a cache."""
-    context, new = cfg.decode_context, cfg.decode_tokens
-    prompt = torch.randint(cfg.vocab_size, (1, context), device=cfg.device)
-    runs: dict[str, Callable[..., Any]] = {}
+    """Time greedy decoding with a cache, for one sequence. Decoding one token is timed as well and
+    subtracted, so that the pass over the prompt does not count."""
+    n_tokens = cfg.decode_tokens
+    prompt = torch.randint(cfg.vocab_size, (1, cfg.decode_context), device=cfg.device)
+    context_length = cfg.decode_context + n_tokens + 1
+    generators: dict[str, Callable[..., Any]] = {}
     cache_bytes: dict[str, int] = {}
     for name, options in VARIANTS.items():
-        model = cfg.model(**options, context_length=context + new + 1).eval()
-        runs[name] = partial(generate, model, prompt, temperature=0)
-        cache = Cache(context)
+        model = cfg.model(**options, context_length=context_length).eval()
+        generators[name] = partial(generate, model, prompt, temperature=0)
+        cache = Cache(context_length)
         with torch.no_grad():
             model.hidden(prompt[:, :8], cache)
         cache_bytes[name] = cache.floats_per_token() * cfg.torch_dtype.itemsize
-    for name, make in peers(cfg, context + new + 1).items():
+    for name, make_model in peers(cfg, context_length).items():
         if 'Llama' in name:
-            generate_with = partial(make().eval().generate, prompt, use_cache=True)
-            runs[name] = partial(generate_with, do_sample=False, pad_token_id=0)
+            generators[name] = partial(make_model().eval().generate, prompt, use_cache=True,
+                                       do_sample=False, pad_token_id=0)
 
-    def decode(name: str, n: int) -> None:
-        with torch.no_grad(), cfg.autocast():
-            runs[name](max_new_tokens=n)
-    makers = {(name, n): lambda case=(name, n): partial(decode, *case)
-              for name in runs for n in (1, new + 1)}
+    def make_run(name: str, max_new_tokens: int) -> tuple[Run, Row]:
+        def run() -> None:
+            with torch.no_grad(), cfg.autocast():
+                generators[name](max_new_tokens=max_new_tokens)
+        return run, {}
+    makers = {(name, n): partial(make_run, name, n)
+              for name in generators for n in (1, n_tokens + 1)}
     found = measure(makers, cfg)
     rows = []
-    for name in runs:
-        one, all_new = found[name, 1], found[name, new + 1]
+    for name in generators:
+        one, all_tokens = found[name, 1], found[name, n_tokens + 1]
         row = {'decoding': name, 'cache, bytes a token': cache_bytes.get(name)}
-        if error := one.get('error') or all_new.get('error'):
+        rows.append(row)
+        if error := one.get('error') or all_tokens.get('error'):
             row['error'] = error
-        elif (each := (all_new['seconds'] - one['seconds']) / new) > 0:  # without the prompt's pass
-            row |= {'ms a token': 1e3 * each, 'tokens/s': 1 / each}
+            continue
+        seconds = (all_tokens['seconds'] - one['seconds']) / n_tokens
+        if seconds > 0:
+            row |= {'ms a token': 1e3 * seconds, 'tokens/s': 1 / seconds}
         else:
             row['error'] = 'too short to time: give more --decode_tokens'
-        rows.append(row)
-    return add_ratios(rows, 'time / Llama', 'ms a token')
+    add_ratio(rows, 'ms a token', 'time / Llama')
+    return rows
 
 
 def markdown(rows: list[Row]) -> str:
@@ -343,18 +336,19 @@ def main(argv: list[str]) -> None:
     compute.keep_freed_memory()  # as train.py does
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
-    torch._dynamo.config.recompile_limit = 64  # every variant is a new graph of the same code
+    torch._dynamo.config.recompile_limit = 64  # every variant compiles the same code anew
     tables = GPU_TABLES if 'gpu' in cfg.what else [(name, cfg.size) for name in cfg.what]
     failed = []
-    for name, cfg.size in tables:
+    for name, size in tables:
+        cfg.size = size
         try:
             rows = TABLES[name](cfg)
         except (RuntimeError, MemoryError) as error:
-            words = str(error).partition('\n')[0] or 'out of memory'
-            failed.append(f'{name} at {cfg.size}: {words}')
+            message = str(error).partition('\n')[0] or 'out of memory'
+            failed.append(f'{name} at {size}: {message}')
         else:
             say(f'\n{name}: {cfg.setting(name)}\n\n{markdown(rows)}')
-            failed += [f'{name} at {cfg.size}: a row' for row in rows if 'error' in row]
+            failed += [f'{name} at {size}: a row' for row in rows if 'error' in row]
         gc.collect()
         torch._dynamo.reset()
     if failed:

@@ -1,20 +1,19 @@
 """
-Reproduce the paper's table on recursion: regression on Gaussian-process samples (its appendix).
+Reproduce the paper's table on recursion (its appendix): regression on Gaussian-process samples.
 
     python synthetic_gp.py                      the table: 6 models x 5 kernels, beside the paper's
-    python synthetic_gp.py --protocol=blind     under the other protocol
+    python synthetic_gp.py --protocol=blind     the same by the other protocol, see below
     python synthetic_gp.py --quick              fewer points, steps and repeats, in seconds
     python synthetic_gp.py --kernels=rbf,matern --models=Gated,CEM-T3,CEM-T16
 
-The paper gives sizes and results but not the protocol. `inferred` is the protocol, of all that were
-tried, whose thirty rows are nearest to the paper's: an inference about the paper, not a prediction.
-It evaluates the weights of the epoch with the lowest test error, so its test RMSE is the lowest of
-some thirty and not the error at unseen points. `blind` was tuned on the five rows of Plain alone
-and evaluates the last weights. A second table, written beside the first, has the other weights.
+The paper gives sizes and results but not the protocol. `inferred` is the protocol whose table is
+nearest to the paper's. It evaluates the epoch with the lowest test error, so its test RMSE is too
+low as an estimate of the error at new points. `blind` was tuned on the rows of the Plain model
+alone, and evaluates the last step. Either protocol also writes the table of the other weights.
 
-A row of the table is a model on a kernel. Its R repeats, each with its own sample and its own
-initial weights, train together: weights and batches have a leading dimension R. The gradient of
-the summed loss gives every repeat its own gradient. N is the number of points, D the width.
+A row of the table is one model trained on one kernel, R times: every repeat has its own sample and
+initial weights. The repeats train together: weights and batches have a leading dimension R, and the
+gradient of the summed loss gives every repeat its own gradient. N counts points, D is the width.
 """
 import csv
 import hashlib
@@ -22,7 +21,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -40,26 +39,26 @@ from tqdm import tqdm
 from configurator import build, command_line, fail, in_range, read_options
 from nanocem.files import say, table, write_atomic
 
-INPUTS, D, ROWS = 10, 64, 200  # the paper counts the FLOPs of a forward pass over 200 rows
+INPUTS, D = 10, 64
+FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
 JITTER = 1e-6  # on the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
 
-# What the paper does not say. Parameters of kernels: the lengthscale, then Matern's nu, Periodic's
-# period, Rational Quadratic's alpha, Non-Stationary's slope and nu. `stop` names the weights that
-# are evaluated, see STOPS.
+# `parameters` are those of each kernel's function: the lengthscale, then Matern's nu, Periodic's
+# period, Rational Quadratic's alpha, Non-Stationary's slope and nu.
 INFERRED = dict(batch_size=64, steps=2000, learning_rate=5e-4, schedule='constant',
-                init_cem='normal', stop='test', parameters=dict(
+                init_cem='normal', checkpoint='best', parameters=dict(
                     rbf=(6.36,), matern=(16.4, 0.5), periodic=(2.42, 8.0),
                     rational_quadratic=(4.88, 0.1), non_stationary=(17.7, 0.5, 1.5)))
 BLIND = dict(batch_size=200, steps=1000, learning_rate=2e-3, schedule='cosine',
-             init_cem='linear', stop='end', parameters=dict(
+             init_cem='linear', checkpoint='last', parameters=dict(
                  rbf=(4.83,), matern=(2.86, 1.5), periodic=(4.78, 4.0),
                  rational_quadratic=(2.76, 1.0), non_stationary=(5.36, 0.5)))
 PROTOCOLS = {'inferred': INFERRED, 'blind': BLIND}
-STOPS = dict(end='the last step', test='the epoch with the lowest test error')
+CHECKPOINTS = {'last': 'the last step', 'best': 'the epoch with the lowest test error'}
 QUICK = dict(repeats=2, points=2000, steps=500)
 COLUMNS = ('train_rmse', 'train_std', 'test_rmse', 'test_std')
-Row = list[float]  # as in COLUMNS
-Key = tuple[str, str]  # kernel, model
+Row = list[float]  # one number for each of COLUMNS
+Key = tuple[str, str]  # kernel and model
 
 
 # Kernels: a (N, inputs), b (M, inputs) -> (N, M), ones on the diagonal
@@ -69,38 +68,39 @@ def sq_dist(a: Tensor, b: Tensor) -> Tensor:
 
 
 def correlation(sq: Tensor, nu: float) -> Tensor:
-    """Return Matern's correlation at nu = 1/2, 3/2 or infinity, which is RBF; sq are the squared
-    distances in lengthscales."""
+    """Return Matern's correlation at squared distances in units of the squared lengthscale. nu is
+    1/2, 3/2 or infinity, which is RBF."""
     if nu == math.inf:
         return torch.exp(-0.5 * sq)
     r = (2 * nu * sq).sqrt()
-    return {0.5: 1, 1.5: 1 + r}[nu] * torch.exp(-r)
+    return torch.exp(-r) if nu == 0.5 else (1 + r) * torch.exp(-r)
 
 
 def matern(a: Tensor, b: Tensor, lengthscale: float, nu: float = math.inf) -> Tensor:
-    """Matern's kernel; a higher nu is smoother. nu = inf: exp(-|a - b|^2 / (2 lengthscale^2))."""
+    """Return Matern's kernel; without nu it is RBF: exp(-|a - b|^2 / (2 lengthscale^2))."""
     return correlation(sq_dist(a, b) / lengthscale ** 2, nu)
 
 
 def periodic(a: Tensor, b: Tensor, lengthscale: float, period: float) -> Tensor:
-    """prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2): with the sine of the whole
-    distance |a - b| it would not be positive definite. Each coordinate becomes a point on a circle,
-    where the squared distance of two points is 4 sin^2: so this is RBF on circles."""
-    angles = (2 * math.pi / period * points for points in (a, b))
-    on_circles = [torch.cat([angle.cos(), angle.sin()], dim=1) for angle in angles]
-    return matern(*on_circles, lengthscale)
+    """Return prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2). With the sine of the
+    whole distance |a - b| it would not be positive definite. On a circle for each coordinate, two
+    points have the squared distance 4 sin^2, so this is RBF between points on circles."""
+    def on_circles(x: Tensor) -> Tensor:
+        angles = 2 * math.pi / period * x
+        return torch.cat([angles.cos(), angles.sin()], dim=1)
+    return matern(on_circles(a), on_circles(b), lengthscale)
 
 
 def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float) -> Tensor:
-    """(1 + |a - b|^2 / (2 alpha lengthscale^2))^-alpha: a mixture of RBF kernels."""
+    """Return (1 + |a - b|^2 / (2 alpha lengthscale^2))^-alpha, a mixture of RBF kernels."""
     return (1 + sq_dist(a, b) / (2 * alpha * lengthscale ** 2)) ** -alpha
 
 
 def non_stationary(a: Tensor, b: Tensor, lengthscale: float, slope: float,
                    nu: float = math.inf) -> Tensor:
-    """Matern's kernel with its own lengthscale l(x) = lengthscale exp(slope x_1) at each point
+    """Return Matern's kernel with a lengthscale l(x) = lengthscale exp(slope x_1) at each point
     (Paciorek and Schervish 2004): (l(a) l(b) / s)^(inputs / 2) times Matern's at |a - b|^2 / s,
-    s = (l(a)^2 + l(b)^2) / 2. At nu = inf it is Gibbs's (Rasmussen and Williams 2006, Eq. 4.32)."""
+    s = (l(a)^2 + l(b)^2) / 2. Without nu it is Gibbs's (Rasmussen and Williams 2006, Eq. 4.32)."""
     la = lengthscale * torch.exp(slope * a[:, :1])
     lb = lengthscale * torch.exp(slope * b[:, 0])
     s = (la ** 2 + lb ** 2) / 2  # (N, M)
@@ -117,95 +117,85 @@ MODELS = ('Plain', 'Gated', 'CEM-T1', 'CEM-T2', 'CEM-T4', 'CEM-T8')
 
 @dataclass
 class Options:
-    """What to run. The protocol sets batch_size to init_cem, here as in `inferred`."""
-    protocol: Literal['inferred', 'blind'] = 'inferred'  # sets what the paper does not say
-    kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)  # rows of the table
-    models: tuple[str, ...] = MODELS  # Plain, Gated, CEM-T1, CEM-T2, ... with any T
-    repeats: int = 5  # R: samples, each with its own initial weights
-    seed: int = 0  # of samples, weights and batches
-    points: int = 4000  # training points of a sample, uniform on [-1, 1]^10
-    test_points: int = 1000  # test points of the same sample
+    """What to run. Defaults from batch_size to init_cem are those of --protocol=inferred."""
+    protocol: Literal['inferred', 'blind'] = 'inferred'  # training and kernel parameters, see above
+    kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)  # to sample from
+    models: tuple[str, ...] = MODELS  # Plain, Gated, or CEM-T and the number of its steps
+    repeats: int = 5  # R; each has its own sample and initial weights
+    seed: int = 0  # for samples, initial weights and the order of batches
+    points: int = 4000  # training points per sample, uniform on [-1, 1]^10
+    test_points: int = 1000  # test points per sample
     batch_size: int = INFERRED['batch_size']  # points per step
-    steps: int = INFERRED['steps']  # steps of AdamW
+    steps: int = INFERRED['steps']  # number of AdamW steps
     learning_rate: float = INFERRED['learning_rate']  # peak learning rate
-    schedule: Literal['constant', 'cosine'] = INFERRED['schedule']  # cosine: with a warm-up
-    init_cem: Literal['linear', 'normal'] = INFERRED['init_cem']  # W, V: nn.Linear's or N(0, 1/D)
-    jobs: int = 2  # processes, each with one thread
-    out_dir: str = 'out/gp'  # where tables and figures go
-    quick: bool = False  # 2 repeats, 2000 points and 500 steps, unless other numbers are given
+    schedule: Literal['constant', 'cosine'] = INFERRED['schedule']  # cosine has a warm-up
+    init_cem: Literal['linear', 'normal'] = INFERRED['init_cem']  # normal: W, V ~ N(0, 1/D)
+    jobs: int = 2  # number of processes, each with one thread
+    out_dir: str = 'out/gp'  # folder for tables and figures
+    quick: bool = False  # 2 repeats, 2000 points and 500 steps, where no other number is given
 
     def __post_init__(self) -> None:
-        in_range(self, 1, 10**6, 'repeats steps jobs')
-        in_range(self, 1, 20_000, 'points test_points')  # a sample needs their square in memory
+        in_range(self, 2, 10**6, 'repeats')  # one has no standard deviation
+        in_range(self, 1, 10**6, 'steps jobs')
+        in_range(self, 1, 20_000, 'points test_points')  # the kernel's matrix must fit in memory
         in_range(self, 0, 2**63 - 1, 'seed learning_rate')
         in_range(self, 1, self.points, 'batch_size')
         for model in self.models:
             if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
                 fail(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
 
-    def file_suffix(self) -> str:
-        """Name what differs from the full table, so that no other table replaces it."""
-        full = build_options(dict(protocol=self.protocol, quick=self.quick))
-        suffix = '_blind' * (self.protocol == 'blind') + '_quick' * self.quick
-        for name, value in asdict(self).items():
-            if name not in ('jobs', 'out_dir') and value != getattr(full, name):
-                suffix += f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
-        return suffix
-
 
 def build_options(given: dict[str, Any]) -> Options:
-    """Apply the options that were given over those of --quick over the protocol's."""
+    """Start from the protocol, replace what --quick sets, then what is given explicitly."""
     protocol = PROTOCOLS[given.get('protocol', 'inferred')]
     return build(Options, protocol | (QUICK if given.get('quick') else {}) | given)
 
 
-def generator(o: Options, repeat: int, stream: str) -> torch.Generator:
-    """Return the random numbers for one repeat's data, weights or batches. They do not depend on
-    which other repeats, models or kernels run."""
-    digest = hashlib.sha256(f'{o.seed} {repeat} {stream}'.encode()).digest()
+def generator(o: Options, repeat: int, purpose: str) -> torch.Generator:
+    """Return the random number generator for a repeat's data, weights or batches. It does not
+    depend on which other repeats, models or kernels run."""
+    digest = hashlib.sha256(f'{o.seed} {repeat} {purpose}'.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], 'big'))
 
 
-def sample_gp(o: Options, k: str, repeats: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Sample f = L z, with L L^T the kernel matrix of training and test points together: inputs
-    (R, N, 10) and values (R, N, 1). Points and z of a repeat are the same for every kernel."""
+def sample_gp(o: Options, kernel: str, repeats: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Sample f = L z at training and test points, where L L^T is their kernel matrix. Returns
+    inputs (R, N, 10) and values (R, N, 1). A repeat has the same inputs and z for every kernel."""
     N = o.points + o.test_points
     xs, ys = [], []
     for repeat in repeats:
         g = generator(o, repeat, 'data')
         x = 2 * torch.rand(N, INPUTS, generator=g, dtype=torch.float64) - 1
         z = torch.randn(N, 1, generator=g, dtype=torch.float64)
-        K = KERNELS[k][1](x, x, *PROTOCOLS[o.protocol]['parameters'][k])
+        K = KERNELS[kernel][1](x, x, *PROTOCOLS[o.protocol]['parameters'][kernel])
         K.diagonal().add_(JITTER)
         xs.append(x.float().numpy())
         ys.append((torch.linalg.cholesky(K) @ z).float().numpy())
     return np.stack(xs), np.stack(ys)
 
 
-def steps_of(model: str) -> int:
-    """Return T, which a CEM model's name ends with."""
+def recursion_steps(model: str) -> int:
+    """Return T: the number at the end of a CEM model's name; 1 for the others."""
     return int(model.removeprefix('CEM-T')) if model.startswith('CEM-T') else 1
 
 
-def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
-    """Return the initial weights by name, (R, out, in), and biases, (R, 1, out). Their names
-    identify the model."""
-    block = {
-        'Plain': {'fc': (256, D), 'proj': (D, 256)},
-        'Gated': {'gate': (170, D), 'up': (170, D), 'down': (D, 170)},
-    }.get(model, {'W': (170, D), 'V': (170, D)})
+def init(o: Options, model: str, repeats: Sequence[int]) -> dict[str, Tensor]:
+    """Return initial weights (R, out, in) and biases (R, 1, out) by name."""
+    blocks = {'Plain': {'fc': (256, D), 'proj': (D, 256)},
+              'Gated': {'gate': (170, D), 'up': (170, D), 'down': (D, 170)}}
+    block = blocks.get(model, {'W': (170, D), 'V': (170, D)})
     copies = []
     for repeat in repeats:
         g = generator(o, repeat, 'weights')
         w = {'ln_gain': torch.ones(1, D), 'ln_bias': torch.zeros(1, D)}
         for name, (n_out, n_in) in {'in': (D, INPUTS), 'out': (1, D), **block}.items():
-            size = n_in ** -0.5
+            bound = n_in ** -0.5  # nn.Linear's weights and biases are uniform in +-bound
             if name in ('W', 'V') and o.init_cem == 'normal':
-                w[name] = size * torch.randn(n_out, n_in, generator=g)
-                continue
-            w[name] = size * (2 * torch.rand(n_out, n_in, generator=g) - 1)
+                w[name] = bound * torch.randn(n_out, n_in, generator=g)
+            else:
+                w[name] = bound * (2 * torch.rand(n_out, n_in, generator=g) - 1)
             if name not in ('W', 'V'):
-                w[name + '_bias'] = size * (2 * torch.rand(1, n_out, generator=g) - 1)
+                w[name + '_bias'] = bound * (2 * torch.rand(1, n_out, generator=g) - 1)
         copies.append(w)
     return {name: torch.stack([w[name] for w in copies]).requires_grad_() for name in copies[0]}
 
@@ -213,7 +203,7 @@ def init(o: Options, model: str, repeats: Iterable[int]) -> dict[str, Tensor]:
 def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
     """Take T gradient steps from h on the element-wise energy xi(u | h) = -gamma . phi(V u),
     gamma = W h, phi' = SiLU (Eq. 7): x <- x + V^T (gamma * silu(V x)) (Eq. 15 with P = I).
-    All of shape (R, N, D)."""
+    h and the result are (R, N, D)."""
     x = h
     gamma = h @ w['W'].mT  # (R, N, 170)
     for _ in range(T):
@@ -222,8 +212,9 @@ def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
 
 
 def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
-    """Predict (R, N, 10) -> (R, N, 1): Linear, LayerNorm, a residual block, Linear. The models
-    differ in the block, which adds to the normed h as in Algorithm 1. T is for CEM alone."""
+    """Predict values (R, N, 1) at inputs (R, N, 10): Linear, LayerNorm, a residual block, Linear.
+    The block's weights tell which model it is; T is for CEM alone. The residual stream is the
+    normed h, as in Algorithm 1."""
     def linear(name: str, x: Tensor) -> Tensor:
         return torch.baddbmm(w[name + '_bias'], x, w[name].mT)
     h = torch.addcmul(w['ln_bias'], F.layer_norm(linear('in', x), (D,)), w['ln_gain'])
@@ -237,17 +228,18 @@ def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
 
 
 def sizes(model: str) -> tuple[int, int]:
-    """Return a model's parameters, and the FLOPs of a forward pass over 200 rows as fvcore counts
-    them: one for a product's multiply-add, five for a norm's element, none for the rest."""
+    """Return a model's number of parameters and its FLOPs as fvcore counts them: one for a
+    multiply-add, five for an element of the LayerNorm, none for the rest."""
     w = init(Options(), model, [0])
     with FlopCounterMode(display=False) as counter:
-        forward(w, torch.zeros(1, ROWS, INPUTS), steps_of(model))
-    return sum(p.numel() for p in w.values()), counter.get_total_flops() // 2 + 5 * ROWS * D
+        forward(w, torch.zeros(1, FLOP_ROWS, INPUTS), recursion_steps(model))
+    parameters = sum(p.numel() for p in w.values())
+    return parameters, counter.get_total_flops() // 2 + 5 * FLOP_ROWS * D
 
 
 def learning_rate(o: Options, step: int) -> float:
-    """Return the constant rate; or warm up linearly over 5% of the steps, then follow a cosine to a
-    tenth of the peak."""
+    """Return a step's learning rate: constant, or a linear warm-up over 5% of the steps and then a
+    cosine to a tenth of the peak."""
     warmup = int(0.05 * o.steps)
     if o.schedule == 'constant':
         return o.learning_rate
@@ -259,22 +251,22 @@ def learning_rate(o: Options, step: int) -> float:
 
 def train(o: Options, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
           repeats: Sequence[int]) -> dict[str, Tensor]:
-    """Train the weights w of all repeats by o.steps of AdamW with the settings of the paper's Table
+    """Train the weights w of all repeats in place, by AdamW with the settings of the paper's Table
     2. Returns each repeat's weights after its epoch with the lowest test error."""
     optimizer = torch.optim.AdamW(w.values(), betas=(0.9, 0.95), eps=1e-9, weight_decay=0.1,
                                   fused=True)
-    streams = [generator(o, repeat, 'batches') for repeat in repeats]
-    batches = o.points // o.batch_size
+    generators = [generator(o, repeat, 'batches') for repeat in repeats]
+    batches = o.points // o.batch_size  # per epoch
     best = torch.full((len(repeats),), math.inf)
     # A repeat whose error is never finite has no best epoch: its weights stay NaN.
     best_w = {name: torch.full_like(p, math.nan, requires_grad=False) for name, p in w.items()}
     for step in range(o.steps):
-        at = step % batches
-        if at == 0:  # a new epoch: each repeat shuffles its own points
-            order = torch.stack([torch.randperm(o.points, generator=g)[:, None] for g in streams])
-            epoch_x = x.gather(1, order.expand(-1, -1, INPUTS))
-            epoch_y = y.gather(1, order)
-        batch = slice(at * o.batch_size, (at + 1) * o.batch_size)
+        i = step % batches
+        if i == 0:  # a new epoch: each repeat shuffles its own points
+            order = torch.stack([torch.randperm(o.points, generator=g) for g in generators])
+            epoch_x = x.gather(1, order[:, :, None].expand(-1, -1, INPUTS))
+            epoch_y = y.gather(1, order[:, :, None])
+        batch = slice(i * o.batch_size, (i + 1) * o.batch_size)
         optimizer.param_groups[0]['lr'] = learning_rate(o, step)
         loss = (forward(w, epoch_x[:, batch], T) - epoch_y[:, batch]).square().mean(dim=1).sum()
         optimizer.zero_grad()
@@ -285,7 +277,7 @@ def train(o: Options, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
             p.grad *= (1 / norms).clamp(max=1)[:, None, None]
         optimizer.step()
 
-        if at == batches - 1 or step == o.steps - 1:  # the epoch's end
+        if i == batches - 1 or step == o.steps - 1:  # the epoch's end
             test_rmse = rmse(w, x[:, o.points:], y[:, o.points:], T)  # (R,)
             better = test_rmse < best
             best = torch.where(better, test_rmse, best)
@@ -301,49 +293,44 @@ def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> Tensor:
 
 
 def train_row(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> dict[str, Row]:
-    """Train a model on a kernel. Returns its row with the weights of each of STOPS."""
-    x, y = (torch.from_numpy(array) for array in data)
-    T = steps_of(key[1])
-    repeats = range(o.repeats)
-    last = init(o, key[1], repeats)
-    best = train(o, last, T, x, y, repeats)
+    """Train a model on a kernel's samples. Returns its row of the table for each of CHECKPOINTS."""
+    _, model = key
+    x, y = map(torch.from_numpy, data)
+    T = recursion_steps(model)
+    last = init(o, model, range(o.repeats))
+    best = train(o, last, T, x, y, range(o.repeats))
     rows = {}
-    for stop, w in (('end', last), ('test', best)):
-        parts = slice(o.points), slice(o.points, None)
-        errors = torch.stack([rmse(w, x[:, part], y[:, part], T) for part in parts]).double()
-        std = errors.std(dim=1, correction=min(1, o.repeats - 1))
-        rows[stop] = torch.stack([errors.mean(dim=1), std], dim=1).flatten().tolist()
+    for checkpoint, w in (('last', last), ('best', best)):
+        errors = torch.stack([rmse(w, x[:, :o.points], y[:, :o.points], T),
+                              rmse(w, x[:, o.points:], y[:, o.points:], T)]).double()  # (2, R)
+        columns = torch.stack([errors.mean(dim=1), errors.std(dim=1)], dim=1)
+        rows[checkpoint] = columns.flatten().tolist()
     return rows
 
 
 def run_table(o: Options) -> dict[Key, dict[str, Row]]:
-    """Train all models on all kernels in o.jobs processes. Returns the rows for each of STOPS."""
-    keys = [(k, m) for k in o.kernels for m in o.models]
+    """Train all models on all kernels in o.jobs processes. Returns each row, by checkpoint."""
+    keys = [(kernel, model) for kernel in o.kernels for model in o.models]
     with ProcessPoolExecutor(o.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
         samples = pool.map(partial(sample_gp, o), o.kernels, [range(o.repeats)] * len(o.kernels))
         data = dict(zip(o.kernels, samples, strict=True))
-        rows = pool.map(partial(train_row, o), keys, [data[k] for k, _ in keys])
+        rows = pool.map(partial(train_row, o), keys, [data[kernel] for kernel, _ in keys])
         return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))
 
 
-def deviations(row: Row, paper: Row) -> list[float]:
-    """Return how far train and test RMSE are from the paper's, in its standard deviations."""
-    return [(row[i] - paper[i]) / paper[i + 1] for i in (0, 2)]
-
-
 def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
-    """Plot the RMSE of each model beside the paper's, a column a kernel. A diverged model does not
-    set the scale: it is named in the title."""
+    """Plot each model's RMSE beside the paper's: a column for each kernel, train above test. A
+    model that diverged does not set the scale but is named in the title."""
     fig, axes = plt.subplots(2, len(o.kernels), figsize=(3.2 * len(o.kernels), 6), squeeze=False)
-    ours = 'ours' if o.repeats > 1 else 'ours, one repeat: no spread'
     for (line, column), ax in np.ndenumerate(axes):
-        k = o.kernels[column]
-        for source, label, style in ((rows, ours, 'o-'), (paper, 'paper', 's:')):
-            models = [m for m in o.models if (k, m) in source]
-            mean, std = ([source[k, m][2 * line + i] for m in models] for i in (0, 1))
-            ax.errorbar(models, mean, std if any(std) else None, fmt=style, capsize=3, label=label)
-        title = f'{KERNELS[k][0]}, {("train", "test")[line]} RMSE'
-        means = {m: rows[k, m][2 * line] for m in o.models}
+        kernel = o.kernels[column]
+        for source, label, style in ((rows, 'ours', 'o-'), (paper, 'paper', 's:')):
+            models = [m for m in o.models if (kernel, m) in source]
+            mean = [source[kernel, m][2 * line] for m in models]
+            std = [source[kernel, m][2 * line + 1] for m in models]
+            ax.errorbar(models, mean, std, fmt=style, capsize=3, label=label)
+        title = f'{KERNELS[kernel][0]}, {("train", "test")[line]} RMSE'
+        means = {m: rows[kernel, m][2 * line] for m in o.models}
         finite = [mean for mean in means.values() if math.isfinite(mean)]
         limit = 5 * np.median(finite) if finite else math.inf
         if above := [m for m, mean in means.items() if not mean <= limit]:
@@ -358,61 +345,66 @@ def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: s
     plt.close(fig)
 
 
-def write_table(o: Options, stop: str, results: dict[Key, dict[str, Row]],
-                paper: dict[Key, Row]) -> str:
-    """Write the table with the weights of one of STOPS, as Markdown and CSV, and the figure."""
-    rows = {key: result[stop] for key, result in results.items()}
-    shown = []
-    lines = [['model,parameters,flops,kernel', *COLUMNS, *(f'paper_{name}' for name in COLUMNS)]]
-    for (k, m), row in rows.items():
-        theirs = paper.get((k, m))
-        parameters, flops = sizes(m)
-        pairs = [f'{of[i]:.4f} ± {of[i + 1]:.4f}' if of else '-'
-                 for i in (0, 2) for of in (row, theirs)]
-        if o.repeats == 1:  # the spread is unknown
-            pairs[::2] = [pair.partition(' ±')[0] for pair in pairs[::2]]
-        off = '{:+.1f}, {:+.1f}'.format(*deviations(row, theirs)) if theirs else '-'
-        size = [f'{parameters / 1e3:.2f}K', f'{flops / 1e6:.2f}M']
-        shown.append([m, *size, KERNELS[k][0], *pairs, off])
-        numbers = ['' if o.repeats == 1 and i % 2 else f'{row[i]:.6f}' for i in range(4)]
-        lines.append([m, parameters, flops, KERNELS[k][0], *numbers, *(theirs or [''] * 4)])
+def write_table(o: Options, checkpoint: str, rows: dict[Key, Row], suffix: str) -> str:
+    """Write a checkpoint's table as Markdown and CSV, and its figure, under names with this suffix.
+    Returns the Markdown."""
+    with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
+        paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
+                 for line in csv.DictReader(file)}
+    lines = []
+    csv_text = ','.join(['model,parameters,flops,kernel', *COLUMNS,
+                         *(f'paper_{name}' for name in COLUMNS)]) + '\n'
+    distances = []  # of each row, in the paper's standard deviations: train or test, the larger
+    for (kernel, model), ours in rows.items():
+        title = KERNELS[kernel][0]
+        parameters, flops = sizes(model)
+        theirs = paper.get((kernel, model))
+        rmses = [f'{row[i]:.4f} ± {row[i + 1]:.4f}' if row else '-'
+                 for i in (0, 2) for row in (ours, theirs)]
+        off = '-'
+        if theirs:
+            train_off, test_off = ((ours[i] - theirs[i]) / theirs[i + 1] for i in (0, 2))
+            distances.append(max(abs(train_off), abs(test_off)))
+            off = f'{train_off:+.1f}, {test_off:+.1f}'
+        size = f'{parameters / 1e3:.2f}K', f'{flops / 1e6:.2f}M'
+        lines.append([model, *size, title, *rmses, off])
+        numbers = [*(f'{x:.6f}' for x in ours), *map(str, theirs or [''] * 4)]
+        csv_text += f'{model},{parameters},{flops},{title},{",".join(numbers)}\n'
+
     options = ', '.join(f'{name}={value}' for name, value in asdict(o).items()
                         if name not in ('kernels', 'models', 'jobs', 'out_dir'))
-    over = 'mean ± std over repeats' if o.repeats > 1 else 'one repeat, so its spread is unknown'
-    text = f'Weights of {STOPS[stop]}, {over}: {options}.\n\n'
+    text = f'Weights of {CHECKPOINTS[checkpoint]}, mean ± std over repeats: {options}.\n\n'
     text += table(['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE',
-                   'paper', "off by (paper's std)"], shown) + '\n'
-    off = [max(map(abs, deviations(row, paper[key]))) for key, row in rows.items() if key in paper]
-    one, two = (sum(z <= limit for z in off) for limit in (1, 2))
-    text += ("\n- Train and test RMSE both within one of the paper's std: "
-             f'{one} of {len(off)} rows; within two: {two}.')
+                   'paper', "off by (paper's std)"], lines)
+    within = [sum(distance <= limit for distance in distances) for limit in (1, 2)]
+    text += ("\n\n- Train and test RMSE both within one of the paper's std: "
+             f'{within[0]} of {len(distances)} rows; within two: {within[1]}.')
     if not np.isfinite(list(rows.values())).all():
         text += '\n- nan: training diverged; try a lower learning_rate.'
-    suffix = o.file_suffix() + f'_{stop}' * (stop != PROTOCOLS[o.protocol]['stop'])
     write_atomic(f'{o.out_dir}/table{suffix}.md', f'{text}\n'.encode())
-    csv_text = ''.join(','.join(map(str, line)) + '\n' for line in lines)
     write_atomic(f'{o.out_dir}/table{suffix}.csv', csv_text.encode())
     draw_figure(o, rows, paper, f'{o.out_dir}/figure{suffix}.png')
     return text
 
 
-def report(o: Options, results: dict[Key, dict[str, Row]]) -> None:
-    """Write the tables with the weights of both STOPS, and print the protocol's own."""
-    with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
-        paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
-                 for line in csv.DictReader(file)}
-    texts = {stop: write_table(o, stop, results, paper) for stop in STOPS}
-    say(texts[PROTOCOLS[o.protocol]['stop']])
-
-
 @command_line
 def main(argv: list[str]) -> None:
     """Run the command line."""
-    o = build_options(read_options(argv, Options))
+    given = read_options(argv, Options)
+    o = build_options(given)
     torch.set_num_threads(1)  # products this small would only wait for threads
     os.makedirs(o.out_dir, exist_ok=True)
-    report(o, run_table(o))
-    say(f'Written to {o.out_dir}: table{o.file_suffix()}.md and others of that name')
+    # Options are part of the file names, so that no other table replaces the full one.
+    suffix = ''.join(f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
+                     for name, value in given.items() if name not in ('jobs', 'out_dir'))
+    results = run_table(o)
+    for checkpoint in CHECKPOINTS:
+        rows = {key: by_checkpoint[checkpoint] for key, by_checkpoint in results.items()}
+        if checkpoint == PROTOCOLS[o.protocol]['checkpoint']:
+            say(write_table(o, checkpoint, rows, suffix))
+        else:
+            write_table(o, checkpoint, rows, f'{suffix}_{checkpoint}')
+    say(f'Written to {o.out_dir}: table{suffix}.md, and beside it CSV, figure and the other table')
 
 
 if __name__ == '__main__':

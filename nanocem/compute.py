@@ -1,4 +1,4 @@
-"""The loss, phi, precision, compiler and memory, and FLOPs: what is computed beside the layers."""
+"""Precision, compiler and memory; the loss and phi; FLOPs of a model and of a GPU."""
 import contextlib
 import ctypes
 import math
@@ -15,17 +15,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from configurator import fail
 
-WORTH_COMPILING = 2e12  # FLOPs; a shorter run, a minute on a CPU, ends before compiling pays
+WORTH_COMPILING = 2e12  # FLOPs of a run; a shorter one (a minute on a CPU) is not compiled
 LOGITS_AT_ONCE = 2 ** 26  # with more logits than this, the loss is computed a few rows at a time
-NO_TARGET = -100  # a target that does not count, as in F.cross_entropy
+NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 
 
 # Precision, compiler and memory
 
 def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | None, flops: float,
                            ) -> tuple[torch.dtype, bool, str]:
-    """Resolve train.py's dtype and compile for a run of so many FLOPs. Returns the dtype of matrix
-    products, whether to compile, and why not if that would pay. UserError if compile=True fails."""
+    """Resolve the options dtype and compile. Returns the dtype of matrix products, whether to
+    compile, and the reason if compiling would pay but fails. UserError if compile=True fails."""
     on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
     wanted = compiled or (compiled is None and (on_gpu or (on_cpu and flops > WORTH_COMPILING)))
     reason = compiler_error(device) if wanted else ''
@@ -42,18 +42,17 @@ def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | No
 
 @cache
 def compiler_error(device: torch.device) -> str:
-    """Why torch.compile does not work on this device, such as a missing C++ compiler; else ''."""
+    """Return why torch.compile fails on this device, such as a missing C++ compiler, or ''."""
     try:
         torch.compile(torch.relu)(torch.ones(64, device=device))
-    except Exception as error:  # of many types, by the compiler's stage
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return lines[0]
+    except Exception as error:  # each stage of the compiler raises its own types
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
     return ''
 
 
 def compile_for(device: torch.device, model: Any, attention: str) -> Any:
-    """Compile the model: on a GPU as one graph; elsewhere block by block, which are alike, so that
-    one graph serves all. `attention` is fast.attention_path's answer."""
+    """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
+    compilation serves all. `attention` is what fast.attention_path returns."""
     if device.type == 'cuda':
         biased = model.cfg.positions == 'alibi' or model.cfg.kq_diag != 'none'
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
@@ -68,13 +67,13 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
 
 
 def activation_bytes(model: Any, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Count what autograd keeps of a batch for the backward pass if the model is not compiled. Fake
-    tensors have no numbers, so this takes a second and no memory. Call fast.attention_path first:
-    it tries the kernels, which needs real tensors."""
-    kept: dict[int, torch.UntypedStorage] = {}
+    """Count the bytes that autograd saves for the backward pass if the model is not compiled. Fake
+    tensors hold no data, so this takes a second and no memory. Call fast.attention_path first: it
+    tries the kernels, which needs real tensors."""
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage()._cdata] = x.untyped_storage()
+        saved[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
     with (FakeTensorMode(), torch.device(device), saved_tensors_hooks(pack, lambda x: x),
           torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)):
@@ -84,13 +83,13 @@ def activation_bytes(model: Any, batch_size: int, device: torch.device, dtype: t
         ids = torch.zeros(batch_size, model.cfg.context_length, dtype=torch.long)
         fake(ids, ids)
     parameters = {p.untyped_storage()._cdata for p in fake.parameters()}
-    return sum(x.nbytes() for name, x in kept.items() if name not in parameters)
+    return sum(x.nbytes() for name, x in saved.items() if name not in parameters)
 
 
 def memory_warning(model: Any, batch_size: int, device: torch.device, dtype: torch.dtype,
                    ) -> list[str]:
-    """Return a line that says, before the first step, that a micro-batch will not fit on this GPU
-    if the model is not compiled; no line if it will."""
+    """Return the lines to print, one or none: a warning if a micro-batch of the uncompiled model
+    will not fit on this GPU."""
     room = torch.cuda.get_device_properties(device).total_memory
     weights = 16 * model.num_params()  # with gradients and AdamW's two moments, in float32
     needed = weights + activation_bytes(model, batch_size, device, dtype)
@@ -113,15 +112,15 @@ def keep_freed_memory() -> None:
 
 
 def eager() -> Any:
-    """A context in which a compiled model runs uncompiled, for a batch shape that occurs once."""
+    """Return a context in which a compiled model runs uncompiled, for a rare batch shape."""
     return torch.compiler.set_stance('force_eager')
 
 
 # The loss, and phi
 
 def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the logits x W^T: x (B, J, D), W (vocabulary, D), targets
-    (B, J), where -100 does not count. ValueError if the shapes differ."""
+    """Return the mean cross-entropy of the logits x W^T, for x (B, J, D), W (vocabulary, D) and
+    targets (B, J); a target of -100 does not count. ValueError if the shapes differ."""
     if x.shape[:-1] != targets.shape:
         raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
     x, targets = x.flatten(0, 1), targets.flatten()
@@ -133,11 +132,11 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Compute the loss a few rows at a time and, with `learn`, the gradients beside it, so that the
-    logits are neither kept nor computed again. A second derivative through it is an error."""
+    """Compute the loss a few rows at a time. With `with_grad` the forward pass computes the
+    gradients as well, so that logits are neither kept nor computed again."""
     @staticmethod
-    def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, learn: bool) -> Tensor:
-        loss, dx, dW = 0, [], torch.zeros_like(W) if learn else None
+    def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, with_grad: bool) -> Tensor:
+        loss, dx, dW = 0, [], torch.zeros_like(W) if with_grad else None
         rows = max(1, LOGITS_AT_ONCE // len(W))
         counts = (targets != NO_TARGET)[:, None]
         targets = targets[:, None].where(counts, 0)
@@ -146,7 +145,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(x_n, W)
             log_p = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
             loss = loss - (log_p.gather(-1, target) * count).sum()
-            if learn:
+            if with_grad:
                 # The gradient of the logits is p - one-hot. A comparison instead of scatter_add_
                 # lets the compiler make it in the same loop as p.
                 one_hot = torch.arange(len(W), device=x.device) == target
@@ -154,16 +153,16 @@ class LinearCrossEntropy(torch.autograd.Function):
                 dx.append((d @ W).to(x.dtype))
                 dW += d.mT @ x_n
         n = counts.sum()
-        if learn:
+        if with_grad:
             ctx.save_for_backward(torch.cat(dx), dW, n)
         return loss / n
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # once_differentiable would let a Hessian-vector product of the model pass, and be wrong
+        # A second derivative would be wrong, and once_differentiable does not stop all of them.
         if torch.is_grad_enabled():
-            raise RuntimeError('no second derivative of the loss above compute.LOGITS_AT_ONCE '
-                               'logits: set it higher')
+            raise RuntimeError('no second derivative of the loss with more than '
+                               f'compute.LOGITS_AT_ONCE={LOGITS_AT_ONCE} logits: set it higher')
         dx, dW, n = ctx.saved_tensors
         grad = grad / n
         return grad * dx, grad * dW, None, None
@@ -175,7 +174,8 @@ class Phi(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor) -> Tensor:
         ctx.save_for_backward(z)
         a = z.detach().cpu().double().numpy()
-        dilog = spence(1 + np.exp(-abs(a)))  # Li2(-e^a); where a > 0 by its inversion: no overflow
+        # Li2(-e^a). Where a > 0, the inversion formula avoids an overflow.
+        dilog = spence(1 + np.exp(-abs(a)))
         dilog = np.where(a > 0, -math.pi ** 2 / 6 - a ** 2 / 2 - dilog, dilog)
         return torch.as_tensor(a * np.logaddexp(0, a) + dilog).to(z)
 
@@ -186,20 +186,20 @@ class Phi(torch.autograd.Function):
 
 # FLOPs of a model and of a GPU
 
-# FLOPs a second by the data sheets, dense bfloat16; the first key that occurs in the GPU's name
+# FLOPs a second in dense bfloat16, by data sheet, for the first key found in the GPU's name
 DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
               'B200': 2250e12}
-# The share of them that training is expected to reach on an A100: an estimate from the kernels'
-# work and the memory's traffic at 134m, for Llama and for all-CEM with T = 2 (docs/speed.md)
+# Estimated MFU of training on an A100 at 134m, for Llama and for all-CEM with T = 2. It adds up the
+# kernels' work and the memory's traffic (docs/speed.md).
 MFU_ESTIMATE = {'llama': 0.37, 'cem': 0.29}
 
 
 def flops_per_token(model: Any, training: bool = True) -> float:
-    """Count the FLOPs of a token at full context: 2 for a multiply-add, of every matrix product
-    with tokens in it (projections, scores, weighted values, the diagonal's scores, the head), in
-    every step. Half of attention is masked; a backward pass counts as two forward passes."""
+    """Count the FLOPs per token at full context. A multiply-add is 2, and a backward pass counts as
+    two forward passes. Counted in every step are the projections, scores, weighted values and the
+    diagonal's scores, and once the head. The masked half of attention does not count."""
     cfg, D = model.cfg, model.cfg.d_model
-    mean_context = (cfg.context_length + 1) / 2  # positions attended to, on average
+    mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
     macs = cfg.vocab_size * D
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp

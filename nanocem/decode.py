@@ -17,26 +17,26 @@ from configurator import fail, require
 
 
 class Cache:
-    """Keep what decoding needs of the past, in buffers (B, max_length, D), and the folded output
-    weights. CEM stores its keys; or h where a diagonal reads it (W_K is then absorbed into query
-    and output); or both where it needs both. Llama stores keys and values. Each forward pass calls
-    `begin`, then `update` once for each attention, always in the same order."""
+    """Store past keys and values in buffers (B, max_length, D), and the folded output weights. CEM
+    stores its keys, which are also its values. With a diagonal it stores h instead, and W_K is
+    absorbed into query and output; with RoPE or the exact update it then stores both. Each forward
+    pass calls `begin`, then `update` once for each attention, always in the same order."""
     def __init__(self, max_length: int):
         self.max_length = max_length
-        self.past = self.length = 0  # tokens before this forward pass, and with it
+        self.past = self.length = 0  # number of tokens before and after this forward pass
         self.buffers: list[Tensor] = []
-        self.next = 0  # index of the buffer that this pass uses next
+        self.next = 0  # index of the buffer that `append` fills next
         self.weights: dict[Any, Tensor] = {}
 
     def begin(self, idx: Tensor) -> int:
-        """Begin a pass over the new ids (B, I); return how many tokens precede them. UserError if
-        they do not fit, or are another number of rows."""
+        """Begin a pass over new ids (B, I). Returns how many tokens precede them. UserError if they
+        do not fit or have another batch size."""
         length = self.length + idx.shape[1]
         require(length <= self.max_length,
                 f'the cache holds {self.length} of {self.max_length} tokens: {idx.shape[1]} more '
                 'do not fit')
         rows = self.buffers[0].shape[0] if self.buffers else idx.shape[0]
-        require(rows == idx.shape[0], f'the cache is of {rows} rows, the new ids of {idx.shape[0]}')
+        require(rows == len(idx), f'the cache holds {rows} rows, the new ids have {len(idx)}')
         self.past, self.length, self.next = self.length, length, 0
         return self.past
 
@@ -89,12 +89,12 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int | None = None, generator: torch.Generator | None = None,
              use_cache: bool = True, show: Callable[[Tensor], None] | None = None) -> Tensor:
-    """Continue idx (B, J) to (B, J + max_new_tokens). Temperature 0 takes the likeliest token. When
-    the context is full, it starts again from the last half of it. `show` gets the tokens of each
-    step, (B, 1). UserError for an empty idx, a temperature below 0 or a top_k below 1."""
+    """Continue idx (B, J) to (B, J + max_new_tokens). Temperature 0 chooses the likeliest token. A
+    full context is cut to its last half. `show` is called with the new tokens (B, 1) of each step.
+    UserError for an empty idx, a temperature below 0 or a top_k below 1."""
     if not temperature >= 0 or (top_k is not None and top_k < 1):
-        fail(f'temperature={temperature}, top_k={top_k}: expected at least 0, and 1')
-    require(idx.numel() > 0, f'idx {tuple(idx.shape)}: expected at least one token, BOS say')
+        fail(f'temperature={temperature}, top_k={top_k}: expected at least 0 and at least 1')
+    require(idx.numel() > 0, f'idx {tuple(idx.shape)}: expected at least one token, such as BOS')
     length = model.cfg.context_length
     start = max(0, idx.shape[1] - length)  # the first token of the context
     cache = Cache(length) if use_cache else None

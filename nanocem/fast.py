@@ -1,10 +1,10 @@
 """
-Faster implementations of what model.py computes in attention. Tests hold each to the readable one.
+Choose and run faster implementations of attention. Tests compare each with the readable one.
 
-    readable               model.py's own lines
+    readable               the lines in model.py
     sdpa                   torch's fused attention
-    triton                 on a GPU, without the attention weights in memory: triton_attention.py
-    h_cache                decoding with a cache of h: W_K is absorbed into query and output
+    triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
+    h_cache                decoding from a cache of h; W_K is absorbed into query and output
 
 Shapes: B batch, I new positions, J attended positions, D width, K heads, R = D / K.
 """
@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT_CONTEXT = 256  # on a CPU torch.compile makes one fast loop of the readable lines up to here
+SHORT_CONTEXT = 256  # up to here, the readable lines compiled for a CPU are faster than sdpa
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
 def select_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
-    """Choose the implementation for these keys, k (B, K, J, R), or None if the cache stores h."""
+    """Choose the implementation for keys k (B, K, J, R); k is None if the cache stores h."""
     if k is None:
         return 'h_cache'
-    if pos.mask.ndim > 2:  # padding: the others cannot take its mask
+    if pos.mask.ndim > 2:  # only the readable lines take the mask of a padded batch
         return 'readable'
     I, J = pos.mask.shape
     return choose_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
@@ -32,22 +32,22 @@ def select_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
 
 def choose_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
                 compiled: bool = False) -> str:
-    """Return what attn.impl asks for, or the fastest that runs there: readable, sdpa or triton."""
+    """Return the implementation that attn.impl asks for, or the fastest that can run."""
     on_gpu = device.type == 'cuda'
     alibi = attn.cfg.positions == 'alibi'
     biased = attn.kq_diag is not None or alibi
-    if attn.impl == 'readable' or attn.cfg.exact_update:  # only the readable lines give alpha
+    if attn.impl == 'readable' or attn.cfg.exact_update:  # which needs alpha
         return 'readable'
     if attn.impl == 'sdpa':
         return 'sdpa'
-    # The kernels are for values that are keys, and for a bias
+    # The kernels need values that equal the keys, and pay only with a bias.
     if (on_gpu or attn.impl == 'triton') and attn.cem and biased and no_past:
         diagonals = 0 if attn.kq_diag is None else len(attn.kq_diag)
         if runs_triton(device, dtype, attn.K, attn.cfg.d_model // attn.K, diagonals, alibi):
             return 'triton'
     if on_gpu:
         return 'sdpa'
-    # On a CPU torch's fused attention has no backward pass for a bias
+    # On a CPU torch's fused attention has no backward pass for a bias.
     short = compiled and attn.cfg.context_length <= SHORT_CONTEXT
     return 'readable' if biased or short else 'sdpa'
 
@@ -55,11 +55,11 @@ def choose_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bo
 @torch.compiler.assume_constant_result
 def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: int, diagonals: int,
                 alibi: bool) -> bool:
-    """Return whether the Triton kernels take such tensors, on a GPU or in Triton's interpreter (no
-    bfloat16), and agree there with the formula. Tried once a process; torch.compile asks once."""
+    """Return whether the Triton kernels take these tensors and agree with the formula, on a GPU or
+    in Triton's interpreter (no bfloat16). They are tried once in a process."""
     if not HAS_TRITON or width > 128:
         return False
-    if os.environ.get('TRITON_INTERPRET') == '1':  # the tests compare it
+    if os.environ.get('TRITON_INTERPRET') == '1':  # tests compare the kernels themselves
         return device.type == 'cpu' and dtype in (torch.float16, torch.float32)
     if device.type != 'cuda' or dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -76,8 +76,8 @@ def fused_attention(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor
     if impl == 'sdpa':
         return sdpa(attn, q, k, v, pos, u, h)
     from nanocem import triton_attention
-    b = None  # softmax sees only the difference of the two biases
-    if attn.cfg.positions == 'alibi':
+    b = None
+    if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
         b = attn.b_self - attn.b_cross
     du = scaled_diagonal(attn, u)
     q, k = attn.merge_heads(q), attn.merge_heads(k)
@@ -112,7 +112,7 @@ def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
     bias = attn.bias(pos)
     if attn.kq_diag is not None:
         bias = bias + scaled_diagonal(attn, u) @ h[:, None].mT
-    if pad := -R % 8:  # with a bias, the fused kernel takes widths in steps of 8
+    if pad := -R % 8:  # with a bias, the fused kernel needs widths that are multiples of 8
         q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, bias.to(q.dtype), scale=1 / attn.tau)
     return o[..., :R]
@@ -120,7 +120,7 @@ def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
 
 def attention_path(model: Any, device: torch.device, dtype: torch.dtype,
                    compiled: bool = False) -> str:
-    """Say in words how the model attends to whole sequences there."""
+    """Describe in words how the model attends to whole sequences on this device."""
     attn = model.blocks[0].attn
     impl = choose_impl(attn, device, dtype, compiled=compiled)
     words = f'{impl} attention'

@@ -1,13 +1,12 @@
 """
-Muon, the optimizer of the blocks' matrices; AdamW trains all other parameters.
+Train the blocks' matrices with Muon; AdamW trains all other parameters.
 
-Muon (Jordan et al., 2024) replaces the momentum of a matrix's gradient by the nearest orthogonal
-matrix, so that all its directions move equally far. Five Newton-Schulz steps come near enough. The
-update is scaled to the RMS of AdamW's (Liu et al., arXiv 2502.16982), so one learning rate serves
-both.
+Muon (Jordan et al., 2024) replaces a matrix's momentum by the nearest orthogonal matrix, so that
+all directions move equally far. Five Newton-Schulz steps approximate it. The update is scaled to
+the RMS of AdamW's (Liu et al., arXiv 2502.16982), so both use one learning rate.
 
 torch.optim.Muon (match_rms_adamw) does the same for one matrix at a time and always in bfloat16.
-Here matrices of one shape go through as a batch, in the run's precision.
+Here all matrices of one shape form a batch, in the run's precision.
 """
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 MATRICES = ('W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d')  # attention's and the MLP's
-BATCH_ENTRIES = 2**20  # largest batch on a CPU: more numbers do not fit its cache
+BATCH_ENTRIES = 2**20  # of a batch on a CPU at most, so that it fits the processor's cache
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
 
@@ -35,7 +34,7 @@ def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.opti
 
 
 def block_matrices(model: Any) -> list[Tensor]:
-    """Return the matrices of the blocks' sublayers, without those of a Preconditioner."""
+    """Return the matrices of attention and MLP, without those of a Preconditioner."""
     return [p for name, p in model.blocks.named_parameters()
             if name.split('.')[-1] in MATRICES and '.P.' not in name]
 
@@ -74,8 +73,7 @@ class Muon(torch.optim.Optimizer):
                     torch._foreach_add_(batch, list(O.unbind()), alpha=-rate)
 
     def nesterov(self, p: Tensor, momentum: float) -> Tensor:
-        """Add the gradient to the momentum. Returns the momentum as the next such gradient would
-        leave it."""
+        """Add the gradient to the momentum. Returns Nesterov's momentum, which adds it again."""
         state = self.state[p]
         if not state:
             state['momentum'] = torch.zeros_like(p)
@@ -84,7 +82,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(G: Tensor, steps: int) -> Tensor:
-    """Move all singular values of the matrices G (n, rows, columns) near 1: to 0.7 to 1.2."""
+    """Move all singular values of the matrices G (n, rows, columns) to between 0.7 and 1.2."""
     a, b, c = NEWTON_SCHULZ
     X = G.mT if G.shape[-2] > G.shape[-1] else G
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)

@@ -10,22 +10,22 @@ For head k, with values = keys and everything causal (j <= i),
     s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j],    m_k = 2^(-8 k / max(8, K))
     o_ik = sum_j softmax_j(s_ijk) k_jk                                   bias = (d * u / tau) h^T
 
-The bias is a matrix product (B, n, J, J), n = 1 for a shared diagonal, or K. A shared one is kept
-for the backward pass, K of them are computed again. Heads of the same rows run side by side, so
-that they find its tile in the cache. b_k is the self bias minus the cross bias: softmax depends
-on their difference alone.
+The bias is a matrix product (B, n, J, J): n = 1 for a diagonal that all heads share, else n = K. A
+shared bias is kept for the backward pass; K of them are computed again. b_k is the self bias minus
+the cross bias, because softmax depends on their difference alone.
 
 Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
 
     dq_i = sum_j ds_ij k_j / tau        dk_j = sum_i p_ij do_i + ds_ij q_i / tau
     dbias_ij = sum_heads ds_ij          db = sum_i ds_ii
 
-Each sum has one kernel, and one program for each of its tiles: nothing is atomic, so results are
-the same to the bit. Scores are in base 2, because the hardware has exp2.
+Each sum has its own kernel, and each of its tiles one program. Nothing is added atomically, so
+results are the same to the bit. Scores are in base 2, because the hardware has exp2.
 
 Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k in columns k R to
-(k + 1) R. Numbers per row, such as the scores' log-sum-exp, are (B, K, J). Tiles are powers of two
-wide, so a head of width 72 is held in two pieces of 64 and 16 columns: BR, and BT, which may be 0.
+(k + 1) R. One number per row (the scores' log-sum-exp, delta) is (B, K, J). A tile's width is a
+power of two, so a head of width 72 is held as two pieces, BR = 64 and BT = 16 columns wide; BT = 0
+means that one piece is enough.
 """
 import os
 import sys
@@ -39,17 +39,17 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # this file can be read and imported without
+except ImportError:  # without Triton this file can still be imported
     triton = tl = SimpleNamespace(jit=lambda f: f, constexpr=lambda x: x)
 
 LOG2E = tl.constexpr(1.4426950408889634)
-GEMM_ROWS = 512  # rows of the bias in one product, which leaves out the columns beyond its last row
-PAD = 128  # the bias's width is a multiple of this, so that every tile of it is whole
+GEMM_ROWS = 512  # rows per matrix product of the bias; columns above the diagonal are left out
+PAD = 128  # the bias's width is a multiple of this, so that no tile reaches beyond it
 
 
 @triton.jit
 def load_columns(x, i, J, first: tl.constexpr, n: tl.constexpr, D: tl.constexpr, R: tl.constexpr):
-    """Load rows i of n of one head's columns, (len(i), n): zero beyond row J and column R."""
+    """Load n columns of one head at rows i, (len(i), n); zero beyond row J and column R."""
     r = first + tl.arange(0, n)
     mask = i[:, None] < J
     if first + n > R:
@@ -59,7 +59,7 @@ def load_columns(x, i, J, first: tl.constexpr, n: tl.constexpr, D: tl.constexpr,
 
 @triton.jit
 def load_rows(x, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
-    """Load rows i of one head's matrix x, in its pieces."""
+    """Load rows i of one head of matrix x, as its two pieces."""
     rows = load_columns(x, i, J, 0, BR, D, R)
     return rows, load_columns(x, i, J, BR, BT, D, R) if BT else rows
 
@@ -83,13 +83,13 @@ def store_rows(x, rows, scale, i, J, D: tl.constexpr, R: tl.constexpr, BR: tl.co
 
 @triton.jit
 def zero_rows(n: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
-    """Start a sum over rows at zero; without a second piece its part is never touched."""
+    """Return zeros for two pieces, to sum in. Nothing reads the second one if BT = 0."""
     return tl.zeros((n, BR), tl.float32), tl.zeros((n, BT if BT else 1), tl.float32)
 
 
 @triton.jit
-def products(a, b, BT: tl.constexpr):
-    """Multiply rows in their pieces: a_i . b_j, (len(i), len(j))."""
+def dot_products(a, b, BT: tl.constexpr):
+    """Return all a_i . b_j, (len(i), len(j)), each summed over both pieces."""
     s = tl.dot(a[0], tl.trans(b[0]))
     return tl.dot(a[1], tl.trans(b[1]), s) if BT else s
 
@@ -114,9 +114,9 @@ def slope(head, K: tl.constexpr):
 
 @triton.jit
 def score_bias(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.constexpr):
-    """Return s_ij + m (i - origin) without q_i . k_j, in base 2: i (M, 1), j (1, N), or transposed.
-    So the distance is small near the diagonal, where precision counts, and costs one number a
-    column. DIAGONAL marks the tiles that j <= i cuts."""
+    """Return the score without q_i . k_j, plus m (i - origin), in base 2. i is (M, 1) and j (1, N),
+    or transposed. What is left of the distance, m (j - origin), depends on the column alone and is
+    small near the diagonal, where precision counts. DIAGONAL: this tile contains i = j."""
     s = bias.to(tl.float32) * LOG2E
     if ALIBI:
         s += m * (j - origin)
@@ -136,31 +136,31 @@ def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr,
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
     D: tl.constexpr = K * R
-    at, row = batch * J * D + head * R, (batch * K + head) * J
+    offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
-    q = load_rows(Q + at, i, J, D, R, BR, BT)
-    top = tl.full((BM,), -float('inf'), tl.float32)
-    total = tl.zeros((BM,), tl.float32)
+    q = load_rows(Q + offset, i, J, D, R, BR, BT)
+    row_max = tl.full((BM,), -float('inf'), tl.float32)
+    row_sum = tl.zeros((BM,), tl.float32)
     acc = zero_rows(BM, BR, BT)
-    for DIAGONAL in tl.static_range(2):
+    for DIAGONAL in tl.static_range(2):  # the tiles left of the diagonal, then those on it
         for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
             s = score_bias(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
-            k = load_rows(Keys + at, j, J, D, R, BR, BT)
-            s += products(q, k, BT) * (scale * LOG2E)
-            new_top = tl.maximum(top, tl.max(s, 1))
-            p = tl.exp2(s - new_top[:, None])
-            shrink = tl.exp2(top - new_top)
-            total = total * shrink + tl.sum(p, 1)
-            shrunk = acc[0] * shrink[:, None], acc[1] * shrink[:, None] if BT else acc[1]
-            acc = add_weighted(shrunk, p, k, BT)
-            top = new_top
-    store_rows(O + at, acc, 1 / total[:, None], i, J, D, R, BR, BT)
-    tl.store(LSE + row + i, top + tl.log2(total) - m * (i - i0), mask=i < J)
+            k = load_rows(Keys + offset, j, J, D, R, BR, BT)
+            s += dot_products(q, k, BT) * (scale * LOG2E)
+            new_max = tl.maximum(row_max, tl.max(s, 1))
+            p = tl.exp2(s - new_max[:, None])
+            rescale = tl.exp2(row_max - new_max)
+            row_sum = row_sum * rescale + tl.sum(p, 1)
+            rescaled = acc[0] * rescale[:, None], acc[1] * rescale[:, None] if BT else acc[1]
+            acc = add_weighted(rescaled, p, k, BT)
+            row_max = new_max
+    store_rows(O + offset, acc, 1 / row_sum[:, None], i, J, D, R, BR, BT)
+    tl.store(LSE + row_offset + i, row_max + tl.log2(row_sum) - m * (i - i0), mask=i < J)
 
 
 @triton.jit
@@ -171,34 +171,34 @@ def dq_kernel(Q, Keys, Bias, B_k, O, DO, LSE, Delta, DQ, DB, J, width, scale, K:
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
     D: tl.constexpr = K * R
-    at, row = batch * J * D + head * R, (batch * K + head) * J
+    offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     i = i0 + tl.arange(0, BM)
-    q, do = load_rows(Q + at, i, J, D, R, BR, BT), load_rows(DO + at, i, J, D, R, BR, BT)
-    o = load_rows(O + at, i, J, D, R, BR, BT)
+    q, do = load_rows(Q + offset, i, J, D, R, BR, BT), load_rows(DO + offset, i, J, D, R, BR, BT)
+    o = load_rows(O + offset, i, J, D, R, BR, BT)
     delta = tl.sum(do[0].to(tl.float32) * o[0].to(tl.float32), 1)
     if BT:
         delta += tl.sum(do[1].to(tl.float32) * o[1].to(tl.float32), 1)
-    tl.store(Delta + row + i, delta, mask=i < J)
-    lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
+    tl.store(Delta + row_offset + i, delta, mask=i < J)
+    lse = tl.load(LSE + row_offset + i, mask=i < J, other=float('inf')) + m * (i - i0)
     acc = zero_rows(BM, BR, BT)
     db = tl.zeros((BM,), tl.float32)
-    for DIAGONAL in tl.static_range(2):
+    for DIAGONAL in tl.static_range(2):  # the tiles left of the diagonal, then those on it
         for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
             s = score_bias(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
-            k = load_rows(Keys + at, j, J, D, R, BR, BT)
-            s += products(q, k, BT) * (scale * LOG2E)
-            ds = tl.exp2(s - lse[:, None]) * (products(do, k, BT) - delta[:, None])
+            k = load_rows(Keys + offset, j, J, D, R, BR, BT)
+            s += dot_products(q, k, BT) * (scale * LOG2E)
+            ds = tl.exp2(s - lse[:, None]) * (dot_products(do, k, BT) - delta[:, None])
             acc = add_weighted(acc, ds, k, BT)
             if DIAGONAL and ALIBI:
                 db += tl.sum(tl.where(i[:, None] == j[None, :], ds, 0.0), 1)
-    store_rows(DQ + at, acc, scale, i, J, D, R, BR, BT)
+    store_rows(DQ + offset, acc, scale, i, J, D, R, BR, BT)
     if ALIBI:
-        tl.store(DB + row + i, db, mask=i < J)
+        tl.store(DB + row_offset + i, db, mask=i < J)
 
 
 @triton.jit
@@ -210,27 +210,27 @@ def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.con
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     j0 = tl.program_id(2) * BN
     D: tl.constexpr = K * R
-    at, row = batch * J * D + head * R, (batch * K + head) * J
+    offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
     j = j0 + tl.arange(0, BN)
-    k = load_rows(Keys + at, j, J, D, R, BR, BT)
+    k = load_rows(Keys + offset, j, J, D, R, BR, BT)
     acc = zero_rows(BN, BR, BT)
-    for BELOW in tl.static_range(2):
+    for BELOW in tl.static_range(2):  # the tiles on the diagonal, then those below it
         for i0 in range(j0 + BN if BELOW else j0, J if BELOW else min(j0 + BN, J), BM):
             i = i0 + tl.arange(0, BM)
             s = load_bias(bias, i[None, :], j[:, None], width, BIAS)
             s = score_bias(s, i[None, :], j[:, None], i0, m, b, ALIBI, not BELOW)
-            lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
-            q = load_rows(Q + at, i, J, D, R, BR, BT)
-            p = tl.exp2(s + products(k, q, BT) * (scale * LOG2E) - lse[None, :])
-            do = load_rows(DO + at, i, J, D, R, BR, BT)
+            lse = tl.load(LSE + row_offset + i, mask=i < J, other=float('inf')) + m * (i - i0)
+            q = load_rows(Q + offset, i, J, D, R, BR, BT)
+            p = tl.exp2(s + dot_products(k, q, BT) * (scale * LOG2E) - lse[None, :])
+            do = load_rows(DO + offset, i, J, D, R, BR, BT)
             acc = add_weighted(acc, p, do, BT)
-            delta = tl.load(Delta + row + i, mask=i < J, other=0.0)
-            ds = p * (products(k, do, BT) * scale - delta[None, :] * scale)
+            delta = tl.load(Delta + row_offset + i, mask=i < J, other=0.0)
+            ds = p * (dot_products(k, do, BT) * scale - delta[None, :] * scale)
             acc = add_weighted(acc, ds, q, BT)
-    store_rows(DK + at, acc, 1.0, j, J, D, R, BR, BT)
+    store_rows(DK + offset, acc, 1.0, j, J, D, R, BR, BT)
 
 
 @triton.jit
@@ -249,25 +249,25 @@ def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: 
     for DIAGONAL in tl.static_range(2):
         if j0 < i0 + BM and (j0 + BN > i0) == DIAGONAL:
             for head in range(first, first + K // N):
-                at, row = batch * J * D + head * R, (batch * K + head) * J
+                offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
                 m = slope(head, K) if ALIBI else 0.0
                 b = tl.load(B_k + head) if ALIBI else 0.0
                 s = score_bias(bias, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
-                lse = tl.load(LSE + row + i, mask=i < J, other=float('inf')) + m * (i - i0)
-                delta = tl.load(Delta + row + i, mask=i < J, other=0.0)
-                q = load_rows(Q + at, i, J, D, R, BR, BT)
-                k = load_rows(Keys + at, j, J, D, R, BR, BT)
-                p = tl.exp2(s + products(q, k, BT) * (scale * LOG2E) - lse[:, None])
-                do = load_rows(DO + at, i, J, D, R, BR, BT)
-                acc += p * (products(do, k, BT) - delta[:, None])
+                lse = tl.load(LSE + row_offset + i, mask=i < J, other=float('inf')) + m * (i - i0)
+                delta = tl.load(Delta + row_offset + i, mask=i < J, other=0.0)
+                q = load_rows(Q + offset, i, J, D, R, BR, BT)
+                k = load_rows(Keys + offset, j, J, D, R, BR, BT)
+                p = tl.exp2(s + dot_products(q, k, BT) * (scale * LOG2E) - lse[:, None])
+                do = load_rows(DO + offset, i, J, D, R, BR, BT)
+                acc += p * (dot_products(do, k, BT) - delta[:, None])
     tl.store(DBias + tile + i[:, None] * width + j[None, :], acc.to(DBias.dtype.element_ty))
 
 
-# Rows BM and columns BN of a tile, warps, stages of the pipeline: by GPU, kernel and R (up to 64,
-# up to 128). They fit the shared memory (163 KB on an A100; the first table also GPUs with 99 KB)
-# and keep sums in registers. The side that a kernel's loop walks along divides the other; both
-# divide PAD. None has been timed. Candidates for sm_80 without spills, for the first run on a GPU:
-# forward (128, 64, 8, 3), (64, 64, 4, 3); dq (64, 64, 4, 2); dk (64, 64, 8, 2), (32, 64, 4, 3).
+# For each GPU generation, kernel and head width (up to 64, up to 128): a tile's rows BM and columns
+# BN, warps, pipeline stages. They fit the shared memory (163 KB on an A100; the first table also
+# GPUs with 99 KB) and keep sums in registers. BM and BN divide one another and PAD. None has been
+# timed. Candidates for sm_80 without spills, for the first run on a GPU: forward (128, 64, 8, 3),
+# (64, 64, 4, 3); dq (64, 64, 4, 2); dk (64, 64, 8, 2), (32, 64, 4, 3).
 TILES: dict[int, dict[Any, dict[int, tuple[int, int, int, int]]]] = {
     80: {
         forward_kernel: {64: (128, 32, 4, 3), 128: (128, 64, 8, 3)},
@@ -285,13 +285,12 @@ TILES: dict[int, dict[Any, dict[int, tuple[int, int, int, int]]]] = {
 
 
 def settings(kernel: Any, arch: int, R: int) -> dict[str, Any]:
-    """Return the pieces and the tile of a kernel at head width R on sm_<arch>."""
+    """Return a kernel's compile-time constants for head width R on sm_<arch>."""
     BR, BT = max(16, triton.next_power_of_2(R)), 0
     if 64 < R <= 96:
         BR, BT = 64, max(16, triton.next_power_of_2(R - 64))
     BM, BN, warps, stages = TILES[90 if arch in (90, 100) else 80][kernel][64 if R <= 64 else 128]
-    return dict(BR=BR, BT=BT, BM=BM, BN=BN, num_warps=warps, num_stages=stages,
-                enable_fp_fusion=True)
+    return dict(BR=BR, BT=BT, BM=BM, BN=BN, num_warps=warps, num_stages=stages)
 
 
 def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, b: Tensor | None,
@@ -318,8 +317,8 @@ def bias_width(J: int) -> int:
 
 
 def diagonal_bias(du: Tensor, h: Tensor) -> Tensor:
-    """Multiply du (B, n, J, D) and h (B, J, D): du h^T (B, n, width, width) for j <= i. Above the
-    diagonal it holds whatever was in memory, which no tile reads."""
+    """Return du h^T (B, n, width, width) for j <= i, of du (B, n, J, D) and h (B, J, D). Above the
+    diagonal it is not initialized; the kernels replace those scores by -inf."""
     B, n, J, _ = du.shape
     width = bias_width(J)
     bias = (du.new_empty if width == J else du.new_zeros)(B, n, width, width)
@@ -342,12 +341,14 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
     return ddu, dh
 
 
+# Two operators, which torch.compile leaves whole. There is no second derivative.
+
 def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
             n_head: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return o (B, J, D) and, for the backward pass, the scores' log-sum-exp (B, K, J) and the bias
-    if it is shared, else an empty tensor. q, k are contiguous."""
-    B, J, _ = q.shape
-    o, lse = torch.empty_like(q), q.new_empty(B, n_head, J, dtype=torch.float32)
+    if it is shared, else an empty tensor."""
+    q, k = q.contiguous(), k.contiguous()
+    o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
     launch(forward_kernel, q, k, bias, b, o, lse, scale=scale, n_head=n_head)
     shared = du is not None and du.shape[1] == 1
@@ -355,16 +356,17 @@ def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor
 
 
 def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None,
-             b: Tensor | None, o: Tensor, lse: Tensor, bias: Tensor | None, n_head: int,
+             b: Tensor | None, o: Tensor, lse: Tensor, kept_bias: Tensor, n_head: int,
              scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, du, h, b; empty tensors for those that are None. do, q, k are
-    contiguous; `bias` is the forward pass's."""
+    """Return gradients of q, k, du, h, b; empty tensors for those that are None. o, lse and
+    kept_bias are the forward pass's results."""
+    do, q, k = do.contiguous(), q.contiguous(), k.contiguous()
     dq, dk, delta, db = (torch.empty_like(t) for t in (q, k, lse, lse))
     ddu, dh = q.new_empty(0), q.new_empty(0)
-    if du is None:
-        bias = None
-    elif bias.numel() == 0:
-        bias = diagonal_bias(du.contiguous(), h.contiguous())
+    bias = None
+    if du is not None:
+        recompute = kept_bias.numel() == 0
+        bias = diagonal_bias(du.contiguous(), h.contiguous()) if recompute else kept_bias
     common = dict(scale=scale, n_head=n_head)
     launch(dq_kernel, q, k, bias, b, o, do, lse, delta, dq, db, **common)
     launch(dk_kernel, q, k, bias, b, do, lse, delta, dk, **common)
@@ -375,32 +377,8 @@ def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | No
     return dq, dk, ddu, dh, q.new_empty(0) if b is None else db.sum(dim=(0, 2))
 
 
-# One operator, which torch.compile leaves whole; it has a gradient and no second one
-
-def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
-              b: Tensor | None) -> Tensor:
-    """Return o (B, J, D): q, k (B, J, D); scale = 1 / tau; du = d_k * u / tau (B, 1 or K, J, D), or
-    None; h (B, J, D); b (K,), the self bias minus the cross bias, or None: no ALiBi either."""
-    h = None if du is None else h.to(q.dtype)
-    du = None if du is None else du.to(q.dtype)
-    b = None if b is None else b.float()
-    return attention_op(q, k, du, h, b, n_head, scale)[0]
-
-
-@torch.library.custom_op('nanocem::attention', mutates_args=())
-def attention_op(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
-                 n_head: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `forward` as one operation."""
-    return forward(q.contiguous(), k.contiguous(), du, h, b, n_head, scale)
-
-
-@torch.library.custom_op('nanocem::attention_backward', mutates_args=())
-def backward_op(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None,
-                b: Tensor | None, o: Tensor, lse: Tensor, bias: Tensor, n_head: int, scale: float,
-                ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `backward` as one operation."""
-    do, q, k = do.contiguous(), q.contiguous(), k.contiguous()
-    return backward(do, q, k, du, h, b, o, lse, bias, n_head, scale)
+attention_op = torch.library.custom_op('nanocem::attention', forward, mutates_args=())
+backward_op = torch.library.custom_op('nanocem::attention_backward', backward, mutates_args=())
 
 
 @attention_op.register_fake
@@ -433,27 +411,38 @@ def gradients(ctx: Any, do: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
 attention_op.register_autograd(gradients, setup_context=save_for_backward)
 
 
+def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
+              b: Tensor | None) -> Tensor:
+    """Return o for q, k and h, all (B, J, D), and scale = 1 / tau. du is d_k * u / tau (B, 1 or K,
+    J, D); du and h are None without a diagonal. b (K,) is the self bias minus the cross bias, or
+    None without ALiBi."""
+    h = None if du is None else h.to(q.dtype)
+    du = None if du is None else du.to(q.dtype)
+    b = None if b is None else b.float()
+    return attention_op(q, k, du, h, b, n_head, scale)[0]
+
+
 # The kernels are compared with the formula before their first use on a GPU
 
-# Largest error of a row, over the sum of its norm and a typical row's, in units of the dtype's
-# epsilon: right kernels reach 2, a result that is altogether wrong 128 in bfloat16
+# Largest error of a row in units of the dtype's epsilon, relative to its norm plus a typical row's.
+# Correct kernels reach 2; a result that is wrong altogether has 128 in bfloat16.
 MOST_ERROR = 8
 
 
 @cache
 def agrees(device: torch.device, dtype: torch.dtype, n_head: int, width: int, diagonals: int,
            alibi: bool) -> bool:
-    """Whether the kernels run on this device and give the formula's output and gradients for random
-    inputs with as many heads of that width. If not, a line on stderr says why."""
+    """Return whether the kernels run on this device and give the formula's output and gradients.
+    Inputs are random, with these heads. If not, print a line on stderr that says why."""
     try:
         with (torch.inference_mode(False), torch.enable_grad(),
               torch.autocast(device.type, enabled=False)):
             # A multiple of 16 compiles to other code than 300, whose last tile is cut off.
             wrong = (find_error(device, dtype, 300, n_head, width, diagonals, alibi)
                      or find_error(device, dtype, 256, n_head, width, diagonals, alibi))
-    except Exception as fault:  # of Triton, LLVM, ptxas or the driver: any kind
-        reason = (str(fault).strip() or 'no reason given').splitlines()[0]
-        wrong = f'do not run ({type(fault).__name__}: {reason})'
+    except Exception as error:  # Triton, LLVM, ptxas and the driver raise many types
+        reason = (str(error).strip() or 'no reason given').splitlines()[0]
+        wrong = f'do not run ({type(error).__name__}: {reason})'
     if wrong and os.environ.get('RANK', '0') == '0':
         print(f"Warning: the Triton kernels {wrong}: torch's own attention is used on {device}",
               file=sys.stderr)
@@ -462,10 +451,10 @@ def agrees(device: torch.device, dtype: torch.dtype, n_head: int, width: int, di
 
 def find_error(device: torch.device, dtype: torch.dtype, J: int, K: int, R: int, n: int,
                alibi: bool) -> str:
-    """Compare output and gradients for random inputs with the formula's in float64. Returns which
-    is wrong, or ''."""
+    """Compare output and gradients for random inputs with the formula's in float64. Returns a
+    message about the first one that is wrong, or ''."""
     B, D = 2, K * R
-    generator = torch.Generator().manual_seed(0)  # leaves the program's random numbers as they are
+    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
     q, k, h, do = torch.randn(4, B, J, D, generator=generator).to(device, dtype).unbind()
     du = torch.randn(B, n, J, D, generator=generator).to(device, dtype) / D ** 0.5
     b = torch.randn(K, generator=generator).to(device)
@@ -474,19 +463,19 @@ def find_error(device: torch.device, dtype: torch.dtype, J: int, K: int, R: int,
     inputs |= {'b': b} if alibi else {}
     ours = with_gradients(attention, K, inputs, do)
     exact = with_gradients(formula, K, {x: t.double() for x, t in inputs.items()}, do.double())
-    for name, right in exact.items():
-        rows = right.norm(dim=-1)
+    for name, expected in exact.items():
+        rows = expected.norm(dim=-1)
         typical = rows.square().mean().sqrt()
-        error = ((ours[name].double() - right).norm(dim=-1) / (rows + typical)).max().item()
+        error = ((ours[name].double() - expected).norm(dim=-1) / (rows + typical)).max().item()
         most = MOST_ERROR * torch.finfo(dtype).eps
-        if not error <= most:  # NaN is not
+        if not error <= most:  # true for NaN
             return f'give a wrong {name} (off by {error:.2g}, at most {most:.2g} is rounding)'
     return ''
 
 
 def with_gradients(function: Any, K: int, inputs: dict[str, Tensor], do: Tensor,
                    ) -> dict[str, Tensor]:
-    """Return the output of attention or formula, and the gradients of its inputs."""
+    """Return the function's output and the gradients of its inputs, by name."""
     leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
     q, k, du, h, b = map(leaves.get, ('q', 'k', 'du', 'h', 'b'))
     o = function(q, k, K, (q.shape[-1] / K) ** -0.5, du, h, b)

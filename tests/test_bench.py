@@ -40,7 +40,7 @@ def test_attention_and_decoding() -> None:
 
 def test_all_runs_take_turns() -> None:
     calls: list[str] = []
-    makers = {name: lambda name=name: lambda: calls.append(name) for name in 'ab'}
+    makers = {name: lambda name=name: (lambda: calls.append(name), {}) for name in 'ab'}
     found = bench.measure(makers, bench.BenchConfig(device='cpu', repeats=2))
     assert ''.join(calls) == 'aabb' + 2 * 'aabb'  # the warm-up, then two rounds
     assert all(row['seconds'] >= 0 for row in found.values())

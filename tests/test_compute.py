@@ -16,36 +16,23 @@ from nanocem import compute
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
 
 
-def test_loss_in_pieces_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(1)
-    model, idx = Transformer(ModelConfig(**SMALL)).double(), torch.randint(50, (3, 18))
-    results = []
-    for at_once in (2 ** 26, 350, 50, 1):  # whole; 7 rows, the last piece shorter; a row; less
-        monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
-        logits, loss = model(idx[:, :-1], idx[:, 1:])
-        assert logits is None
-        results.append([loss, *torch.autograd.grad(3 * loss, list(model.parameters()))])
-        with torch.no_grad():
-            assert torch.equal(model(idx[:, :-1], idx[:, 1:])[1], loss)
-    for whole, *pieces in zip(*results, strict=True):
-        for piece in pieces:
-            torch.testing.assert_close(piece, whole, rtol=1e-11, atol=1e-13)
-
-
-def test_targets_of_minus_100_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and in pieces, beside the mean over the others. None that count: no number."""
+def test_loss_in_pieces_is_the_mean_over_targets_that_count(
+        monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(4)
     x, W = torch.randn(3, 17, 8).double(), torch.randn(50, 8).double()
     x.requires_grad_(), W.requires_grad_()
-    targets, counts = torch.randint(50, (3, 17)), torch.rand(3, 17) < 0.6
-    mean = nn.functional.cross_entropy((x @ W.mT)[counts], targets[counts])
-    gradients = torch.autograd.grad(mean, (x, W))
-    for at_once in (2 ** 26, 350, 50):
-        monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
-        loss = compute.cross_entropy(x, W, targets.where(counts, -100))
-        torch.testing.assert_close(loss, mean)
-        torch.testing.assert_close(torch.autograd.grad(loss, (x, W)), gradients)
-        assert compute.cross_entropy(x, W, torch.full_like(targets, -100)).isnan()
+    targets = torch.randint(50, (3, 17))
+    for counts in torch.rand(3, 17) < 0.6, torch.ones(3, 17, dtype=torch.bool):
+        mean = nn.functional.cross_entropy((x @ W.mT)[counts], targets[counts])
+        gradients = torch.autograd.grad(3 * mean, (x, W))
+        for at_once in (2 ** 26, 350, 50, 1):  # all rows; 7, the last piece shorter; 1; fewer
+            monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
+            loss = compute.cross_entropy(x, W, targets.where(counts, -100))
+            torch.testing.assert_close(loss, mean)
+            torch.testing.assert_close(torch.autograd.grad(3 * loss, (x, W)), gradients)
+            with torch.no_grad():
+                assert torch.equal(compute.cross_entropy(x, W, targets.where(counts, -100)), loss)
+                assert compute.cross_entropy(x, W, torch.full_like(targets, -100)).isnan()
 
 
 @pytest.mark.parametrize('autocast', [False, True])
@@ -68,19 +55,13 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
             assert (whole - other).norm() <= (2e-2 if autocast else 1e-5) * whole.norm()
 
 
-def test_second_derivatives_of_the_loss_are_right_or_an_error(
+def test_a_second_derivative_of_the_loss_in_pieces_is_an_error(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(3)
     x, W = torch.randn(2, 5, 8, requires_grad=True), torch.randn(50, 8)
-    for at_once, piecewise in ((2 ** 26, False), (50, True)):
-        monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
-        loss = compute.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
-        if piecewise:
-            with pytest.raises(RuntimeError, match='no second derivative'):
-                torch.autograd.grad(loss, x, create_graph=True)
-        else:
-            gradient = torch.autograd.grad(loss, x, create_graph=True)[0]
-            assert torch.autograd.grad(gradient.square().sum(), x)[0].norm() > 0
+    monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', 50)
+    loss = compute.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
+    with pytest.raises(RuntimeError, match='no second derivative'):
+        torch.autograd.grad(loss, x, create_graph=True)
 
 
 @pytest.mark.parametrize('dtype, compiled, flops, amx, error, expected', [
@@ -128,24 +109,22 @@ def test_only_sdpa_with_a_bias_computes_it_again(attention: str, options: dict, 
 
 
 def test_memory_is_known_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On fake tensors as on real ones; a layer's scores alone are B K J J numbers."""
-    cfg = ModelConfig(**SMALL, attn_steps=1, mlp_steps=1)
-    model, ids, kept = Transformer(cfg), torch.zeros(3, 20, dtype=torch.long), {}
+    """Fake tensors give the same count as real ones."""
+    cfg = ModelConfig(**SMALL)
+    model, ids, saved = Transformer(cfg), torch.zeros(3, 20, dtype=torch.long), {}
 
     def pack(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage()._cdata] = x.untyped_storage()
+        saved[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model(ids, ids)
     for p in model.parameters():
-        kept.pop(p.untyped_storage()._cdata, None)
+        saved.pop(p.untyped_storage()._cdata, None)
     case = model, 3, torch.device('cpu'), torch.float32
     count = compute.activation_bytes(*case)
-    assert count == sum(storage.nbytes() for storage in kept.values())
-    assert count > cfg.n_layer * 4 * 3 * cfg.n_head * 20 * 20
+    assert count == sum(storage.nbytes() for storage in saved.values())
     model.activation_checkpointing = True
     assert compute.activation_bytes(*case) < count / 2
-
     needed = 16 * model.num_params() + compute.activation_bytes(*case)
     for total, fits in ((needed + 1, True), (needed, False)):
         monkeypatch.setattr(torch.cuda, 'get_device_properties',

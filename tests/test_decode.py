@@ -59,7 +59,7 @@ def test_a_cache_refuses_what_does_not_fit() -> None:
     model(idx, cache=cache)
     with pytest.raises(ValueError, match='10 of 16 tokens: 10 more do not fit'):
         model(idx, cache=cache)
-    with pytest.raises(ValueError, match='of 2 rows'):
+    with pytest.raises(ValueError, match='holds 2 rows'):
         model(idx[:1, :3], cache=cache)
     with pytest.raises(ValueError, match='at least one token'):
         generate(model, idx[:, :0], 3)

@@ -47,12 +47,3 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r'\]\(([^)]+)\)|^\[\w+\]: (\S+)$', read(page), re.MULTILINE)
     paths = [link.partition('#')[0] for link in map(''.join, links) if not link.startswith('http')]
     assert [path for path in paths if not (ROOT / page).parent.joinpath(path).exists()] == []
-
-
-@pytest.mark.parametrize('page', PAGES)
-def test_commands_have_the_options_they_are_given(page: str) -> None:
-    command = r'(?:python|torchrun) [^\n`]*?([\w/]+\.py)([^\n`|#;]*)'
-    for script, rest in re.findall(command, read(page)):
-        declared = read(script) + (read('model.py') if script == 'train.py' else '')
-        fields = {'help', *re.findall(r'^    (\w+): ', declared, re.MULTILINE)}
-        assert set(re.findall(r'--(\w+)', rest)) <= fields, script

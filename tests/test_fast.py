@@ -22,7 +22,7 @@ SCALE = 0.25
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """Fill whatever torch.empty gives with NaNs: memory that is read before it is written shows."""
+    """Fill what torch.empty returns with NaNs, which shows memory that is read before written."""
     # By torch.utils.deterministic.fill_uninitialized_memory, its default
     torch.use_deterministic_algorithms(True)
     yield
@@ -31,7 +31,7 @@ def poisoned_memory() -> Iterator[None]:
 
 def alpha_and_parts(q: Tensor, k: Tensor, n_head: int, du: Tensor | None, h: Tensor | None,
                     b: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """fast.py's equations as they stand: alpha (B, K, J, J), and q, k by head."""
+    """Compute alpha (B, K, J, J) by the formula. Returns it with q and k by head."""
     q, k = (x.unflatten(-1, (n_head, -1)).transpose(1, 2) for x in (q, k))  # (B, K, J, R)
     i = torch.arange(q.shape[2], device=q.device)
     scores = q @ k.mT * SCALE
@@ -57,8 +57,8 @@ def readable(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None,
 
 
 def sizes_of_summed_terms(tensors: list[Tensor | None], n_head: int, do: Tensor) -> list[Tensor]:
-    """Of o and the gradients of q, k, du, h, b: their sums with every term's absolute value. What
-    rounds is the terms: their sum may cancel, to nothing where J = 1 and softmax is constant."""
+    """Return o and the gradients of q, k, du, h, b with absolute values of all summed terms. It
+    bounds rounding errors: terms round, and their sum may cancel, even to zero where J = 1."""
     q, k, du, h, b = tensors
     alpha, q, k = alpha_and_parts(q, k, n_head, du, h, b)
     q, k, do = q.abs(), k.abs(), do.abs().unflatten(-1, (n_head, -1)).transpose(1, 2)
@@ -86,7 +86,7 @@ def inputs(B: int, J: int, K: int, R: int, n: int, alibi: bool,
 
 
 def run(tensors: list[Tensor | None], n_head: int, do: Tensor, function: Callable) -> list[Tensor]:
-    """The output and the gradients of those that are there."""
+    """Return the output and the gradients of all tensors that are not None."""
     q, k, *rest = tensors
     o = function(q, k, n_head, SCALE, *rest)
     return [o, *torch.autograd.grad(o, [t for t in tensors if t is not None], do)]
@@ -110,14 +110,12 @@ def test_faster_attention_equals_the_readable_path(cfg: ModelConfig) -> None:
         model.set_attn_impl(impl)
         loss = model(idx[:, :-1], idx[:, 1:])[1]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
-    for slow, *others in zip(*results, strict=True):
-        for fused in others:
-            torch.testing.assert_close(slow, fused, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-11)
 
 
 def losses(cfg: ModelConfig, impls: tuple[str, ...], idx: Tensor, compiled: bool = False,
            ) -> list[list[Tensor]]:
-    """For each implementation of the same model its logits, loss and every parameter's gradient."""
+    """Return the model's logits, loss and all gradients, for each implementation."""
     results = []
     for impl in impls:
         torch.manual_seed(0)
@@ -141,7 +139,7 @@ WHOLE = pytest.mark.parametrize('options', [
 
 
 def agree(options: dict, impl: str) -> None:
-    """In float32. A tensor's elements sum terms alike: one that cancels is held to all of them."""
+    """Compare norms of whole tensors in float32, because single elements may cancel."""
     cfg = ModelConfig(**{**SMALL, **options})
     idx = torch.randint(50, (2, 18), generator=torch.Generator().manual_seed(1))
     for slow, other in zip(*losses(cfg, ('readable', impl), idx), strict=True):

@@ -73,6 +73,7 @@ prepare_slimpajama  --held_out=0.7                         held_out=0.7: expecte
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
 synthetic_gp        --models=CEM-T0                        models=CEM-T0: expected Plain
 synthetic_gp        --batch_size=7000                      batch_size=7000: expected 1 to 4,000
+synthetic_gp        --repeats=1                            repeats=1: expected 2 to
 synthetic_gp        --out_dir=/dev/null/x                  Not a directory
 """
 CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
