@@ -331,7 +331,8 @@ class CEMAttention(BaseAttention):
         not attend to j: (B, K, I, J). RoPE does not rotate the diagonal's term."""
         a = super().scores(q, k, pos)
         if self.kq_diag is not None:
-            a = a + fast.scaled_diagonal(self, u) @ h[:, None].mT  # one product if d_k is shared
+            d_u = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
+            a = a + d_u @ h[:, None].mT
         return a
 
     def output_weight(self) -> Tensor:

@@ -14,7 +14,7 @@ from running import edit_meta, write_data
 from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
-from model import ModelConfig, Transformer, apply_rope, make_positions
+from model import ModelConfig, Transformer, make_positions
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 LENGTH = 16
@@ -141,8 +141,8 @@ def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int) 
     x = F.embedding(idx, model.embedding)
     first, pos = model.blocks[0].attn, make_positions(model.cfg, x)
     h = first.norm(x)
-    q = apply_rope(first.split_heads(F.linear(h, first.W_Q)), pos)
-    k = apply_rope(first.split_heads(F.linear(h, first.W_K)), pos)
+    q = first.rotate(first.split_heads(F.linear(h, first.W_Q)), pos)
+    k = first.rotate(first.split_heads(F.linear(h, first.W_K)), pos)
     alpha = first.scores(q, k, pos, *([h, h] if first.cem else [])).softmax(dim=-1)
     assert maps[0][0].allclose(alpha[0], atol=1e-6)
 

@@ -68,7 +68,7 @@ prepare_slimpajama  --input=bad.jsonl --tokenizer=byte     line 2 is no JSON wit
 prepare_slimpajama  --input=bad.parquet --tokenizer=byte   bad.parquet: Parquet
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100       expected bpe512 to bpe65536
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   at most bpe
-prepare_slimpajama  --input=a.txt --out_dir=               out_dir= is empty
+prepare_slimpajama  --input=a.txt --out_dir=              --out_dir= is empty: expected a path
 prepare_slimpajama  --held_out=0.7                         held_out=0.7: expected 0 to 0.49
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
 synthetic_gp        --models=CEM-T0                        models=CEM-T0: expected Plain
