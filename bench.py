@@ -144,7 +144,7 @@ def measure(makers: dict[Any, Maker], cfg: BenchConfig) -> dict[Any, Row]:
     times: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(cfg.repeats):
         for name, run in runs.items():
-            run()  # so that the timed run finds its own data in the processor's caches
+            run()  # so that the timed run finds its data in the processor's caches
             cfg.synchronize()
             start = time.perf_counter()
             run()
@@ -198,7 +198,8 @@ def train_table(cfg: BenchConfig) -> list[Row]:
     token_budget = 20 * llama.num_params()
     del llama
 
-    def make_step(make_model: Callable[[], torch.nn.Module], ours: bool) -> tuple[Run, Row]:
+    def make_step(name: str, make_model: Callable[[], torch.nn.Module]) -> tuple[Run, Row]:
+        ours = name in VARIANTS
         model = make_model()
         forward = model
         flops = compute.flops_per_token(model) if ours else llama_flops  # peers have Llama's FLOPs
@@ -217,10 +218,9 @@ def train_table(cfg: BenchConfig) -> list[Row]:
             optimizer.zero_grad(set_to_none=True)
         return step, {'parameters': sum(p.numel() for p in model.parameters()),
                       'MFLOP/token': flops / 1e6}
-    makers = {name: partial(make_step, partial(cfg.model, **options), True)
-              for name, options in VARIANTS.items()}
-    for name, make_model in peers(cfg, cfg.context_length).items():
-        makers[name] = partial(make_step, make_model, False)
+    models = {name: partial(cfg.model, **options) for name, options in VARIANTS.items()}
+    models |= peers(cfg, cfg.context_length)
+    makers = {name: partial(make_step, name, make_model) for name, make_model in models.items()}
     peak = compute.peak_flops(device, cfg.torch_dtype)
     rows = []
     for name, row in measure(makers, cfg).items():

@@ -3,7 +3,7 @@ Reproduce the paper's table on recursion (its appendix): regression on Gaussian-
 
     python synthetic_gp.py                      the table: 6 models x 5 kernels, beside the paper's
     python synthetic_gp.py --protocol=blind     the same by the other protocol, see below
-    python synthetic_gp.py --quick              fewer points, steps and repeats, in seconds
+    python synthetic_gp.py --repeats=2 --points=1000 --steps=200        a first look
     python synthetic_gp.py --kernels=rbf,matern --models=Gated,CEM-T3,CEM-T16
 
 The paper gives sizes and results but not the protocol. `inferred` is the protocol whose table is
@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -55,7 +55,6 @@ BLIND = dict(batch_size=200, steps=1000, learning_rate=2e-3, schedule='cosine',
                  rational_quadratic=(2.76, 1.0), non_stationary=(5.36, 0.5)))
 PROTOCOLS = {'inferred': INFERRED, 'blind': BLIND}
 CHECKPOINTS = {'last': 'the last step', 'best': 'the epoch with the lowest test error'}
-QUICK = dict(repeats=2, points=2000, steps=500)
 COLUMNS = ('train_rmse', 'train_std', 'test_rmse', 'test_std')
 Row = list[float]  # one number for each of COLUMNS
 Key = tuple[str, str]  # kernel and model
@@ -132,7 +131,6 @@ class Options:
     init_cem: Literal['linear', 'normal'] = INFERRED['init_cem']  # normal: W, V ~ N(0, 1/D)
     jobs: int = 2  # number of processes, each with one thread
     out_dir: str = 'out/gp'  # folder for tables and figures
-    quick: bool = False  # 2 repeats, 2000 points and 500 steps, where no other number is given
 
     def __post_init__(self) -> None:
         in_range(self, 2, 10**6, 'repeats')  # one has no standard deviation
@@ -143,12 +141,6 @@ class Options:
         for model in self.models:
             if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
                 fail(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
-
-
-def build_options(given: dict[str, Any]) -> Options:
-    """Start from the protocol, replace what --quick sets, then what is given explicitly."""
-    protocol = PROTOCOLS[given.get('protocol', 'inferred')]
-    return build(Options, protocol | (QUICK if given.get('quick') else {}) | given)
 
 
 def generator(o: Options, repeat: int, purpose: str) -> torch.Generator:
@@ -352,8 +344,8 @@ def write_table(o: Options, checkpoint: str, rows: dict[Key, Row], suffix: str) 
         paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
                  for line in csv.DictReader(file)}
     lines = []
-    csv_text = ','.join(['model,parameters,flops,kernel', *COLUMNS,
-                         *(f'paper_{name}' for name in COLUMNS)]) + '\n'
+    header = ['model', 'parameters', 'flops', 'kernel', *COLUMNS, *('paper_' + x for x in COLUMNS)]
+    csv_text = ','.join(header) + '\n'
     distances = []  # of each row, in the paper's standard deviations: train or test, the larger
     for (kernel, model), ours in rows.items():
         title = KERNELS[kernel][0]
@@ -391,7 +383,7 @@ def write_table(o: Options, checkpoint: str, rows: dict[Key, Row], suffix: str) 
 def main(argv: list[str]) -> None:
     """Run the command line."""
     given = read_options(argv, Options)
-    o = build_options(given)
+    o = build(Options, PROTOCOLS[given.get('protocol', 'inferred')] | given)
     torch.set_num_threads(1)  # products this small would only wait for threads
     os.makedirs(o.out_dir, exist_ok=True)
     # Options are part of the file names, so that no other table replaces the full one.

@@ -1,5 +1,5 @@
 """
-Generation with a cache. Numbers that it stores a token and layer:
+Generate text with a cache, which stores these numbers for each token and layer:
 
     Llama                                       2 D    keys and values
     CEM with the diagonal, the default            D    h

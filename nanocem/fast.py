@@ -69,8 +69,8 @@ def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: in
 
 def fused_attention(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
                     u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-    """Return o (B, K, I, R) = sum_j softmax_j(a_ijk) v_j with a the scores of model.py, from q, k,
-    v (B, K, ., R), u (B, I, D) and h (B, J, D)."""
+    """Return o (B, K, I, R) = sum_j softmax_j(s_ijk) v_jk with model.py's scores s. q is like o;
+    k, v (B, K, J, R), u (B, I, D), h (B, J, D)."""
     if impl == 'h_cache':
         return attention_from_h_cache(attn, q, u, h, pos)
     if impl == 'sdpa':
@@ -104,7 +104,7 @@ def attention_from_h_cache(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any)
 
 def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
          h: Tensor | None) -> Tensor:
-    """Attend by torch's fused attention, with the biases as its mask, or with causality alone."""
+    """Attend by torch's fused attention, with the biases as its mask, or with a causal mask."""
     I, R = q.shape[2:]
     causal_only = attn.cfg.positions == 'rope' and attn.kq_diag is None
     if causal_only and I in (1, k.shape[2]):

@@ -20,8 +20,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X
 
 
 def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Return AdamW with the options of train.py, which decays matrices only. With optimizer=muon,
-    return Muon as well, for the matrices in the layers, which it multiplies in dtype."""
+    """Return AdamW with train.py's options; only matrices have weight decay. With optimizer=muon,
+    return Muon as well, for the matrices in the layers. Its products are in dtype."""
     muon_params = block_matrices(model) if cfg.optimizer == 'muon' else []
     decayed = [p for p in model.decayed_parameters() if p not in set(muon_params)]
     others = [p for p in model.parameters() if p not in {*muon_params, *decayed}]
