@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -35,7 +36,7 @@ from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.files import say, to_json, write_atomic
 from nanocem.muon import make_optimizers
 from nanocem.runs import Schedule, perplexity
-from nanocem.tokenizers import load_tokenizer
+from nanocem.tokenizers import MODEL_FILE, load_tokenizer
 from nanocem.world import Distributed, divide_batch, find_device, read_environment, report_errors
 from prepare_slimpajama import find_data
 from sample import sample_text
@@ -393,6 +394,9 @@ class Trainer:
         cfg, steps, n_sequences = self.cfg, self.schedule.steps, len(self.data['train'])
         config = {'train': asdict(cfg), 'model': asdict(self.model_cfg)}
         write_atomic(f'{cfg.out_dir}/config.json', to_json(config, indent=1))
+        model_file = os.path.join(cfg.data, MODEL_FILE)
+        if os.path.exists(model_file):  # the run can be sampled and exported without its data
+            shutil.copyfile(model_file, os.path.join(cfg.out_dir, MODEL_FILE))
         self.log = runs.Log(cfg.out_dir, self.step, cfg.tensorboard)
         epochs = steps * cfg.batch_size / n_sequences
         say(f'{cfg.out_dir}: {self.raw_model.num_params():,} parameters, {steps:,} steps of '

@@ -18,6 +18,7 @@ from configurator import UserError, build, check_values, fail, merge
 from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
+from nanocem.tokenizers import MODEL_FILE
 from nanocem.world import find_device
 
 # The keys of a checkpoint or an exported folder, and of 'data' in them
@@ -192,6 +193,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
                 if damaged := archive.testzip():
                     raise ValueError(f'checksum of {damaged}')
             state = torch.load(path, map_location='cpu', weights_only=True)
+            if os.path.exists(os.path.join(os.path.dirname(path), MODEL_FILE)):
+                state['folder'] = os.path.dirname(path)
         if missing := NEEDED - state.keys() or set(TOKENIZER) - state['data'].keys():
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
         state = upgrade_checkpoint(state)

@@ -144,7 +144,9 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
             max_sentence_length=4 * LINE, minloglevel=2)
     except RuntimeError as error:
         most = re.search(r'<= (\d+)', str(error))
-        expected = f'at most bpe{most[1]}' if most else 'more pieces or more text'
+        least = re.search(r'\d+ vs (\d+)', str(error))  # the characters need a piece each
+        expected = f'at most bpe{most[1]}' if most else 'more text'
+        expected = f'at least bpe{least[1]}' if least else expected
         fail(f'tokenizer=bpe{vocab_size} does not suit this text: expected {expected}, or '
              '--tokenizer=byte')
     with open(path, 'wb') as file:
@@ -179,8 +181,8 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
 
 
 def tokenizer_of(state: dict[str, Any]) -> Any:
-    """Load the tokenizer of a checkpoint or export. Its model file is in the folder of the data or
-    of the export. UserError."""
+    """Load the tokenizer of a checkpoint or export. Its model file is beside it, or in the data
+    folder for a run of an earlier version. UserError."""
     return load_tokenizer(state.get('folder', state['data_dir']), state['data'])
 
 
