@@ -391,7 +391,7 @@ def main(argv: list[str]) -> None:
 
     # Where the reports go, and what they are about: their files are named after it
     folder, checkpoint = out_dir, None if cfg.checkpoint == 'best' else 'last'
-    if 'optimizers' not in state:  # an export
+    if 'exported' in state:
         folder, checkpoint = f'out/results/export-{file_name(os.path.normpath(out_dir))}', None
     elif os.path.isfile(out_dir):
         folder, checkpoint = os.path.split(os.path.abspath(out_dir))

@@ -135,7 +135,7 @@ def read_export(folder: str) -> dict[str, Any]:
         with torch.device('meta'):
             names = Transformer(ModelConfig(**{name: config[name] for name in config['nanocem']}))
         weights = from_llama_weights(weights, names.state_dict())
-    return {**config.get('run', {}), 'folder': folder,
+    return {**config.get('run', {}), 'folder': folder, 'exported': True,
             'model': {name.removeprefix(PREFIX): w.float() for name, w in weights.items()},
             'model_config': config}
 
