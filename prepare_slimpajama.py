@@ -44,7 +44,7 @@ SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2
 # Texts that are installed with Python, and the defaults of tokenizer and held_out for each
 INSTALLED_TEXTS = {'builtin': ('byte', 0.05), 'corpus': ('byte', 0.01)}
 # Default tokenizers of train.py --text: each is for texts with fewer bytes than its key
-TEXT_TOKENIZERS = {4e6: 'byte', 20e6: 'bpe1024', 100e6: 'bpe2048', 1e9: 'bpe4096',
+TEXT_TOKENIZERS = {1e6: 'byte', 5e6: 'bpe1024', 20e6: 'bpe2048', 1e9: 'bpe4096',
                    math.inf: 'bpe32000'}
 SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 LIBRARY = sysconfig.get_paths()['stdlib']
