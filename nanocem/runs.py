@@ -79,7 +79,7 @@ def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
 
 
 def read_config(out_dir: str | None) -> dict[str, Any] | None:
-    """Read a run's config.json; None if it is missing or another program's. UserError if damaged."""
+    """Read a run's config.json; None if missing or another program's. UserError if damaged."""
     config = read_json(os.path.join(out_dir or '', 'config.json'),
                        f'the options of this run are lost; --init_from={out_dir} with another '
                        '--out_dir starts a new run from its weights') or {}
