@@ -1,9 +1,9 @@
 """
 Options of every script, as in nanoGPT but typed: python SCRIPT.py config/FILE.py --key=value.
 
-A dataclass declares the options of a script: the name, type and default of each, and in the comment
-at the end of its line the text that --help prints. A later config file replaces what an earlier one
-says, and flags replace files. Config files assign plain values; they are read, never executed.
+A dataclass declares a script's options: the name, type and default of each. The comment at the end
+of its line is its --help text. Later config files override earlier ones, and flags override files.
+Config files assign plain values; they are parsed, never executed.
 """
 import ast
 import contextlib
@@ -27,7 +27,7 @@ WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
 
 class UserError(ValueError):
     """An error that the user can mend: it ends a script with one line. In a run of many processes
-    the first on each machine prints it, or all do (`everywhere`) if the first may not see it."""
+    the first on each machine prints it. With `everywhere` all do: the first may have no error."""
     def __init__(self, message: str, everywhere: bool = False):
         super().__init__(message)
         self.everywhere = everywhere
@@ -60,20 +60,21 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     return run
 
 
-# Options of which each replaces the other: the later one counts
-RIVALS = {'text': 'data', 'data': 'text', 'tokens': 'tokens_per_param',
-          'tokens_per_param': 'tokens'}
+# Mutually exclusive options: the one given later counts
+EXCLUDES = {'text': 'data', 'data': 'text', 'tokens': 'tokens_per_param',
+            'tokens_per_param': 'tokens'}
+# Options whose values may begin with ~, the home folder
 PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export')
 
 
 def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` with `later` ones over them; an option replaces its rival, too."""
-    return {key: value for key, value in options.items() if RIVALS.get(key) not in later} | later
+    """Return `options` overridden by `later`, which also removes what its options exclude."""
+    return {key: value for key, value in options.items() if EXCLUDES.get(key) not in later} | later
 
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Read config files in their order, then --key=value in theirs: later ones win. Options are
-    checked against the fields of `classes`; only those given are returned. UserError."""
+    """Read the config files, then the --key=value flags; later ones override earlier ones. Options
+    are checked against the fields of `classes`; only those given are returned. UserError."""
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     given: dict[str, Any] = {}
     if '--help' in argv or '-h' in argv:
@@ -84,8 +85,9 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals and key in hints:
-            switch = hints[key] in (bool, bool | None)
-            text = 'True' if switch else fail(f'--{key} needs a value: --{key}=VALUE, no space')
+            require(hints[key] in (bool, bool | None),
+                    f'--{key} needs a value: --{key}=VALUE, no space')
+            text = 'True'
         given = merge(given, {key: _check(key, text, hints, '--')})
     return given
 
@@ -105,7 +107,7 @@ def check_types(options: Any) -> None:
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Return whether `value` has the type that a field declares, which is no list or tuple."""
+    """Return whether `value` has a field's type. Tuples are not supported."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return value is None or has_type(value, args[0])
@@ -117,14 +119,14 @@ def has_type(value: Any, hint: Any) -> bool:
 
 
 def resolve_defaults(options: Any, **defaults: Any) -> None:
-    """Set the fields that are None."""
+    """Set the fields that are None to these defaults."""
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
 
 
 def expect(options: Any, needs: str, **values: Any) -> None:
-    """UserError unless these options have these values, because others need `needs`."""
+    """UserError unless these options have these values; other values need `needs` to be set."""
     for name, value in values.items():
         given = getattr(options, name)
         require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
@@ -144,18 +146,18 @@ def in_range(options: Any, low: float, high: float, names: str) -> None:
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:
-    """Make a `cls` of those of the given options that it declares."""
+    """Make a `cls` from the given options; those that it does not declare are left out."""
     return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
 
 
 def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """Read the assignments in a config file, found in this folder or beside the scripts."""
+    """Read a config file, looked up in the current folder, then beside the scripts."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) or not os.path.isfile(beside) else beside
     if os.path.exists(found) and not os.path.isfile(found):  # reading a pipe would wait forever
         fail(f'config file {path}: not a file')
     try:
-        with open(found, encoding='utf-8-sig') as file:  # -sig: some editors put a mark in front
+        with open(found, encoding='utf-8-sig') as file:  # -sig: skip a BOM
             tree = ast.parse(file.read())
     except OSError as error:
         fail(f'config file {path}: {error.strerror}; options are written --key=value')
@@ -197,8 +199,8 @@ def _convert(value: Any, hint: Any) -> Any:
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(_convert(item, args[0]) for item in items)
-    text = hint is str and isinstance(value, str) and '\0' not in value
-    if text or (kind is typing.Literal and value in args):
+    is_text = hint is str and isinstance(value, str) and '\0' not in value
+    if is_text or (kind is typing.Literal and value in args):
         return value
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
@@ -215,7 +217,7 @@ def describe(hint: Any) -> str:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return f'{describe(args[0])}, or None'
-    if kind in (tuple, list):
+    if kind is tuple:
         return f'a comma-separated list, each {describe(args[0])}'
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]
 

@@ -1,7 +1,7 @@
 """
 Evaluate a trained model.
 
-    python evaluate.py                         loss, perplexity and bits a byte of the newest run
+    python evaluate.py                         loss, perplexity, bits per byte of the newest run
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              the energy along the steps of every CEM sublayer
@@ -9,9 +9,9 @@ Evaluate a trained model.
     python evaluate.py --compare out/a out/b   curves of runs on one picture, and a table of results
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables and pictures go into the run's folder: loss.md is its own test split, loss-book.txt.md a
-text. Those of an exported folder (--out_dir takes one, too) go below out/results, and those of
---compare into out/results/compare.
+Tables and pictures go into the run's folder: loss.md is about the test split, loss-book.txt.md
+about a text. --out_dir can also name an exported folder; its tables and pictures go into a folder
+in out/results, and those of --compare into out/results/compare.
 """
 import io
 import math
@@ -39,7 +39,7 @@ from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_
 from nanocem.tokenizers import find_llama_model, load_tokenizer, make_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data
 
-Report = tuple[str, Figure | None]  # a table and a picture
+Report = tuple[str, Figure | None]  # a Markdown table, and a picture or None
 
 
 @dataclass
@@ -50,9 +50,9 @@ class EvaluateConfig:
     data: str | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: str | None = None  # a UTF-8 text file to read instead
-    tokens: int = 500_000  # read at most this many, in evenly spaced sequences
-    steps: tuple[int, ...] = ()  # T of all CEM sublayers; energies and attention use the largest
-    energies: bool = False  # energies along 8 steps, or along the largest of steps
+    tokens: int = 500_000  # evaluate at most this many, in evenly spaced sequences
+    steps: tuple[int, ...] = ()  # T of all CEM sublayers; energies, attention: the largest
+    energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
     compare: tuple[str, ...] = ()  # folders of runs; written --compare out/a out/b
     export: str | None = None  # a new folder for the model in transformers' format
@@ -70,9 +70,9 @@ class EvaluateConfig:
 
 def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, length: int,
                    ) -> tuple[Tensor, int]:
-    """Return evenly spaced sequences (n, length + 1) of the text or split, at most cfg.tokens
-    tokens, and how many sequences it has. Each token of a text but BOS is a target once; NO_TARGET
-    fills the last sequence."""
+    """Return evenly spaced sequences (n, length + 1), at most cfg.tokens tokens, and how many
+    sequences the whole text or split has. In a text, each token but BOS is the target of one
+    sequence, and NO_TARGET pads the last sequence."""
     if cfg.text is not None:
         ids = torch.tensor([tokenizer.bos, *tokenizer.encode(read_text_file(cfg.text, 'text='))])
         require(len(ids) > 1, f'text={cfg.text} is empty')
@@ -98,8 +98,8 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, l
 
 
 def count_llama_tokens(sequences: Tensor, tokenizer: Any, folder: str) -> int | None:
-    """Count the Llama tokens of the text that the targets spell. None if Llama's tokenizer.model
-    is neither in the data folder nor at $LLAMA_TOKENIZER."""
+    """Count the Llama tokens of the text of the targets. None if Llama's tokenizer.model is
+    neither in the data folder nor at $LLAMA_TOKENIZER."""
     path = find_llama_model(folder)
     if path is None:
         return None
@@ -111,14 +111,14 @@ def count_llama_tokens(sequences: Tensor, tokenizer: Any, folder: str) -> int | 
     return sum(len(llama.encode(text)) for text in texts)
 
 
-# Loss, with T of training or another
+# Loss, with T as trained or another T
 
 @torch.no_grad()
 def evaluate_loss(model: Transformer, sequences: Tensor, token_bytes: Tensor,
                   ) -> tuple[int, float, int, float]:
-    """Return the number of targets in sequences (n, J + 1) and their loss, a sum in nats; then the
-    bytes of those that spell text, and the loss of those. `token_bytes` (vocabulary,) says how
-    many bytes each token spells."""
+    """Return the number of targets in sequences (n, J + 1) and their summed loss in nats; then the
+    number of bytes of the targets that are text, and the summed loss of these. `token_bytes`
+    (vocabulary,) is the number of bytes of each token."""
     device = model.embedding.device
     at_once = LOGITS_AT_ONCE // ((sequences.shape[1] - 1) * model.cfg.vocab_size)
     n_tokens, nats = 0, 0.0
@@ -137,7 +137,7 @@ def evaluate_loss(model: Transformer, sequences: Tensor, token_bytes: Tensor,
 
 
 def set_steps(model: Transformer, T: int | None) -> None:
-    """Set T of every CEM sublayer; None changes nothing."""
+    """Set T of every CEM sublayer; None leaves it."""
     cfg = model.cfg
     model.set_steps(T if cfg.attn == 'cem' else None, T if cfg.mlp == 'cem' else None)
 
@@ -177,8 +177,8 @@ def report_loss(model: Transformer, sequences: Tensor, token_bytes: Tensor,
 
 @torch.no_grad()
 def energies_along(sublayer: CEMAttention | CEMMLP, x: Tensor, *rest: Any, steps: int) -> Tensor:
-    """Return a CEM sublayer's energy at u_0 to u_steps, started from x: (steps + 1, B, J). `rest`
-    are forward's other arguments."""
+    """Return a CEM sublayer's energy at u_0 to u_steps for its input x: (steps + 1, B, J). `rest`
+    are the other arguments of forward."""
     normed: list[Tensor] = []  # h, u_0, u_1, ...
     hook = sublayer.norm.register_forward_hook(lambda norm, args, out: normed.append(out))
     trained_T = sublayer.T
@@ -192,7 +192,7 @@ def energies_along(sublayer: CEMAttention | CEMMLP, x: Tensor, *rest: Any, steps
 @torch.no_grad()
 def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]:
     """Return the mean energy over the tokens x (B, J) of every CEM sublayer at its steps 0 to
-    `steps`. The sublayers before it take the steps that they have in the model."""
+    `steps`. The sublayers before it take their usual number of steps."""
     layers = {f'{kind} {n}': getattr(block, kind) for kind in ('attn', 'mlp')
               for n, block in enumerate(model.blocks, 1) if getattr(block, kind).cem}
     inputs: dict[Any, tuple[Any, ...]] = {}
@@ -249,8 +249,8 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
 
 
 def attention_shift(maps: Tensor) -> Tensor:
-    """Return the fraction of each head's attention that each further step moves to other keys,
-    mean over queries: (T, K, J, J) -> (T - 1, K)."""
+    """Return the fraction of each head's attention that each step after the first moves to
+    other keys, averaged over queries: (T, K, J, J) -> (T - 1, K)."""
     return maps.diff(dim=0).abs().sum(dim=-1).mean(dim=-1) / 2
 
 
@@ -336,7 +336,7 @@ def compare(folders: list[str]) -> Report:
 # Tables, pictures, the command line
 
 def file_name(text: str) -> str:
-    """Return a name for the results about a path or text: itself if it can name a file, or else its
+    """Return a file name for a path or text: itself if it is a valid file name, or else its
     beginning and a checksum."""
     name = re.sub(r'[^\w.]+', '-', text, flags=re.A)[:40].strip('-.')
     return name if name == text else f'{name}-{zlib.crc32(text.encode("utf-8", "replace")):08x}'
@@ -412,7 +412,7 @@ def main(argv: list[str]) -> None:
         print_report(folder, ['attention', checkpoint, cfg.attention], report,
                      f'{weights}; {cfg.attention!r:.80}')
     if losses:
-        # Llama tokens are counted in a text read whole: pieces of it would have more of them
+        # Count Llama tokens only in a whole text: pieces of a text have more of them in total
         whole = len(sequences) == n_all
         llama_tokens = count_llama_tokens(sequences, tokenizer, data_dir) if whole else None
         report = report_loss(model, sequences, tokenizer.token_bytes(), llama_tokens, cfg.steps)

@@ -24,10 +24,10 @@ class SampleConfig:
     out_dir: str | None = None  # folder of a run or an export; default: the newest run in out/
     checkpoint: Literal['best', 'last'] = 'best'  # the best by validation, or the last
     prompt: str = ''  # the text to continue, or FILE:PATH for the text in a file
-    prompts: str | None = None  # a file with a prompt a line, instead of prompt
+    prompts: str | None = None  # a file with one prompt per line, instead of prompt
     tokens: int = 500  # number of tokens to generate
     num_samples: int = 1  # number of texts, generated as one batch
-    temperature: float = 0.8  # of the softmax; 0: always take the likeliest token
+    temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
     top_k: int | None = None  # sample only from the k likeliest tokens
     seed: int = 1337  # seed of the sampling
     attn_steps: int | None = None  # T of CEM attention; default: as trained
@@ -45,15 +45,16 @@ class SampleConfig:
 @torch.no_grad()
 def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
-    """Return `prompt` and its continuation, n of them with --- between. With `live` print a single
-    one token by token and return ''. UserError if the model lacks a token or is not finite."""
+    """Return n texts that continue `prompt`, joined by lines of ---. With `live` and n = 1 print
+    the text token by token and return ''. UserError if the model lacks a token or is not finite."""
+    # Characters that UTF-8 cannot encode become ?
     ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
     if max(ids) >= model.cfg.vocab_size:
         fail(f'the model has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=model.embedding.device)
     if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
         fail('the logits of the model are not finite: it cannot be sampled from')
-    generator = torch.Generator(idx.device).manual_seed(seed % 2**63)
+    generator = torch.Generator(idx.device).manual_seed(seed)
     show = stream_text(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
     idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator, show=show)
     texts = [tokenizer.decode(row[row < tokenizer.vocab_size].tolist()) for row in idx]

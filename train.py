@@ -7,8 +7,8 @@ Train Llama and CEM language models: on a laptop, a GPU, or many.
     torchrun --nproc_per_node=8 train.py config/cem_t2.py    the paper's 134m on eight GPUs
     python train.py --init_from=resume                       continue the newest run
 
-Later config files replace earlier ones, and --key=value flags replace files. A run has a folder,
-out_dir, for config.json, log.jsonl, checkpoints, TensorBoard events and, at its end, result.json.
+Later config files override earlier ones, and --key=value flags override files. A run's folder,
+out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at the end, result.json.
 """
 import contextlib
 import math
@@ -41,7 +41,7 @@ from nanocem.world import Distributed, divide_batch, find_device, read_environme
 from prepare_slimpajama import find_data
 from sample import sample_text
 
-MAX_SKIPPED = 10  # consecutive steps without a finite loss and gradient; more end the run
+MAX_SKIPPED = 10  # more consecutive steps without a finite loss and gradient end the run
 STOPPED = 75  # exit code of a run that can continue (EX_TEMPFAIL: try again later)
 
 
@@ -50,15 +50,15 @@ class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
     data: str = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: str | None = None  # train on this text file or folder instead, prepared on first use
-    tokenizer: str | None = None  # for text: byte, gpt2, llama, bpe2048 or FILE.model
-    out_dir: str | None = None  # folder of the run; default: a new one, or to resume the newest
+    tokenizer: str | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
+    out_dir: str | None = None  # the run's folder; default: a new one, or the newest to resume
     init_from: str = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
-    tokens: int | None = None  # training tokens; default: tokens_per_param x Llama's parameters
+    tokens: int | None = None  # training tokens; default: tokens_per_param x parameters of Llama
     tokens_per_param: float = 20.0  # training tokens per parameter (Chinchilla)
     batch_size: int = 128  # sequences per step, over all processes
-    micro_batch_size: int | None = None  # sequences per forward pass; default: 16,384 tokens
-    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: for the matrices in the layers
+    micro_batch_size: int | None = None  # sequences per forward pass; default: up to 16,384 tokens
+    optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for the layers' matrices
     learning_rate: float = 2e-3  # peak learning rate
     warmup: float = 0.05  # fraction of steps for warm-up
     final_lr: float = 0.1  # final learning rate, as a fraction of the peak
@@ -68,9 +68,9 @@ class TrainConfig:
     weight_decay: float = 0.1  # weight decay, on matrices only
     grad_clip: float = 1.0  # clip gradients to this norm
     eval_interval: int = 500  # steps between validations
-    eval_tokens: int = 2_000_000  # tokens of a validation, the same every time
+    eval_tokens: int = 2_000_000  # tokens per validation, the same ones every time
     test_tokens: int = 10_000_000  # tokens of the final test
-    log_interval: int = 10  # steps between lines of log.jsonl; a validation prints a line
+    log_interval: int = 10  # steps between lines of log.jsonl
     checkpoint_interval: int = 500  # steps between checkpoints
     keep_checkpoints: int = 2  # number of checkpoints to keep, besides the best by validation
     stop_step: int | None = None  # write a checkpoint and stop after this step
@@ -96,7 +96,7 @@ class TrainConfig:
         in_range(self, 0, 2**63 - 1, 'seed')
 
 
-# What must stay the same when a run is resumed, beside its model and data
+# Options that must stay the same when a run is resumed; so must its model and its data
 RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1',
           'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 
@@ -119,7 +119,7 @@ class Trainer:
             cfg.batch_size, cfg.micro_batch_size, world.size, length)
         self.order = BatchSampler(len(self.data['train']), cfg.batch_size, cfg.seed)
 
-        # The budget: tokens for the model's Llama counterpart, whatever the model's own size
+        # The token budget is that of the Llama model of this size, even if CEM has other parameters
         with torch.device('meta'):
             llama_params = Transformer(self.model_cfg.llama()).num_params()
         self.tokens_per_step = cfg.batch_size * length
@@ -153,7 +153,7 @@ class Trainer:
                 self.raw_model, self.micro_batch_size, world.device, self.dtype)
             say('\n'.join([f'Not compiled: {reason or "compile=False"}', *warning]))
         self.model = self.raw_model
-        if compiled:  # on a CPU this changes raw_model, block by block
+        if compiled:  # on a CPU this compiles the blocks of raw_model in place
             self.model = compute.compile_for(world.device, self.raw_model, self.attention)
         if world.size > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
@@ -163,8 +163,9 @@ class Trainer:
         self.skipped = self.consecutive_skips = 0  # steps without a finite loss and gradient
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # of the last validation
-        self.start_time = time.monotonic()  # minus the time of earlier sessions
-        self.last_logged, self.train_time = 0, 0.0  # step of the last line, seconds in steps since
+        self.start_time = time.monotonic()  # moved back by the duration of earlier sessions
+        self.last_logged = 0  # step of the last line of the log
+        self.train_time = 0.0  # seconds spent in steps since then
         self.log: runs.Log | None = None  # only on rank 0
         self.bar = tqdm(disable=True)
 
@@ -192,7 +193,8 @@ class Trainer:
         self.skipped, self.consecutive_skips = state['skipped'], state['consecutive_skips']
         self.best = state['best']
         self.start_time -= state['seconds']
-        steps, self.schedule = self.schedule.steps, Schedule(**state['schedule'])
+        steps = self.schedule.steps
+        self.schedule = Schedule(**state['schedule'])
         if steps < self.step:
             fail(f'tokens={steps * self.tokens_per_step}: the run in {cfg.out_dir} has seen '
                  f'{self.step * self.tokens_per_step} already')
@@ -251,7 +253,7 @@ class Trainer:
         grad_norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), cfg.grad_clip)
         loss, grad_norm = float(world.sum(loss) / world.size), float(grad_norm)
 
-        # Update the weights, unless the loss or gradient is inf or nan, which all processes see
+        # Update the weights if both are finite; both are the same in all processes
         if math.isfinite(loss) and math.isfinite(grad_norm):
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -260,9 +262,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, split: str, max_tokens: int, token_bytes: Tensor | None = None) -> float:
-        """Return the mean loss over fixed whole sequences of a split, evenly spaced if `max_tokens`
-        are fewer than all. With token_bytes, the bytes that each token spells, return bits per byte
-        of text instead; tokens that spell nothing, such as BOS, are left out."""
+        """Return the mean loss over at most `max_tokens` tokens of a split, the same evenly spaced
+        sequences every time. With token_bytes, the number of bytes of each token, return bits per
+        byte instead; tokens without bytes, such as BOS, are left out."""
         data, world, size = self.data[split], self.world, self.micro_batch_size
         ids = evenly_spaced(len(data), max_tokens // data.length)
         local_ids = ids[world.rank::world.size]
@@ -275,7 +277,7 @@ class Trainer:
                 n_bytes = token_bytes[y]
                 y = y.masked_fill(n_bytes == 0, compute.NO_TARGET)
                 n_tokens, n_units = int((n_bytes > 0).sum()), int(n_bytes.sum())
-            # A smaller last batch is not worth compiling for
+            # Run a smaller last batch uncompiled: it is not worth a compilation
             stance = compute.eager() if len(x) < size else contextlib.nullcontext()
             with self.autocast, stance:
                 loss = self.model(x, y)[1]
@@ -285,7 +287,7 @@ class Trainer:
         return nats / units / (1 if token_bytes is None else math.log(2))
 
     def bits_per_byte(self, split: str, max_tokens: int) -> float | None:
-        """Return the bits per byte of a split; None if the data's tokenizer is not to be had."""
+        """Return the bits per byte of a split; None if the data's tokenizer cannot be loaded."""
         try:
             token_bytes = load_tokenizer(self.cfg.data).token_bytes()
         except UserError:
@@ -373,7 +375,7 @@ class Trainer:
             self.checkpoint(best=True)
 
     def stop_reason(self, signals: runs.Signals) -> str | None:
-        """Return why the run should stop now, or None. It is set in all processes or in none."""
+        """Return why the run should stop now, or None. All processes decide the same."""
         reason = signals.received
         if self.cfg.stop_step is not None and self.step >= self.cfg.stop_step:
             reason = 'stop_step'
@@ -461,12 +463,12 @@ def main(argv: list[str]) -> int:
         compute.keep_freed_memory()
 
         # Find or prepare the data before the processes connect: it may take longer than they wait.
-        # One of them prepares it, the others wait for its lock.
+        # One of them prepares it, the others wait for its lock. Only rank 0 prints.
         if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-            tuned = cfg.text and cfg.init_from != 'scratch'
+            fine_tuning = cfg.text and cfg.init_from != 'scratch'  # with the tokenizer of that run
             with contextlib.redirect_stdout(None if world.rank else sys.stdout):
                 cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer,
-                                     runs.read_run(cfg.init_from) if tuned else None)
+                                     runs.read_run(cfg.init_from) if fine_tuning else None)
 
         # Connect the processes, and lock the run's folder
         world.connect(cfg.timeout_minutes)
@@ -487,9 +489,9 @@ def main(argv: list[str]) -> int:
         else:
             world.run_on_rank0(trainer.open_folder)
             code = trainer.train(signals)
-        del trainer  # before its process group, whose end can wait for it forever
+        del trainer  # its DDP must end before the process group, which could wait for it forever
         if world.size > 1:
-            dist.barrier()  # rank 0 was still writing
+            dist.barrier()  # wait for rank 0, which may still be writing
             dist.destroy_process_group()
     return code
 

@@ -21,16 +21,17 @@ from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_
 from nanocem.tokenizers import MODEL_FILE
 from nanocem.world import find_device
 
-# The keys of a checkpoint or an exported folder, and of 'data' in them
-NEEDED = {'model', 'model_config', 'step', 'data', 'data_dir'}
-TOKENIZER = ('tokenizer', 'tokenizer_sha256', 'vocab_size')
+# Keys that a checkpoint or an exported folder must have, and keys that its 'data' must have
+CHECKPOINT_KEYS = {'model', 'model_config', 'step', 'data', 'data_dir'}
+TOKENIZER_KEYS = ('tokenizer', 'tokenizer_sha256', 'vocab_size')
 
 
 # Folders
 
 def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bool]:
-    """Return the run's folder, None for a new one in out/, and whether to resume the run there:
-    because of init_from=resume, or because torchrun --max-restarts starts it again. UserError."""
+    """Return the run's folder (None: make a new one in out/) and whether to resume the run in it.
+    A run is resumed by init_from=resume, or when torchrun --max-restarts restarts it. UserError if
+    the run's folder cannot be found."""
     if init_from == 'resume':
         return out_dir or newest_run() or fail('init_from=resume: no run in out/; --out_dir=FOLDER '
                                                'resumes a run elsewhere'), True
@@ -47,17 +48,17 @@ def newest_run() -> str | None:
 
 
 def restarted() -> bool:
-    """Return whether torchrun starts this process again after a failure."""
+    """Return whether torchrun restarted this process after a failure."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0) > 0
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:
     """Make and lock the folder of a new run: `out_dir`, or the first free one of out/NAME,
-    out/NAME-2, ..., named after its layers. UserError if it holds a run; OSError."""
+    out/NAME-2, ..., where NAME describes the model. UserError if `out_dir` holds a run."""
     name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
     for n in itertools.count(1):
         path = out_dir or (f'{name}-{n}' if n > 1 else name)
-        with contextlib.suppress(FileExistsError if out_dir is None else ()):
+        with contextlib.suppress(FileExistsError if out_dir is None else ()):  # then try the next
             os.makedirs(path, exist_ok=out_dir is not None)
             break
     lock_folder(path, locks)
@@ -68,8 +69,8 @@ def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStac
 
 
 def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
-    """Lock a run's folder until `locks` closes. UserError if another process trains there. If
-    torchrun restarts a process, it waits for its predecessor to end. OSError."""
+    """Lock a run's folder until `locks` closes. UserError if another process trains there. A
+    process that torchrun restarted waits for its predecessor to end instead."""
     handle = lock(os.path.join(out_dir, '.lock'), wait=restarted())
     if handle is None:
         fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
@@ -78,7 +79,7 @@ def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
 
 
 def read_config(out_dir: str | None) -> dict[str, Any] | None:
-    """Read a run's config.json; None if there is none, or another program's. UserError."""
+    """Read a run's config.json; None if missing or another program's. UserError if damaged."""
     config = read_json(os.path.join(out_dir or '', 'config.json'),
                        f'the options of this run are lost; --init_from={out_dir} with another '
                        '--out_dir starts a new run from its weights') or {}
@@ -86,7 +87,7 @@ def read_config(out_dir: str | None) -> dict[str, Any] | None:
 
 
 def is_finished(out_dir: str, steps: int) -> bool:
-    """Return whether the run has its result after so many steps."""
+    """Return whether the run's result.json is that of `steps` steps."""
     result = read_json(f'{out_dir}/result.json', 'delete it to evaluate the run again') or {}
     return result.get('steps') == steps
 
@@ -94,7 +95,7 @@ def is_finished(out_dir: str, steps: int) -> bool:
 # Options
 
 def new_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a new run: those given, over the model that init_from names."""
+    """Return the options of a new run: init_from's model options, overridden by `given`."""
     if given.get('tokenizer') and not given.get('text'):
         fail(f'tokenizer={given["tokenizer"]} is for --text=FILE: data has its own')
     origin = given.get('init_from', 'scratch')
@@ -105,8 +106,8 @@ def new_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed_options(out_dir: str, given: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Return the options of the run in `out_dir`, and over them those `given` for its next session.
-    Options that only earlier versions had are left out. UserError."""
+    """Return the saved options of the run in `out_dir`, overridden by `given`. Options that this
+    version no longer has are left out. UserError if there is no run or a value is not valid."""
     config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir}')
     known = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
     saved = {**config['train'], **upgrade_config(config['model'])}
@@ -116,19 +117,19 @@ def resumed_options(out_dir: str, given: dict[str, Any], cls: type) -> dict[str,
 
 
 def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ModelConfig that an earlier version saved. UserError if an option that is gone
+    """Translate a ModelConfig that an earlier version saved. UserError if a removed option
     had another value than its default."""
     saved = dict(saved)
     if saved.get('size') == '256m' and saved.get('extra_layers') == 2:
         saved.update(size='256m_cem', n_layer=saved['n_layer'] + 2, extra_layers=0)
-    if saved.get('size') == 'micro':  # a size that is gone; its numbers are saved beside it
+    if saved.get('size') == 'micro':  # a removed size; the numbers that it stood for are saved, too
         saved['size'] = 'mini'
-    gone = dict(extra_layers=0, kq_diag_init=0.0, embedding_std=1.0, norm_eps=1e-5)
-    for name, default in gone.items():
+    removed = dict(extra_layers=0, kq_diag_init=0.0, embedding_std=1.0, norm_eps=1e-5)
+    for name, default in removed.items():
         if saved.pop(name, default) != default:
             fail(f'{name} is not an option any more, and the saved model has another value than '
                  f'{default}: an earlier version of nanoCEM loads it')
-    if 'attn_reuse' not in saved:  # Llama's steps were how often a sublayer is applied
+    if 'attn_reuse' not in saved:  # attn_steps and mlp_steps of Llama meant today's reuse
         for kind in ('attn', 'mlp'):
             if saved.get(kind) == 'llama':
                 saved[f'{kind}_reuse'] = saved.pop(f'{kind}_steps', 1)
@@ -138,14 +139,14 @@ def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
 def upgrade_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
     """Translate a checkpoint that an earlier version saved. UserError from upgrade_config."""
     state = {**state, 'model_config': upgrade_config(state['model_config'])}
-    if 'optimizer' in state:  # one, or two behind one face
+    if 'optimizer' in state:  # AdamW's state, or a dict of those of AdamW and Muon
         optimizer, health, schedule = (state.pop(k) for k in ('optimizer', 'health', 'schedule'))
         muon = 'muon' in optimizer
         state['optimizers'] = [optimizer['adamw'], optimizer['muon']] if muon else [optimizer]
         state['skipped'] = health['skipped']
         state['consecutive_skips'] = health['in_a_row']
-        # Its start was where the cosine began: at the end of the warm-up, or later in a run whose
-        # length had changed
+        # schedule['start'] was the step at which the cosine began: the end of the warm-up, or a
+        # later step if the length of the run had changed
         if schedule['start'] == schedule['warmup']:
             schedule |= dict(start=0, share=0.0 if schedule['warmup'] else 1.0)
         else:
@@ -155,7 +156,7 @@ def upgrade_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Describe the fields that differ. A field that an earlier version did not save is left out."""
+    """Describe the fields that differ. Fields that `saved` lacks are left out."""
     return ', '.join(f'{key}={saved[key]} (now {now[key]})' for key in now
                      if key in saved and now[key] != saved[key])
 
@@ -168,8 +169,8 @@ def checkpoints(out_dir: str) -> list[str]:
 
 
 def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, keep: int = 2) -> None:
-    """Write best.pt or step_*.pt, then delete all numbered checkpoints but the last `keep`. If the
-    disk does not take it, print a warning and leave the earlier ones."""
+    """Write best.pt or step_*.pt, then delete all numbered checkpoints but the last `keep`. If
+    writing fails, print a warning and keep the earlier ones."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     path = os.path.join(out_dir, 'best.pt' if best else f'step_{state["step"]:08d}.pt')
@@ -183,8 +184,9 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """Read a checkpoint, or an exported folder as one. Check every byte, load only tensors and
-    plain values, and resolve the defaults of its model_config. UserError if it is damaged."""
+    """Read a checkpoint, or an exported folder as if it were one. Checksums are verified, only
+    tensors and plain values are loaded, and model_config gets the default of every option that it
+    lacks. UserError if it is damaged."""
     try:
         if os.path.isdir(path):
             state = hf.read_export(path)
@@ -195,14 +197,16 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             state = torch.load(path, map_location='cpu', weights_only=True)
             if os.path.exists(os.path.join(os.path.dirname(path), MODEL_FILE)):
                 state['folder'] = os.path.dirname(path)
-        if missing := NEEDED - state.keys() or set(TOKENIZER) - state['data'].keys():
+        if missing := (CHECKPOINT_KEYS - state.keys()
+                       or set(TOKENIZER_KEYS) - state['data'].keys()):
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
         state = upgrade_checkpoint(state)
         cfg = build(ModelConfig, state['model_config'])
         if cfg.n_layer > len(state['model']):
             raise ValueError('its weights are not of its model_config')
         with torch.device('meta'):  # compare names and shapes before memory is used for them
-            # dict(): loading would mark the state itself, so that its next loading assigns, too
+            # A copy, because load_state_dict(assign=True) leaves a mark in its argument that would
+            # make later calls assign as well
             Transformer(cfg).load_state_dict(dict(state['model']), assign=True)
         return {**state, 'model_config': asdict(cfg)}
     except Exception as error:  # a damaged file can fail in any way
@@ -211,8 +215,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
-    """Read the last checkpoint, best.pt if it is later than the numbered ones. Damaged ones are
-    named and skipped. None if there is none."""
+    """Read the checkpoint with the most steps, which may be best.pt. Damaged ones are skipped with
+    a warning. None if none is intact."""
     states = []
     best = os.path.join(out_dir, 'best.pt')
     for path in [*reversed(checkpoints(out_dir)), best]:
@@ -225,8 +229,9 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
 
 
 def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[str, Any]:
-    """Read a checkpoint of the run in a folder, the best one by validation if there is one; or a
-    checkpoint file, or a folder that evaluate.py --export wrote. UserError."""
+    """Read a checkpoint. `path` is a run's folder, a checkpoint file, or a folder that evaluate.py
+    --export wrote. In a run's folder 'best' is the last one if there is no best.pt. UserError if
+    there is none."""
     if os.path.basename(path) == hf.WEIGHTS_FILE:
         path = os.path.dirname(path) or '.'
     if os.path.isfile(path) or os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE)):
@@ -238,8 +243,8 @@ def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[st
 
 
 def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
-    """Read the checkpoint from which the run described by `now` continues; None if it was stopped
-    before its first. Damaged later ones are renamed. UserError if it is another run's."""
+    """Read the checkpoint from which the run described by `now` continues; None if it stopped
+    before its first one. Later ones, all damaged, are renamed. UserError if it does not match."""
     state = last_checkpoint(out_dir)
     if state is None:
         if checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json'):
@@ -252,7 +257,7 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
                  f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
     for path in checkpoints(out_dir):
         if os.path.basename(path) > f'step_{state["step"]:08d}.pt':
-            os.replace(path, f'{path}.damaged')  # it would count among the last ones to keep
+            os.replace(path, f'{path}.damaged')  # or save_checkpoint would keep it as a later one
     return state
 
 
@@ -260,7 +265,7 @@ def load_weights(model: Transformer, state: dict[str, Any], now: dict[str, Any],
                  origin: str) -> None:
     """Load the weights of another run into the model of the run described by `now`. UserError if
     their tokenizers or shapes differ."""
-    tokenizer = {name: now['data'][name] for name in TOKENIZER[:2]}
+    tokenizer = {name: now['data'][name] for name in ('tokenizer', 'tokenizer_sha256')}
     if different := changed_fields(state['data'], tokenizer):
         fail(f'init_from={origin} was trained with another tokenizer: {different}')
     try:
@@ -272,8 +277,8 @@ def load_weights(model: Transformer, state: dict[str, Any], now: dict[str, Any],
 def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
              device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
     """Load the model of a run (None: the newest under out/) or of an exported folder onto a device,
-    in evaluation mode. Returns it and its checkpoint: step, model_config, data_dir, and data, which
-    describes what it was trained on. UserError."""
+    in evaluation mode. Returns the model and its checkpoint, in which `data` describes what it was
+    trained on. UserError as from read_run."""
     out_dir = out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     state = read_run(out_dir, checkpoint)
     model = Transformer(ModelConfig(**state['model_config']))
@@ -285,9 +290,8 @@ def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
 
 @dataclass
 class Schedule:
-    """The learning rate: a linear warm-up to the peak, then a cosine down to the fraction `final`
-    of it at the last step. It begins at step `start` with the fraction `share` of the peak. Without
-    a warm-up the cosine begins there."""
+    """The learning rate: from step `start` a linear warm-up, then a cosine down to final * peak at
+    the last step. The warm-up, or without one the cosine, starts from share * peak."""
     steps: int
     warmup: int  # steps
     peak: float
@@ -311,7 +315,7 @@ class Schedule:
 
     def extended(self, steps: int, step: int) -> 'Schedule':
         """Return a schedule of another length that continues, after `step` steps, from the rate
-        reached. Within the warm-up the rest begins with a warm-up, the same fraction of it."""
+        reached. Within the warm-up, the same fraction of the remaining steps is warm-up."""
         if step >= self.start + self.warmup:  # a finished run keeps its last rate
             return replace(self, steps=steps, warmup=0, start=step, share=self.share_at(step))
         fraction = self.warmup / (self.steps - self.start)
@@ -331,7 +335,7 @@ class Log:
     so and the run goes on."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
         self.path, self.writer, self.warned = os.path.join(out_dir, 'log.jsonl'), None, False
-        if os.path.exists(self.path):  # delete damaged lines, and those of steps to be repeated
+        if os.path.exists(self.path):  # drop damaged lines, and those of steps after `step`
             lines = [line for line in read_json_lines(self.path)
                      if isinstance(line.get('step'), int) and line['step'] <= step]
             write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
@@ -363,8 +367,8 @@ class Log:
 
 
 class Signals:
-    """SIGTERM, SIGHUP and SIGINT (Ctrl-C) ask for a stop after the step. A second SIGINT ends the
-    process at once. With `announce` a line says so, because compiling a step takes long."""
+    """SIGTERM, SIGHUP and SIGINT (Ctrl-C) ask for a stop after the current step, which is slow if
+    it compiles; `announce` prints a line about it. A second SIGINT ends the process at once."""
     def __init__(self, announce: bool = True) -> None:
         self.received: str | None = None
         self.announce = announce
@@ -374,7 +378,6 @@ class Signals:
                 signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: Any) -> None:
-        """Note the signal."""
         self.received = signal.Signals(number).name
         again = ''
         if number == signal.SIGINT:
@@ -383,4 +386,4 @@ class Signals:
         line = f'\n{self.received}: stopping after this step, with a checkpoint{again}\n'
         if self.announce:
             with contextlib.suppress(OSError):
-                os.write(2, line.encode())  # print may not interrupt another print
+                os.write(2, line.encode())  # print is not reentrant

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from configurator import UserError, error_line, fail, require
 
 CPU = torch.device('cpu')
-MICRO_BATCH_TOKENS = 16_384  # in a forward pass, unless micro_batch_size is given
+MICRO_BATCH_TOKENS = 16_384  # largest forward pass, unless micro_batch_size is given
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Distributed:
     device: torch.device = CPU
 
     def connect(self, minutes: float) -> None:
-        """Join the other processes, by NCCL on GPUs and gloo on CPUs. Each waits so many minutes
-        for the others. UserError."""
+        """Join the other processes, by NCCL on GPUs and gloo on CPUs. Each waits at most `minutes`
+        for the others. UserError if they cannot be reached."""
         on_gpu = self.device.type == 'cuda'
         if on_gpu:
             torch.cuda.set_device(self.device)
@@ -45,8 +45,8 @@ class Distributed:
             fail(f'process {self.rank} of {self.size} finds no others: {words}; torchrun starts '
                  'them', everywhere=True)
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
-            # On one machine torchrun keeps its store when it restarts the processes, and in it the
-            # addresses of those that ended.
+            # On one machine torchrun keeps its store when it restarts the processes. The prefix
+            # hides the addresses of the earlier processes from the new ones.
             store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)
         dist.init_process_group(
             'nccl' if on_gpu else 'gloo', store=store, rank=self.rank, world_size=self.size,
@@ -72,12 +72,13 @@ class Distributed:
                 result = function(*args)
             except (UserError, OSError) as raised:
                 error = raised
-        box = [result, error is not None]
+        shared = [result, error is not None]
         if self.size > 1:
-            dist.broadcast_object_list(box, device=self.device)
-        if box[1]:
-            raise error or SystemExit(1)  # rank 0 says why
-        return box[0]
+            dist.broadcast_object_list(shared, device=self.device)
+        result, failed = shared
+        if failed:
+            raise error or SystemExit(1)  # only rank 0 prints the error
+        return result
 
 
 def read_environment() -> Distributed:
@@ -94,8 +95,8 @@ def read_environment() -> Distributed:
 
 
 def find_device(kind: str, local_rank: int = 0) -> torch.device:
-    """Return the device that auto, cpu, cuda or mps names here. auto is a GPU if there is one.
-    UserError."""
+    """Return the device that auto, cpu, cuda or mps names. auto is cuda if there is a GPU, or else
+    cpu. UserError if this machine has no such device."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == 'auto':
         kind = 'cuda' if gpus else 'cpu'
@@ -110,8 +111,9 @@ def find_device(kind: str, local_rank: int = 0) -> torch.device:
 
 
 def divide_batch(batch_size: int, micro_batch_size: int | None, processes: int, length: int) -> int:
-    """Return the sequences per forward pass: micro_batch_size, or the largest number of at most
-    16,384 tokens that divides a process's share of the batch. UserError if it does not divide."""
+    """Return the sequences per forward pass, a divisor of each process's share of the batch:
+    micro_batch_size, or the largest with at most MICRO_BATCH_TOKENS tokens. UserError if
+    batch_size or micro_batch_size does not divide."""
     share = batch_size // processes
     if batch_size % processes:
         fail(f'batch_size={batch_size} does not divide among {processes} processes; right would be '
@@ -127,8 +129,8 @@ def divide_batch(batch_size: int, micro_batch_size: int | None, processes: int, 
 
 @contextlib.contextmanager
 def report_errors(world: Distributed) -> Iterator[None]:
-    """End this process with one line if memory runs out or other processes are gone, and without a
-    line if the first process on this machine prints the same one."""
+    """Turn running out of memory and losing other processes into errors of one line. If the first
+    process on this machine prints the same line, this one ends without it."""
     try:
         yield
     except BaseException as raised:
@@ -140,7 +142,7 @@ def report_errors(world: Distributed) -> Iterator[None]:
             if error is raised:
                 raise
             raise error from None
-        # NCCL's destructor can wait for processes that wait for this one: end without it
+        # NCCL's destructor can deadlock with the other processes: exit without it
         if not isinstance(error, SystemExit):
             line = error_line(error) if known else traceback.format_exc()
             print(line, file=sys.stderr, flush=True)
