@@ -373,7 +373,7 @@ def main(argv: list[str]) -> None:
                            EvaluateConfig)
     cfg = build(EvaluateConfig, options)
     if comparing or 'compare' in options:
-        folders = [*cfg.compare, *folders]
+        folders = [os.path.expanduser(path) for path in (*cfg.compare, *folders)]
         require(any(folders) and options.keys() <= {'compare'},
                 'compare: expected folders of runs and no other option, as --compare out/a out/b')
         return print_report('out/results/compare', [' '.join(folders)], compare(folders))

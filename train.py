@@ -398,7 +398,9 @@ class Trainer:
         write_atomic(f'{cfg.out_dir}/config.json', to_json(config, indent=1))
         model_file = os.path.join(cfg.data, MODEL_FILE)
         if os.path.exists(model_file):  # the run can be sampled and exported without its data
-            shutil.copyfile(model_file, os.path.join(cfg.out_dir, MODEL_FILE))
+            with contextlib.suppress(UserError):  # do not replace the right one by a changed one
+                load_tokenizer(cfg.data)
+                shutil.copyfile(model_file, os.path.join(cfg.out_dir, MODEL_FILE))
         self.log = runs.Log(cfg.out_dir, self.step, cfg.tensorboard)
         epochs = steps * cfg.batch_size / n_sequences
         say(f'{cfg.out_dir}: {self.raw_model.num_params():,} parameters, {steps:,} steps of '

@@ -128,6 +128,7 @@ def read_text(path: str) -> Iterator[str]:
 def read_text_file(path: str, option: str) -> str:
     """Read the text file that an option names, for example text=. UserError if it is not a file or
     not UTF-8."""
-    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would wait forever
+    path = os.path.expanduser(path)  # the shell leaves the ~ of --prompt=FILE:~/x
+    if not path or (os.path.exists(path) and not os.path.isfile(path)):  # a pipe would wait forever
         fail(f'{option}{path} is not a file; expected a text file')
     return ''.join(read_text(path))

@@ -50,6 +50,8 @@ sample              --temperature=-1                       temperature=-1.0: exp
 sample              --out_dir=none                         no checkpoint in none
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
 sample              --out_dir=llama --prompt=FILE:data     data is not a file
+sample              --out_dir=llama --prompt=FILE:         prompt=FILE: is not a file
+sample              --prompts=                             --prompts= is empty: expected a path
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
 evaluate            --compare data                         data: no run
 evaluate            --attention=                           attention= is empty
