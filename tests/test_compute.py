@@ -26,7 +26,7 @@ def test_loss_in_pieces_is_the_mean_over_targets_that_count(
         mean = nn.functional.cross_entropy((x @ W.mT)[counts], targets[counts])
         gradients = torch.autograd.grad(3 * mean, (x, W))
         for at_once in (2 ** 26, 350, 50, 1):  # all rows; 7, the last piece shorter; 1; fewer
-            monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
+            monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', at_once)
             loss = compute.cross_entropy(x, W, targets.where(counts, -100))
             torch.testing.assert_close(loss, mean)
             torch.testing.assert_close(torch.autograd.grad(3 * loss, (x, W)), gradients)
@@ -45,7 +45,7 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
     model.activation_checkpointing = True
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     for at_once, call in ((2 ** 26, model), (350, model), (350, compiled)):
-        monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
+        monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', at_once)
         with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
             loss = call(idx[:, :-1], idx[:, 1:])[1]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
@@ -58,7 +58,7 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
 def test_a_second_derivative_of_the_loss_in_pieces_is_an_error(
         monkeypatch: pytest.MonkeyPatch) -> None:
     x, W = torch.randn(2, 5, 8, requires_grad=True), torch.randn(50, 8)
-    monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', 50)
+    monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', 50)
     loss = compute.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(RuntimeError, match='no second derivative'):
         torch.autograd.grad(loss, x, create_graph=True)
