@@ -1,23 +1,23 @@
 """
 Llama and Causal Energy Minimization (CEM, arXiv 2605.07588): all layers in one file.
 
-A Transformer layer as gradient descent on two energies. Attention takes T steps down the
-interaction energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7):
+A CEM layer is gradient descent on two energies. Attention takes T steps down the interaction
+energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7). Both have this form:
 
-    h = norm(x)                            the context: keys = values = W_K h, gamma = W h
+    h = norm(x)                            the fixed context: keys = values = W_K h, gate = W h
     for t in range(T):
         u = norm(x)
-        x = x + eta P update(u | h)        update = minus the gradient of the energy in u
+        x = x + eta P update(u | h)        update = minus the energy's gradient with respect to u
 
-One term is missing from Algorithm 1: the diagonal of Eq. 12 acts in attention's scores, but not in
-its update. exact_update=True adds it.
+Algorithm 1 leaves out one term of attention's gradient, that of the diagonal in Eq. 12.
+exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-The formulas at the ends of lines are those of Algorithm 1. docs/paper.md lists our choices where
-the paper is silent. nanocem/fast.py computes the same numbers faster.
+Comments at the ends of lines are the formulas of Algorithm 1. docs/paper.md lists our choices
+where the paper is silent. nanocem/fast.py computes the same attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
-K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head, k_j a key.
+K heads (subscript k) of width R = D_r = D / K, D_v the MLP's width. k_j is the key of position j.
 """
 import math
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from configurator import check_types, expect, in_range, require, resolve_defaults
 from nanocem import compute, fast
 
-# 86m to 162m are the paper's (Table 1). Of 256m it says only that its CEM has two layers more.
+# Table 1 has 86m to 162m. Of 256m the paper says only that CEM has two layers more than Llama.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -45,20 +45,20 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
-EMBEDDING_STD = 1.0  # standard deviation of the token embedding at the start
+EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 
-# Weight decay acts on the matrices, and on the low-rank part of P.
+# The parameters with weight decay: the matrices, and the low-rank part of P
 DECAYED = ('embedding', 'head', 'W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d', 'U')
 
 
 @dataclass
 class ModelConfig:
-    """Describe the architecture. None is replaced by the default that the comment names. A
-    dataclasses.replace keeps what None was replaced by: build a new ModelConfig instead."""
-    size: Literal[tuple(SIZES)] = '134m'  # preset for the next four
+    """Describe the architecture. A field that is None gets the default that its comment names.
+    dataclasses.replace would copy resolved defaults: make a new ModelConfig instead."""
+    size: Literal[tuple(SIZES)] = '134m'  # preset of the next four options
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
-    n_head: int | None = None  # K, number of heads; default: the size's
+    n_head: int | None = None  # K, number of attention heads; default: the size's
     d_mlp: int | None = None  # width of the Llama MLP; default: the size's
     vocab_size: int = 32_000  # train.py takes it from the data
     context_length: int = 2048  # J, tokens
@@ -71,59 +71,57 @@ class ModelConfig:
     attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps
     mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
-    kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared, Llama none
-    score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r or D_h (the default of CEM)
+    kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared for CEM
+    score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r or D_h; default: model for CEM
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] | None = None  # default: diag_lowrank
-    attn_rank: int = 4  # rank of P's low-rank part, for each head of attention
+    attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
-    residual: Literal['raw', 'normed'] = 'raw'  # steps start from the input, or the normed input
+    residual: Literal['raw', 'normed'] = 'raw'  # steps start from x or from h = norm(x)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
-    mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the Hopfield appendix's
-    mlp_match: Literal['dims', 'params'] = 'dims'  # CEM MLP of Llama's width, or parameter count
-    init_std: float | None = None  # weights start as N(0, init_std); default: 0.02 sqrt(768 / D_h)
+    mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's convex one
+    mlp_match: Literal['dims', 'params'] = 'dims'  # match Llama's MLP in width or parameters
+    init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
 
     def __post_init__(self) -> None:
         """Resolve defaults and validate. UserError for a bad value, or CEM's options on Llama."""
         check_types(self)
-        attn, mlp = self.attn == 'cem', self.mlp == 'cem'
-        resolve_defaults(
-            self, **SIZES[self.size], positions='alibi' if attn else 'rope',
-            kq_diag='shared' if attn else 'none', score_scale='model' if attn else 'head',
-            preconditioner='diag_lowrank' if attn or mlp else 'none')
         in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
         in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_reuse mlp_reuse attn_rank mlp_rank')
-        in_range(self, 1, 10**9, 'rope_theta')
+        in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std rope_theta')
+        resolve_defaults(self, **SIZES[self.size])
         resolve_defaults(
             self, init_std=0.02 * math.sqrt(768 / self.d_model),
             attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps)
-        in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std')
-        # A Llama sublayer has none of CEM's parts, so their options must be at these values
-        if not attn:
+        # A Llama sublayer would ignore options of CEM: refuse them
+        if self.attn == 'cem':
+            resolve_defaults(self, positions='alibi', kq_diag='shared', score_scale='model')
+        else:
+            resolve_defaults(self, positions='rope', kq_diag='none', score_scale='head')
             expect(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
                    score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
-        if not mlp:
+        if self.mlp == 'llama':
             expect(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
                    mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
-        if not attn and not mlp:
+        if self.attn == self.mlp == 'llama':
+            resolve_defaults(self, preconditioner='none')
             expect(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
+        resolve_defaults(self, preconditioner='diag_lowrank')
         # Some options exclude each other
         D, K = self.d_model, self.n_head
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,
                 f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
-        require(self.size != '256m_cem' or self.n_layer > 2,
-                f'n_layer={self.n_layer}: expected more than 2 with size=256m_cem')
         require(self.kq_diag != 'none' or not self.exact_update,
                 'exact_update needs the diagonal: set kq_diag=shared or per_head')
 
     def llama(self) -> 'ModelConfig':
-        """Return the Llama counterpart, whose parameter count sets the token budget."""
+        """Return the Llama of the same shape, whose parameter count sets the token budget."""
         names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
         options = {name: getattr(self, name) for name in names}
         if self.size == '256m_cem':
-            options.update(size='256m', n_layer=self.n_layer - 2)
-        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'  # RoPE needs pairs
+            options.update(size='256m', n_layer=max(1, self.n_layer - 2))
+        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'  # RoPE: even widths
         return ModelConfig(**options, attn='llama', mlp='llama', positions=positions)
 
 
@@ -132,7 +130,7 @@ def normal_param(*shape: int, std: float) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    """Algorithm 1's rms, with a gain: x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
+    """Algorithm 1's rms with a gain: x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
     def __init__(self, dim: int):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(dim))
@@ -142,12 +140,12 @@ class RMSNorm(nn.Module):
 
 
 class Preconditioner(nn.Module):
-    """n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T, never formed (Eq. 13).
-    The parameter is p, and d = sqrt(D) p: an Adam step on p moves d sqrt(D) times as far."""
+    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13), never
+    formed. The parameter is p = d / sqrt(D): an Adam step on p moves d sqrt(D) times as far."""
     def __init__(self, cfg: ModelConfig, n: int, rank: int):
         super().__init__()
         D = cfg.d_model
-        self.p = self.U = self.V = None  # without any of them P is the identity
+        self.p = self.U = None  # without them P is the identity
         if cfg.preconditioner != 'none':
             self.p = nn.Parameter(torch.full((n, D), D ** -0.5))  # d starts at 1, P at 1.31 I
         if cfg.preconditioner == 'diag_lowrank':
@@ -156,56 +154,48 @@ class Preconditioner(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply P to each row: (..., n, m, D) -> (..., n, m, D)."""
-        if self.p is None:
-            return rows
-        d = self.p * self.p.shape[1] ** 0.5
-        out = rows * F.softplus(d)[:, None]
+        out = rows
+        if self.p is not None:
+            d = self.p * self.p.shape[1] ** 0.5
+            out = rows * F.softplus(d)[:, None]
         if self.U is not None:
             out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
         return out
 
 
 class Positions(NamedTuple):
-    """What attention knows of the positions i of queries and j of keys."""
+    """Positions i of the queries and j of the keys, in the forms that attention needs."""
     distance: Tensor  # |i - j|, (I, J)
     mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J), with padding (B, 1, I, J)
-    cos: Tensor  # of the rotary angles, (I, R / 2)
-    sin: Tensor
+    cos: Tensor  # cosines of RoPE's angles, (I, R / 2)
+    sin: Tensor  # their sines
 
 
 def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
                    key_mask: Tensor | None = None) -> Positions:
-    """Describe the positions of x (B, I, D), which follows `past` cached tokens. Where key_mask
-    (B, J) is 0 stands padding: only its own query sees such a key."""
+    """Return the positions of x (B, I, D), which follows `past` cached tokens. key_mask (B, J) is 0
+    at padding, which no other position attends to."""
     I, R = x.shape[1], cfg.d_model // cfg.n_head
     options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
     j = torch.arange(past + I, device=x.device)
     masked = j > i
-    if key_mask is not None:
+    if key_mask is not None:  # padding attends to itself: a softmax over no keys would be NaN
         masked = masked | (j != i) & ~key_mask.bool()[:, None, None]
     mask = torch.zeros(masked.shape, **options).masked_fill_(masked, -torch.inf)
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
     return Positions((i - j).abs(), mask, angle.cos(), angle.sin())
 
 
-def apply_rope(x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
-    """Rotate x (B, K, I, R) by Rot(i) at each position i, or by Rot(i)^T. Feature r turns with
-    feature r + R / 2."""
-    a, b = x.chunk(2, dim=-1)
-    sin = -pos.sin if inverse else pos.sin
-    return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
-
-
 def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
-    """ALiBi's m_k, (K,): the paper's 2^-k up to eight heads; above, 2^(-8k/K) keeps its range."""
+    """Return ALiBi's slopes m_k, (K,): 2^-k as in the paper; 2^(-8k/K) for more than 8 heads."""
     k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
     return 2.0 ** (-8 / max(8, n_head) * k)
 
 
 class BaseAttention(nn.Module):
-    """What both kinds of attention share: the norm, W_Q, W_K, heads and position biases."""
-    impl = 'auto'  # or readable, sdpa, triton: see fast.select_impl
+    """What both kinds of attention share: norm, W_Q, W_K, heads and positions."""
+    impl = 'auto'  # or readable, sdpa, triton: see nanocem/fast.py
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -217,7 +207,8 @@ class BaseAttention(nn.Module):
         self.W_K = normal_param(D, D, std=cfg.init_std)
 
     def add_biases(self) -> None:
-        if self.cfg.positions == 'alibi':  # one of each kind per head; RoPE has none
+        """Add the learned biases last: saved optimizer states rely on the parameters' order."""
+        if self.cfg.positions == 'alibi':
             self.b_self = nn.Parameter(torch.zeros(self.K))
             self.b_cross = nn.Parameter(torch.zeros(self.K))
 
@@ -228,16 +219,20 @@ class BaseAttention(nn.Module):
         return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
 
     def rotate(self, x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
-        return apply_rope(x, pos, inverse) if self.cfg.positions == 'rope' else x
+        """Rotate x (B, K, I, R) by RoPE's Rot(i) at each position i, or back by Rot(i)^T."""
+        if self.cfg.positions == 'alibi':
+            return x
+        a, b = x.chunk(2, dim=-1)
+        sin = -pos.sin if inverse else pos.sin
+        return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
         """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf where i may not see j."""
         return q / self.tau @ k.mT + self.bias(pos)
 
     def bias(self, pos: Positions) -> Tensor:
-        """Return b_ijk = -m_k |i - j| + b_self_k [i = j] + b_cross_k [i != j], and -inf where i may
-        not attend to j: (K, I, J). With RoPE the mask alone, (I, J). Softmax sees only the
-        difference of the two learned biases; the paper has both."""
+        """Return b_ijk = -m_k |i - j| + (b_self_k if i = j else b_cross_k), (K, I, J); -inf where i
+        may not attend to j. With RoPE return the mask alone, (I, J)."""
         if self.cfg.positions == 'rope':
             return pos.mask
         m = alibi_slopes(self.K, pos.mask)[:, None, None]
@@ -247,25 +242,28 @@ class BaseAttention(nn.Module):
 
 
 class LlamaAttention(BaseAttention):
-    """Multi-head attention with four untied matrices, pre-norm, and its residual."""
-    cem, T, kq_diag = False, None, None  # what other files ask both classes
+    """Multi-head attention with four untied matrices. Norm and residual are inside."""
+    cem = False
+    T = None  # it takes no gradient steps
+    kq_diag = None  # it has no diagonal
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         self.W_V = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)
-        self.W_O = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)  # in W_Q's shape
+        self.W_O = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)  # in blocks, as W_Q
         self.add_biases()
 
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
-        """(B, I, D) -> (B, I, D)."""
+        """Return x plus the attention output, (B, I, D)."""
         # Project the normed input to queries, keys and values
         h = self.norm(x)
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
         k = self.split_heads(F.linear(h, self.W_K))
         v = self.split_heads(F.linear(h, self.W_V))
-        # Rotate queries and keys by their positions, if positions are RoPE's
-        q, k = self.rotate(q, pos), self.rotate(k, pos)
-        # Insert the new keys and values into the cache, and take all so far
+        # With RoPE, rotate queries and keys by their positions
+        q = self.rotate(q, pos)
+        k = self.rotate(k, pos)
+        # Insert the new keys and values into the cache, and get those of all tokens so far
         if cache is not None:
             _, k, v = cache.update(self, h, k, v)                # (B, K, J, R)
         # Attend to the context
@@ -281,29 +279,28 @@ class LlamaAttention(BaseAttention):
 
 
 class CEMAttention(BaseAttention):
-    """T gradient steps down the interaction energy. The energy ties W_V = W_K and W_O = W_Q
-    (Eq. 5)."""
+    """T gradient steps down the interaction energy. They tie W_V = W_K and W_O = W_Q (Eq. 5)."""
     cem = True
 
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
         self.P = Preconditioner(cfg, cfg.n_head, cfg.attn_rank)
-        n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]  # number of d_k
+        n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
         self.kq_diag = nn.Parameter(torch.zeros(n, cfg.d_model)) if n else None
         self.add_biases()
 
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
-        """Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
-        # Project the normed input to keys, which are the values too; they stay fixed for all steps
+        """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
+        # Project the normed input to keys, which are also the values and fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(h_j), (B, I, D)
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i, as printed
-        # Insert the new keys or h into the cache, and take all so far (k is None if it stores h)
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
+        # Insert the new h or keys into the cache, and get all so far; k is None if it stores only h
         if cache is not None:
             h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
-        # Fold the preconditioner into the output projection, whose rows are those of W_Q
+        # Fold the preconditioner into the output projection W_O = W_Q
         W_O = self.output_weight() if cache is None else cache.output_weight(self)  # (D, D)
         for _ in range(self.T):
             # Project the current state to queries
@@ -321,14 +318,14 @@ class CEMAttention(BaseAttention):
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
-            if self.cfg.exact_update:  # always readable; + sum_k P_k (d_k * sum_j alpha_ijk h_j)
+            if self.cfg.exact_update:  # + sum_k P_k (d_k * sum_j alpha_ijk h_j); impl is readable
                 dx = dx + self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
-        """Return a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk (Eq. 12), -inf where i may
-        not attend to j: (B, K, I, J). RoPE does not rotate the diagonal's term."""
+        """Return a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk (Eq. 12), (B, K, I, J); -inf
+        where i may not see j. RoPE does not rotate the diagonal's term."""
         a = super().scores(q, k, pos)
         if self.kq_diag is not None:
             d_u = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
@@ -336,34 +333,34 @@ class CEMAttention(BaseAttention):
         return a
 
     def output_weight(self) -> Tensor:
-        """Return W_O = W_Q (Eq. 5), preconditioned (Eq. 14): (D, D), whose k-th block of R rows is
-        W_k^Q P_k = (P_k W_k^Q^T)^T, P_k being symmetric."""
+        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
+        the transpose of P_k W_k^Q^T."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases): normed u
-        and h, (B, J, D) -> (B, J). If P = I and (exact_update or no diagonal), dx = -d eps/du."""
+        """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
+        for normed u and h. dx = -d eps/du if P = I, and with a diagonal only if exact_update."""
         pos = make_positions(self.cfg, h)
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
         k = self.rotate(self.split_heads(F.linear(h, self.W_K)), pos)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
 
-# MLP. The paper's gate W is Hugging Face's up_proj, the paper's up V its gate_proj.
-
 class LlamaMLP(nn.Module):
-    """Gated MLP with three untied matrices, pre-norm, and its residual."""
-    cem, T = False, None
+    """Gated MLP with three untied matrices. Norm and residual are inside. Hugging Face calls the
+    gate W up_proj, and V gate_proj."""
+    cem = False
+    T = None  # it takes no gradient steps
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
-        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # in V's shape
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # transposed
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
-        """(B, I, D) -> (B, I, D)."""
+        """Return x plus the MLP's output, (B, I, D)."""
         # Project the normed input to the gate and up
         h = self.norm(x)
         gamma = F.linear(h, self.W)                              # (B, I, D_v)
@@ -375,24 +372,25 @@ class LlamaMLP(nn.Module):
 
 
 class CEMMLP(nn.Module):
-    """T gradient steps down the element-wise energy. The energy ties W_d = V^T (Eq. 11)."""
+    """T gradient steps down the element-wise energy. They tie W_d = V^T (Eq. 11)."""
     cem = True
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        width = cfg.d_mlp * 3 // 2 if cfg.mlp_match == 'params' else cfg.d_mlp  # 2 matrices, not 3
         self.cfg, self.T, self.eta = cfg, cfg.mlp_steps, cfg.mlp_step_size
+        # With mlp_match=params, two matrices have as many parameters as Llama's three
+        width = cfg.d_mlp * 3 // 2 if cfg.mlp_match == 'params' else cfg.d_mlp
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(width, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(width, cfg.d_model, std=cfg.init_std)
         self.P = Preconditioner(cfg, 1, cfg.mlp_rank)
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
-        """Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
+        """Take the steps of Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to the gate, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(h_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
-        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i as printed
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
         # Fold the preconditioner into the down projection
         W_d = self.output_weight() if cache is None else cache.output_weight(self)  # (P V^T)^T
         for _ in range(self.T):
@@ -404,18 +402,18 @@ class CEMMLP(nn.Module):
                 g = gamma * F.silu(z)                            # gamma * phi'(V u_i), phi' = SiLU
             else:
                 g = gamma * torch.sigmoid(z * straight_through_sign(gamma))  # phi = softplus
-            # Project down: one gradient step on the energy
+            # Project down, and take one gradient step on the energy
             x = x + self.eta * (g @ W_d)                         # x_i <- x_i + eta P V^T g
         return x
 
     def output_weight(self) -> Tensor:
-        """Return V, preconditioned (Eq. 15), (D_v, D): P times each row of V."""
+        """Return (P V^T)^T (Eq. 15), (D_v, D): P applied to each row of V."""
         return self.P(self.V[None])[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), phi the integral of SiLU. With
-        sign_convex: -|gamma| . phi(sign(gamma) * V u), phi = softplus. (B, J, D) -> (B, J). If
-        P = I, dx = -d xi/du."""
+        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h.
+        phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u) and
+        phi = softplus. dx = -d xi/du if P = I."""
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':
@@ -425,7 +423,7 @@ class CEMMLP(nn.Module):
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
-    """sign(x), with the gradient of x."""
+    """Return sign(x), with the gradient of x."""
     return x + (x.sign() - x).detach()
 
 
@@ -457,15 +455,15 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> tuple:
-        """Ids (B, I) -> (logits (B, I, vocabulary), None). With targets (B, I) -> (None, their mean
-        loss); -100 marks no target. With a cache, idx are the tokens after those it holds."""
+        """Map ids (B, I) to (logits (B, I, vocabulary), None), or with targets (B, I) to (None,
+        mean loss). Targets of -100 do not count. With a cache, idx follows the tokens in it."""
         x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
         return None, compute.cross_entropy(x, self.head, targets)
 
     def hidden(self, idx: Tensor, cache: Any = None, key_mask: Tensor | None = None) -> Tensor:
-        """Return what the head reads: (B, I) -> (B, I, D). key_mask (B, J) is 0 at padding."""
+        """Map ids (B, I) to the head's input, (B, I, D). key_mask (B, J) is 0 at padding."""
         x = F.embedding(idx, self.embedding)
         past = 0 if cache is None else cache.begin(idx)
         pos = make_positions(self.cfg, x, past, key_mask)
@@ -482,7 +480,7 @@ class Transformer(nn.Module):
         return [p for name, p in self.named_parameters() if name.split('.')[-1] in DECAYED]
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
-        """Change T after training and keep eta; None leaves T. UserError below 1, or on Llama."""
+        """Change T, but not eta; None keeps T. UserError for T < 1, or for a Llama sublayer."""
         for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
             require(T is None or T >= 1, f'{name}_steps={T}: expected at least 1')
             require(T is None or getattr(self.cfg, name) == 'cem',
