@@ -1,14 +1,14 @@
 """
-The rule for verdicts (results/tokens/RULE.md), as functions of y, the losses of one size's runs.
+The rule for verdicts (results/tokens/RULE.md), as functions of the losses y of one size's runs.
 
 The runs are a table of models by seeds, to which a mean for each model and each seed is fitted.
 s is the root mean square of the residuals, with f degrees of freedom. d is the mean of y(A) - y(B)
-over the n seeds that both have; its interval is
+over the n seeds that both models have. Its interval is
 
     d +- t(1 - 0.025 / m; f) s sqrt(2 / n)      m: the number of comparisons (Bonferroni)
 
-A claim holds if its interval lies inside its bounds, does not hold if it lies outside, and is
-undecided else. With a failed run it does not hold.
+A claim holds if the interval lies inside its bounds, does not hold if it lies outside, and is
+otherwise undecided. If a run failed, the claim does not hold.
 """
 import math
 import statistics
@@ -17,18 +17,18 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import t as student
 
-Cells = dict[tuple[str, int], float]  # y of (model, seed): the runs of one size
+Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
 
 class Effect(NamedTuple):
-    """A's y less B's at a size: the mean over seeds, infinite where a run failed; and half of its
-    interval, NaN where there is none."""
+    """The difference d of the y of A and B at a size, and half of its interval. d is infinite if a
+    run failed; without an interval, half is NaN."""
     size: str
     d: float
     half: float = math.nan
 
     def percent(self) -> list[float]:
-        """The change in perplexity, and the ends of its interval."""
+        """Return the change in perplexity and the ends of its interval."""
         return [100 * math.expm1(x) for x in (self.d, self.d - self.half, self.d + self.half)]
 
     def __str__(self) -> str:
@@ -37,19 +37,22 @@ class Effect(NamedTuple):
         return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
 
 
-def split_failed(y: Cells) -> tuple[Cells, set[str]]:
-    """Return the runs that did not fail, and the models of those that did: their y is not finite,
-    or 0.5 nats above the median of the model's seeds."""
-    medians = {name: statistics.median(of for (model, _), of in y.items() if model == name)
-               for name, _ in y}
-    sound = {cell: of for cell, of in y.items() if of < min(math.inf, medians[cell[0]] + 0.5)}
-    return sound, {model for model, seed in y if (model, seed) not in sound}
+def split_failed(y: Losses) -> tuple[Losses, set[str]]:
+    """Return the losses of runs that did not fail, and the models with failed runs. A run fails if
+    y is not finite, or 0.5 nats above the median of the model's seeds."""
+    finished = {}
+    for (model, seed), loss in y.items():
+        median = statistics.median(other for (name, _), other in y.items() if name == model)
+        if loss < min(math.inf, median + 0.5):
+            finished[model, seed] = loss
+    return finished, {model for model, seed in y if (model, seed) not in finished}
 
 
-def residual_error(y: Cells) -> tuple[float, int]:
+def residual_error(y: Losses) -> tuple[float, int]:
     """Fit a mean for each model and each seed. Return the root mean square of the residuals, and
     its degrees of freedom."""
-    models, seeds = (sorted(set(factor)) for factor in zip(*y, strict=True))
+    models = sorted({model for model, _ in y})
+    seeds = sorted({seed for _, seed in y})
     design = np.zeros((len(y), len(models) + len(seeds)))
     for row, (model, seed) in enumerate(y):
         design[row, models.index(model)] = 1
@@ -60,26 +63,27 @@ def residual_error(y: Cells) -> tuple[float, int]:
     return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom or math.nan), freedom
 
 
-def differences(y: Cells, A: str, B: str) -> list[float]:
-    """Return A's y less B's, for each seed that both have."""
-    return [of - y[B, seed] for (model, seed), of in y.items() if model == A and (B, seed) in y]
+def differences(y: Losses, A: str, B: str) -> list[float]:
+    """Return y(A) - y(B) for each seed that both models have."""
+    return [loss - y[B, seed] for (model, seed), loss in y.items()
+            if model == A and (B, seed) in y]
 
 
-def compare(y: Cells, A: str, B: str, size: str, m: int) -> Effect | None:
-    """Compare two models of a size, one of m comparisons; None where no seed has both."""
-    sound, failed = split_failed(y)
+def compare(y: Losses, A: str, B: str, size: str, m: int) -> Effect | None:
+    """Compare two models at a size, one of m comparisons. None if no seed has both."""
+    finished, failed = split_failed(y)
     if {A, B} & failed:
         return Effect(size, math.inf)
-    d = differences(sound, A, B)
+    d = differences(finished, A, B)
     if len(d) < 2:
         return Effect(size, d[0]) if d else None
-    s, freedom = residual_error(sound)
+    s, freedom = residual_error(finished)
     half = student.ppf(1 - 0.025 / m, freedom) * s * math.sqrt(2 / len(d))
     return Effect(size, statistics.fmean(d), float(half))
 
 
 def decide(effect: Effect, above: float, below: float) -> str:
-    """Say whether the interval lies inside the bounds; nothing where there is no interval."""
+    """Return the verdict for bounds in per cent; an empty text if there is no interval."""
     _, low, high = effect.percent()
     if above < low and high < below:
         return 'holds'
@@ -89,8 +93,8 @@ def decide(effect: Effect, above: float, below: float) -> str:
 
 
 def vertex(rates: list[float], losses: np.ndarray) -> float:
-    """Return the vertex of the parabola, in log rate, through the lowest loss and its neighbours;
-    at an end, and beside a failed run, the rate of the lowest loss."""
+    """Return the vertex of the parabola, in log rate, through the lowest loss and its neighbours.
+    At an end, or beside a failed run, return the rate of the lowest loss."""
     best = int(losses.argmin())
     left, middle, right = [math.inf, *losses, math.inf][best:best + 3]
     curvature = left + right - 2 * middle

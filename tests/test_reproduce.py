@@ -13,9 +13,8 @@ from running import ROOT, write_data
 from scipy.stats import t as student
 
 import reproduce
-from nanocem import verdicts
-from nanocem.verdicts import Effect, compare, decide, residual_error, vertex
-from reproduce import MODELS, ROWS, SIZES, Results, Run, count_weights, planned
+from nanocem.verdicts import Effect, compare, decide, residual_error, split_failed, vertex
+from reproduce import CLAIMS, MODELS, PUBLISHED, SIZES, Results, Run, count_weights, planned
 
 
 def made_up_table(rng: np.random.Generator) -> dict[tuple[str, int], float]:
@@ -26,7 +25,7 @@ def made_up_table(rng: np.random.Generator) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.parametrize('missing', [[], [('m0', 2), ('m3', 1)]], ids=['whole', 'cells missing'])
-def test_residual_error_against_means_taken_in_turns(missing: list[tuple[str, int]]) -> None:
+def test_residual_error_by_means_subtracted_in_turns(missing: list[tuple[str, int]]) -> None:
     y = made_up_table(np.random.default_rng(1))
     y = {cell: value for cell, value in y.items() if cell not in missing}
     left = dict(y)
@@ -43,14 +42,14 @@ def test_residual_error_against_means_taken_in_turns(missing: list[tuple[str, in
 
 
 def test_intervals_cover_the_truth() -> None:
-    """95% of a size's intervals for one comparison; all of four at least as often, with m = 4."""
+    """95% of the intervals of one comparison; all of four at least as often, with m = 4."""
     rng, single, family = np.random.default_rng(2), 0, 0
     for _ in range(500):
         y = made_up_table(rng)
         effect = compare(y, 'm1', 'm0', 'XS', m=1)
         single += abs(effect.d - 0.1) < effect.half
         effects = [compare(y, f'm{n}', 'm0', 'XS', m=4) for n in range(1, 5)]
-        family += all(abs(of.d - 0.1 * n) < of.half for n, of in enumerate(effects, 1))
+        family += all(abs(e.d - 0.1 * n) < e.half for n, e in enumerate(effects, 1))
     assert 0.92 < single / 500 < 0.98
     assert family / 500 > 0.93
 
@@ -68,8 +67,8 @@ def test_failed_missing_and_single_runs() -> None:
     clean = {cell: value for cell, value in y.items() if cell[0] != 'm4'}
     for loss in (math.inf, y['m4', 0] + 9.0):  # a failed run makes a verdict and no noise
         spoiled = y | {('m4', 0): loss}
-        sound, failed = verdicts.split_failed(spoiled)
-        assert failed == {'m4'} and ('m4', 0) not in sound
+        finished, failed = split_failed(spoiled)
+        assert failed == {'m4'} and ('m4', 0) not in finished
         assert math.isinf(compare(spoiled, 'm4', 'm0', 'XS', 1).d)
         assert math.isinf(compare(spoiled, 'm0', 'm4', 'XS', 1).d)
         assert compare(spoiled, 'm1', 'm0', 'XS', 1).half > 0
@@ -87,20 +86,22 @@ def test_best_rates() -> None:
     assert vertex(rates, np.array([1.0, 0.5, math.inf])) == rates[1]
     found: Results = {}
     for expected in (3, 4, 5, 5):  # the best is two steps above the middle one
-        tried = reproduce.search(found, 'S', 'llama').rates
+        tried = reproduce.search_rates(found, 'S', 'llama').rates
         assert len(tried) == expected
         for rate in tried:
             loss = (math.log2(rate / 0.014)) ** 2
             found[Run('S', 'llama', rate, 101)] = {'val_bpb': loss}
-    assert reproduce.search(found, 'S', 'llama').best == pytest.approx(0.014, rel=0.01)
+    assert reproduce.search_rates(found, 'S', 'llama').best == pytest.approx(0.014, rel=0.01)
 
 
-def test_rows_models_and_weights() -> None:
-    """Every row is of models that exist and has an expectation at each size; equal weights are."""
-    expected = {(row['id'], row['size']) for row in reproduce.read_csv('expectations.csv')}
-    for row in ROWS:
-        assert {name for side in 'AB' for name in row[side].split('/')} <= {'', *MODELS}
-        assert {(row['id'], size) for size in row['sizes'].split()} <= expected
+def test_claims_models_and_weights() -> None:
+    """The models of every claim exist, and so does an expectation at each of its sizes. Models of
+    equal weights have equal weights."""
+    rows = reproduce.read_csv(f'{PUBLISHED}/expectations.csv')
+    expected = {(row['id'], row['size']) for row in rows}
+    for claim in CLAIMS:
+        assert {name for side in 'AB' for name in claim[side].split('/')} <= {'', *MODELS}
+        assert {(claim['id'], size) for size in claim['sizes'].split()} <= expected
     assert [count_weights(Run(size, 'llama').options) // 1000 for size in ('XS', 'S', 'M')] == [
         83, 388, 1048]
     for size, width in (('XS', 74), ('S', 117)):
@@ -117,14 +118,15 @@ def test_a_grid_of_made_up_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     rng, found = np.random.default_rng(4), {}
     for _ in range(4):
-        for run in [run for size in SIZES for block in planned(found, size)[:2] for run in block]:
+        runs = [run for size in SIZES for block in planned(found, size) for run in block]
+        for run in (run for run in runs if not math.isnan(run.rate)):
             cem = 'cem' in run.model or run.model.startswith('attn')
             y = 5 + math.log(1.1) * cem + 0.1 * run.seed + 0.001 * rng.normal()
             bpb = y / 3 + 0.1 * math.log(run.rate / 0.012) ** 2
             y = math.inf if (run.model, run.seed) == ('attn-3', 2) else y
-            row = dict.fromkeys(reproduce.NUMBERS, 1.0) | {'val_bpb': bpb, 'y': y}
+            row = dict.fromkeys(reproduce.COLUMNS, 1.0) | {'val_bpb': bpb, 'y': y}
             found.setdefault(run, row)
-    assert not any(planned(found, size)[2] for size in SIZES)
+    assert not any(math.isnan(run.rate) for run in runs)
     monkeypatch.setattr(reproduce, 'read_results', lambda anew: found)
     reproduce.main([])
     table = Path(reproduce.OUT, 'verdicts.md').read_text()
