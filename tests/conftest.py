@@ -1,4 +1,4 @@
-"""Fixtures of several rooms."""
+"""Fixtures of several test files."""
 from pathlib import Path
 
 import pytest
@@ -9,13 +9,13 @@ import train
 
 @pytest.fixture(scope='session')
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of random token shards."""
+    """Return a folder of random token shards."""
     return write_data(tmp_path_factory.mktemp('data'))
 
 
 def straight_and_stopped(tmp: Path, *options: str) -> tuple[Path, Path]:
-    """Two folders of the same run: straight through 12 steps, and stopped after 6. Their data is in
-    the folder beside them, and has all bytes in its vocabulary, so that they can be sampled."""
+    """Return two folders of the same run, one after 12 steps and one stopped after 6. The data is
+    beside them, and its vocabulary holds all bytes, so that both can be sampled."""
     data = write_data(tmp / 'data', vocab_size=257)
     common = [f'--data={data}', steps(12), '--eval_interval=4', '--checkpoint_interval=3', *options]
     straight = Run(tmp, *common, f'--out_dir={tmp / "straight"}')

@@ -1,4 +1,4 @@
-"""What several rooms' tests need: data, runs as real processes, and what they left."""
+"""Helpers of several test files: token shards, runs as processes, and the files that they write."""
 import hashlib
 import importlib
 import json
@@ -41,18 +41,18 @@ MODEL_FILES = sorted({f'config/{path.name}' for path in (ROOT / 'config').glob('
                      - {*SIZE_FILES, 'config/finetune.py'})
 
 
-def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2,
-               vocab_size: int = VOCAB, ids: list[int] | None = None) -> Path:
-    """A folder of random shards as prepare_slimpajama.py writes them, byte tokenizer by name; or
-    of `ids`."""
+def write_data(folder: Path, tokens: int = 4000, shards: int = 2, vocab_size: int = VOCAB,
+               ids: list[int] | None = None) -> Path:
+    """Write a data folder as prepare_slimpajama.py does, with random tokens or with `ids`. Its
+    tokenizer is byte."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     splits = {}
     for split, n in (('train', shards), ('val', 1), ('test', 1)):
         entries = []
         for s in range(n):
-            drawn = rng.integers(0, VOCAB, tokens + 13 * s) if ids is None else np.array(ids)
-            data = drawn.astype('<u2').tobytes()
+            shard = rng.integers(0, VOCAB, tokens + 13 * s) if ids is None else np.array(ids)
+            data = shard.astype('<u2').tobytes()
             name = f'train_{s:05d}.bin' if split == 'train' else f'{split}.bin'
             (folder / name).write_bytes(data)
             sha256 = hashlib.sha256(data).hexdigest()
@@ -64,14 +64,15 @@ def write_data(folder: Path, seed: int = 0, tokens: int = 4000, shards: int = 2,
     return folder
 
 
-def edit_meta(folder: Path, **changes: Any) -> None:
+def edit_meta(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Change entries of meta.json. Returns its splits as they were."""
     meta = json.loads((folder / 'meta.json').read_text())
     (folder / 'meta.json').write_text(json.dumps({**meta, **changes}))
-    return meta["splits"]
+    return meta['splits']
 
 
 def child(script: str, argv: list[str], output: str, env: dict[str, str], damage: Any) -> None:
-    """In a fresh process: a script's main with its output in a file, after `damage` was done."""
+    """Call `damage`, then a script's main, in this fresh process, with its output in a file."""
     with open(output, 'wb') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -82,7 +83,7 @@ def child(script: str, argv: list[str], output: str, env: dict[str, str], damage
         damage()
     try:
         code = importlib.import_module(script).main(argv) or 0
-    except SystemExit as error:  # as the interpreter would end it
+    except SystemExit as error:  # do what the interpreter does
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error.code, int) else 1
@@ -95,7 +96,7 @@ def child(script: str, argv: list[str], output: str, env: dict[str, str], damage
 
 
 class Run:
-    """One call of train.py, or another script, as one process or several."""
+    """Start train.py, or another script, in `world` processes."""
     def __init__(self, tmp: Path, *argv: str, world: int = 1, damage: Any = None,
                  env: dict[str, str] | None = None, script: str = 'train'):
         new = script == 'train' and RESUME not in argv
@@ -131,7 +132,7 @@ class Run:
 
 
 def without_room(size: int) -> None:
-    """No file of this process may grow beyond so many bytes: writing fails as on a full disk."""
+    """Let no file of this process grow beyond `size` bytes: writing fails as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
@@ -147,7 +148,7 @@ def steps(n: int) -> str:
 
 
 def log(out: Path) -> list[dict]:
-    """What a run logged, without what depends on the clock and the machine."""
+    """Read a run's log, without the values that depend on the clock and the machine."""
     lines = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]
     clock = ('tokens_per_s', 'mfu', 'memory_gb', 'seconds')
     return [{k: v for k, v in line.items() if k not in clock} for line in lines]
@@ -169,7 +170,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: Path, b: Path) -> None:
-    """Two runs that ended alike, to the last bit."""
+    """Assert that two runs have equal logs, results and weights, to the last bit."""
     assert log(a) == log(b) and result(a) == result(b)
     assert weights(a).keys() == weights(b).keys()
     assert all(torch.equal(w, weights(b)[name]) for name, w in weights(a).items())
@@ -185,12 +186,12 @@ def make_trainer(data: Path, out: Path, **options: Any) -> train.Trainer:
 def wait_for(condition: Any, seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, 'waited in vain'
+        assert time.monotonic() < end, 'timeout'
         time.sleep(0.02)
 
 
 def assert_one_line(run: Run, *words: str) -> None:
-    """The run ended with code 1 before its first step, and said why in one line."""
+    """Assert that all processes ended with code 1 and that the output is one line with `words`."""
     lines = [line for line in run.text.splitlines() if line]
     assert run.codes == [1] * len(run.codes) and 'Traceback' not in run.text, run.text
     assert len(lines) == 1 and all(w in lines[0] for w in words), run.text

@@ -1,4 +1,4 @@
-"""The front page and its pages: short, and true of the code beside them."""
+"""README, docs and results: short pages whose code runs and whose links lead somewhere."""
 import re
 
 import pytest

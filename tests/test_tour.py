@@ -1,4 +1,4 @@
-"""tour.ipynb runs as it stands. `python tests/test_tour.py` writes its outputs anew."""
+"""tour.ipynb runs as it stands. `python tests/test_tour.py` writes its outputs again."""
 import os
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ TOUR = ROOT / 'tour.ipynb'
 
 
 def run() -> nbformat.NotebookNode:
-    """The notebook, executed by a fresh kernel on one thread. CellExecutionError where it fails."""
+    """Execute the notebook in a fresh kernel on one thread. CellExecutionError if a cell fails."""
     tour = nbformat.read(TOUR, as_version=4)
     client = NotebookClient(tour, timeout=500, resources={'metadata': {'path': ROOT}})
     client.execute(env={**os.environ, 'OMP_NUM_THREADS': '1'})
@@ -23,19 +23,19 @@ def run() -> nbformat.NotebookNode:
 
 
 def outputs(cell: nbformat.NotebookNode, kind: str) -> str:
-    """What a cell shows of a kind, text/plain (printed or returned) or image/png."""
+    """Return the outputs of a cell of one kind: text/plain (printed or returned) or image/png."""
     return '\n'.join(output.get('text', '') if output.output_type == 'stream' else
                      output.get('data', {}).get(kind, '') for output in cell.get('outputs', []))
 
 
 @pytest.fixture(scope='module')
 def said() -> str:
-    """All that it prints, executed anew."""
+    """Execute the notebook, and return all that it prints."""
     return '\n'.join(outputs(cell, 'text/plain') for cell in run().cells)
 
 
 def numbers(pattern: str, said: str) -> list[tuple[float, ...]]:
-    """What each group of a pattern catches, wherever it matches."""
+    """Return the numbers that each group of a pattern matches, a tuple for each group."""
     found = [map(float, match.groups()) for match in re.finditer(pattern, said)]
     return list(zip(*found, strict=True))
 
@@ -70,7 +70,7 @@ def test_energies_fall_on_while_the_loss_rises(said: str) -> None:
         r'T = (\d): energies (.+), loss (.+); as far as in training: loss (.+)', said)
     assert list(energy) == sorted(energy, reverse=True)
     trained = T.index(float(re.search(r'trained with T = (\d)', said)[1]))
-    assert trained > 0  # of section 12 there is little to see where T = 1
+    assert trained > 0  # with T = 1 section 12 would show little
     assert list(further[trained:]) == sorted(further[trained:])
     assert min(further) == further[trained] == as_far[trained]
     assert as_far[-1] - as_far[trained] < (further[-1] - further[trained]) / 2
