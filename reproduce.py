@@ -41,7 +41,6 @@ from train import MAX_SKIPPED, TrainConfig
 
 PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results/tokens')
 OUT = 'out/results/tokens'
-CPU_FLOPS = 30e9  # FLOPs per second of one core, an estimate
 
 
 def read_csv(path: str) -> list[dict[str, str]]:
@@ -102,12 +101,6 @@ class Run(NamedTuple):
         resume = ' --init_from=resume' if os.path.exists(f'{self.folder}/config.json') else ''
         return (f'OMP_NUM_THREADS=1 python train.py {self.options} --learning_rate={self.rate:g} '
                 f'--seed={self.seed} --out_dir={self.folder}{resume}')
-
-    @property
-    def hours(self) -> float:
-        """Estimate the core-hours."""
-        tokens = read_options(self.options.split(), TrainConfig, ModelConfig)['tokens']
-        return tokens * flops_per_token(meta_model(self.options)) / CPU_FLOPS / 3600
 
 
 # Results of runs. In runs.csv these columns follow those of Run; y is the loss per Llama token.
@@ -257,8 +250,7 @@ def planned(found: Results, size: str) -> tuple[list[Run], list[Run]]:
 
 
 def print_todo(found: Results, text: str | None) -> None:
-    """Print the commands of missing runs and their core-hours, up to the first size that waits for
-    learning rates."""
+    """Print the commands of missing runs, up to the first size that waits for learning rates."""
     if text:
         prepare = f'python prepare_slimpajama.py --input={text} --held_out=0.05'
         say(f'{prepare} --tokenizer=bpe2048 --out_dir=data/english')
@@ -267,17 +259,15 @@ def print_todo(found: Results, text: str | None) -> None:
         fail('text=None and there is no data/english: --text=FILE prepares it')
     for size in SIZES:
         trials, runs = planned(found, size)
-        waiting = [run for run in runs if math.isnan(run.rate)]
-        for name, block in ((f'{size} rates', trials), (size, runs)):
-            missing = [run for run in block if run not in found]
-            for run in missing:
-                if run not in waiting:
-                    say(run.command)
-            if missing:
-                hours = sum(run.hours for run in missing)
-                say(f'# {name}: {len(missing)} runs, {hours:.1f} core-hours')
+        missing = [run for run in [*trials, *runs] if run not in found]
+        waiting = [run for run in missing if math.isnan(run.rate)]
+        for run in missing:
+            if run not in waiting:
+                say(run.command)
+        if missing:
+            say(f'# {size}: {len(missing)} runs; {len(waiting)} of them wait for learning rates')
         if waiting:
-            return say(f'# {len(waiting)} runs wait for learning rates: repeat --todo after these')
+            return
 
 
 def print_paper() -> None:
@@ -295,12 +285,12 @@ def print_paper() -> None:
 
 # Verdicts
 
-Verdict = tuple[dict[str, str], list[Effect], str]  # a claim, its effects by size, and the word
+Verdict = tuple[dict[str, str], list[Effect], str]  # a claim, its effect at each size, the word
 
 
 def measure(claim: dict[str, str], size: str, found: Results,
             losses: dict[str, Losses]) -> Effect | None:
-    """Compare a claim's models at a size; None while no seed has both."""
+    """Compare a claim's models at a size; None if no seed has both."""
     A, B = choose(found, claim['A']), choose(found, claim['B'])
     if claim['unit'] == 'perplexity':
         m = sum(size in row['sizes'].split() for row in CLAIMS if row['unit'] == 'perplexity')
@@ -321,9 +311,11 @@ def judge(found: Results, losses: dict[str, Losses]) -> list[Verdict]:
         effects = [effect for size in sizes if (effect := measure(claim, size, found, losses))]
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
         words = [word for effect in effects if (word := decide(effect, above, below))]
-        word = words[-1] if words else 'not run' if claim['unit'] else 'see results/gp'
-        if words and claim['id'].startswith('s') and words != [word] * len(sizes):
-            word = 'undecided'  # the scarce sizes do not agree yet
+        word = 'not run' if claim['unit'] else 'see results/gp'
+        if words:
+            word = words[-1]
+            if claim['id'].startswith('s') and words != [word] * len(sizes):
+                word = 'undecided'  # the scarce sizes do not agree
         if claim['unit'] == 'failed runs' and any(losses[size] for size in sizes):
             failed = set.union(*(split_failed(losses[size])[1] for size in sizes))
             word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
@@ -332,8 +324,7 @@ def judge(found: Results, losses: dict[str, Losses]) -> list[Verdict]:
 
 
 def equal_llama(losses: dict[str, Losses], size: str, model: str) -> str:
-    """Return how many weights Llama with ALiBi needs for a model's loss: interpolated between its
-    sizes, and nothing beyond them."""
+    """Interpolate how many weights Llama with ALiBi needs for a model's loss; '' beyond its sizes."""
     def log_loss(at: str, name: str) -> float:
         return math.log(statistics.fmean(y for cell, y in losses[at].items() if cell[0] == name))
 
@@ -351,9 +342,9 @@ def verdict_table(losses: dict[str, Losses], verdicts: list[Verdict]) -> str:
     rows = [[*map(claim.get, names), '; '.join(map(str, effects)),
              equal_llama(losses, effects[-1].size, claim['A']) if effects else '', word]
             for claim, effects, word in verdicts]
-    header = [*names, 'A over B', 'A as Llama with ALiBi', 'verdict']
-    return ('Perplexity a Llama token of the held-out text, A over B less one, and its interval '
-            f'over seeds.\n\n{table(header, rows)}\n')
+    header = [*names, 'A over B', 'equal Llama with ALiBi', 'verdict']
+    return ('A over B: how much higher the perplexity per Llama token of A is than that of B, and '
+            f'the interval over seeds.\n\n{table(header, rows)}\n')
 
 
 # Pictures
@@ -381,7 +372,7 @@ def draw_claims(verdicts: list[Verdict]) -> plt.Figure:
 def draw_lines(losses: dict[str, Losses], base: str, models: dict[str, str], xlabel: str,
                points: list[tuple[float, str]]) -> plt.Figure:
     """Draw models' perplexity over that of `base` at points (x, size): means and standard
-    deviations over seeds. A model's name may depend on x."""
+    deviations over seeds. {} in a model's name is x."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
     for label, model in models.items():
         percent = {}
@@ -406,8 +397,9 @@ def draw(losses: dict[str, Losses], verdicts: list[Verdict]) -> dict[str, plt.Fi
     weights = [(count_weights(Run(size, 'llama').options), size) for size in ('XS', 'S', 'M')]
     gap = {'Llama with ALiBi': 'llama-alibi', "with all-CEM's weights": 'llama-alibi-narrow',
            'CEM attention, no P': 'attn-1-none', 'all-CEM': 'cem-1', 'all-CEM, T = 2': 'cem-2'}
-    steps = {label + P: kind + end for label, kind in (('attention', 'attn-{}'), ('MLP', 'mlp-{}'))
-             for P, end in ((', P', ''), (', diagonal P', '-diag'), (', no P', '-none'))}
+    steps = {'attention, P': 'attn-{}', 'attention, diagonal P': 'attn-{}-diag',
+             'attention, no P': 'attn-{}-none', 'MLP, P': 'mlp-{}', 'MLP, diagonal P': 'mlp-{}-diag',
+             'MLP, no P': 'mlp-{}-none'}
     scarce = {'one step': 'cem-1-equal', 'two steps': 'cem-2-equal',
               'two steps, eta = 1': 'cem-2-equal-eta1', 'all-CEM twice': 'cem-1-equal-twice',
               'Llama twice': 'llama-alibi-twice'}
