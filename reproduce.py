@@ -324,7 +324,7 @@ def judge(found: Results, losses: dict[str, Losses]) -> list[Verdict]:
 
 
 def equal_llama(losses: dict[str, Losses], size: str, model: str) -> str:
-    """Interpolate how many weights Llama with ALiBi needs for a model's loss; '' beyond its sizes."""
+    """Interpolate how many weights Llama with ALiBi needs for a model's loss, within its sizes."""
     def log_loss(at: str, name: str) -> float:
         return math.log(statistics.fmean(y for cell, y in losses[at].items() if cell[0] == name))
 
@@ -398,8 +398,8 @@ def draw(losses: dict[str, Losses], verdicts: list[Verdict]) -> dict[str, plt.Fi
     gap = {'Llama with ALiBi': 'llama-alibi', "with all-CEM's weights": 'llama-alibi-narrow',
            'CEM attention, no P': 'attn-1-none', 'all-CEM': 'cem-1', 'all-CEM, T = 2': 'cem-2'}
     steps = {'attention, P': 'attn-{}', 'attention, diagonal P': 'attn-{}-diag',
-             'attention, no P': 'attn-{}-none', 'MLP, P': 'mlp-{}', 'MLP, diagonal P': 'mlp-{}-diag',
-             'MLP, no P': 'mlp-{}-none'}
+             'attention, no P': 'attn-{}-none', 'MLP, P': 'mlp-{}',
+             'MLP, diagonal P': 'mlp-{}-diag', 'MLP, no P': 'mlp-{}-none'}
     scarce = {'one step': 'cem-1-equal', 'two steps': 'cem-2-equal',
               'two steps, eta = 1': 'cem-2-equal-eta1', 'all-CEM twice': 'cem-1-equal-twice',
               'Llama twice': 'llama-alibi-twice'}
@@ -413,7 +413,7 @@ def draw(losses: dict[str, Losses], verdicts: list[Verdict]) -> dict[str, plt.Fi
 @dataclass
 class ReproduceConfig:
     """What to print."""
-    scale: Literal['english', 'paper'] = 'english'  # the runs of results/tokens; the paper's sizes
+    scale: Literal['english', 'paper'] = 'english'  # the runs of results/tokens, or of the paper
     todo: bool = False  # print the commands of missing runs instead of verdicts
     text: str | None = None  # text that --todo prepares first; default: data/english exists
     anew: bool = False  # leave the published runs out
