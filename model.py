@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from configurator import check_types, expect, in_range, require, resolve_defaults
 from nanocem import compute, fast
 
-# Table 1 has 86m to 162m. Of 256m the paper says only that CEM has two layers more than Llama.
+# 86m to 162m are the paper's (Table 1). Of 256m it says only that CEM has two more layers.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -93,7 +93,7 @@ class ModelConfig:
         resolve_defaults(
             self, init_std=0.02 * math.sqrt(768 / self.d_model),
             attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps)
-        # A Llama sublayer would ignore options of CEM: refuse them
+        # Some defaults depend on the kind of sublayer. A Llama sublayer refuses options of CEM
         if self.attn == 'cem':
             resolve_defaults(self, positions='alibi', kq_diag='shared', score_scale='model')
         else:
