@@ -212,7 +212,7 @@ def flops_per_token(model: Any, training: bool = True) -> float:
             diagonals = 0 if attn.kq_diag is None else len(attn.kq_diag)
             step = 2 * D * D + (2 + diagonals) * mean_context * D
             if cfg.exact_update:
-                rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
+                rank = 0 if attn.P.U is None else cfg.attn_rank
                 step += cfg.n_head * (mean_context * D + 4 * rank * D)
             macs += cfg.attn_reuse * (D * D + attn.T * step)
         else:
