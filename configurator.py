@@ -12,7 +12,7 @@ import difflib
 import functools
 import inspect
 import io
-import math
+import numbers
 import os
 import re
 import sys
@@ -39,12 +39,12 @@ def fail(message: str, everywhere: bool = False) -> NoReturn:
 
 def error_line(error: BaseException) -> str:
     """Describe in one line a UserError, OSError or KeyboardInterrupt that ends the program."""
-    words = str(error)
+    message = str(error)
     if isinstance(error, KeyboardInterrupt):
-        words = 'stopped'
+        message = 'stopped'
     elif isinstance(error, OSError):
-        words = ': '.join(filter(None, [error.filename, error.strerror or words]))
-    return f'{os.path.basename(sys.argv[0])}: {words}'.replace('\n', ' ')
+        message = ': '.join(filter(None, [error.filename, error.strerror or message]))
+    return f'{os.path.basename(sys.argv[0])}: {message}'.replace('\n', ' ')
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
@@ -78,44 +78,32 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     given: dict[str, Any] = {}
     if '--help' in argv or '-h' in argv:
-        _help(classes)
+        print_help(classes)
     for arg in sorted(argv, key=lambda arg: arg.startswith('--')):  # files first, in their order
         if not arg.startswith('--'):
-            given = merge(given, _read_file(arg, hints))
+            given = merge(given, read_config_file(arg, hints))
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals and key in hints:
             require(hints[key] in (bool, bool | None),
                     f'--{key} needs a value: --{key}=VALUE, no space')
             text = 'True'
-        given = merge(given, {key: _check(key, text, hints, '--')})
+        given = merge(given, {key: parse_option(key, text, hints, '--')})
     return given
 
 
 def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str, Any]:
     """Check saved values as those of a config file are checked. UserError."""
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
-    return {key: _check(key, value, hints, f'{where}: ') for key, value in values.items()}
+    return {key: parse_option(key, value, hints, f'{where}: ') for key, value in values.items()}
 
 
-def check_types(options: Any) -> None:
-    """UserError unless every field of a dataclass has a finite value of the type it declares."""
-    for name, hint in typing.get_type_hints(type(options)).items():
-        value = getattr(options, name)
-        finite = not isinstance(value, float) or math.isfinite(value)
-        require(has_type(value, hint) and finite, f'{name}={value}: expected {describe(hint)}')
-
-
-def has_type(value: Any, hint: Any) -> bool:
-    """Return whether `value` has a field's type. Tuples are not supported."""
-    kind, args = typing.get_origin(hint), typing.get_args(hint)
-    if type(None) in args:  # X | None
-        return value is None or has_type(value, args[0])
-    if kind is typing.Literal:
-        return value in args
-    if isinstance(value, bool):  # for Python a bool is an int, too
-        return hint is bool
-    return isinstance(value, (int, float) if hint is float else hint)
+def convert_types(options: Any) -> None:
+    """Convert every field of a dataclass to the type that it declares; a NumPy number, for example,
+    to Python's own, which JSON can hold. UserError if that is not possible."""
+    hints = typing.get_type_hints(type(options))
+    for name in hints:
+        setattr(options, name, parse_option(name, getattr(options, name), hints))
 
 
 def resolve_defaults(options: Any, **defaults: Any) -> None:
@@ -125,16 +113,17 @@ def resolve_defaults(options: Any, **defaults: Any) -> None:
             setattr(options, name, value)
 
 
-def expect(options: Any, needs: str, **values: Any) -> None:
-    """UserError unless these options have these values; other values need `needs` to be set."""
-    for name, value in values.items():
-        given = getattr(options, name)
-        require(given == value, f'{name}={given} acts on CEM sublayers only: set {needs}')
-
-
 def require(ok: bool, otherwise: str) -> None:
     if not ok:
         fail(otherwise)
+
+
+def require_values(options: Any, unless: str, **values: Any) -> None:
+    """UserError unless these options have these values. `unless` is what other values need."""
+    for name, value in values.items():
+        given = getattr(options, name)
+        require(given == value,
+                f'{name}={given} acts on CEM sublayers: set {unless}, or else {name}={value}')
 
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:
@@ -150,7 +139,7 @@ def build(cls: type, given: dict[str, Any]) -> Any:
     return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
 
 
-def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
+def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     """Read a config file, looked up in the current folder, then beside the scripts."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) or not os.path.isfile(beside) else beside
@@ -164,47 +153,51 @@ def _read_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: not text
         fail(f'config file {path}: not Python: {error}')
     given = {}
-    for node in tree.body[ast.get_docstring(tree) is not None:]:
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # the docstring
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)
             str(value)  # ValueError for a number of more than 4,300 digits
         except (AttributeError, ValueError, TypeError):
             fail(f'{path}:{node.lineno}: only lines of the form: name = plain value')
-        given[key] = _check(key, value, hints, f'{path}:{node.lineno}: ')
+        given[key] = parse_option(key, value, hints, f'{path}:{node.lineno}: ')
     return given
 
 
-def _check(key: str, value: Any, hints: dict[str, Any], where: str) -> Any:
-    """Convert `value`, text from a flag or a literal from a file, to the type of option `key`."""
+def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -> Any:
+    """Convert `value`, text from a flag or a value from Python, to the type of option `key`.
+    `where` begins the message of a UserError."""
     if key not in hints:
         near = ', '.join(difflib.get_close_matches(key, hints, n=3))
         fail(f'{where}{key}: no such option{near and "; near: " + near} (--help lists all)')
     try:
-        converted = _convert(value, hints[key])
+        parsed = parse_value(value, hints[key])
     except (TypeError, ValueError, ArithmeticError):
-        shown = f'={value}' if where == '--' else f' = {value!r}'
+        shown = f'={value}' if where in ('', '--') else f' = {value!r}'
         fail(f'{where}{key}{shown}: expected {describe(hints[key])}')
-    if key in PATHS and converted is not None:
-        require(converted != '', f'{where}{key}= is empty: expected a path')
-        return os.path.expanduser(converted)
-    return converted
+    if key in PATHS and parsed is not None:
+        require(parsed != '', f'{where}{key}= is empty: expected a path')
+        return os.path.expanduser(parsed)
+    return parsed
 
 
-def _convert(value: Any, hint: Any) -> Any:
+def parse_value(value: Any, hint: Any) -> Any:
     """Convert `value` to type `hint`, or raise ValueError. 3.3B, 50M and 8K are numbers."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
-        return None if value in (None, 'None') else _convert(value, args[0])
+        return None if value in (None, 'None') else parse_value(value, args[0])
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
-        return tuple(_convert(item, args[0]) for item in items)
+        return tuple(parse_value(item, args[0]) for item in items)
     is_text = hint is str and isinstance(value, str) and '\0' not in value
     if is_text or (kind is typing.Literal and value in args):
         return value
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
-    if hint in (int, float) and type(value) in (int, float, str):
+    is_number = isinstance(value, (numbers.Real, str)) and not isinstance(value, bool)
+    if hint in (int, float) and is_number:
         text, unit = str(value), UNITS.get(str(value)[-1:].upper())
         number = Decimal(text[:-1]) * unit if unit else Decimal(text)
         if abs(float(number)) < 1e300 and (hint is float or number == int(number)):
@@ -222,7 +215,7 @@ def describe(hint: Any) -> str:
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]
 
 
-def _help(classes: tuple[type, ...]) -> NoReturn:
+def print_help(classes: tuple[type, ...]) -> NoReturn:
     """Print the script's docstring and its options, and end the program."""
     lines = [inspect.getdoc(sys.modules['__main__']) or '']
     for cls in classes:

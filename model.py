@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from configurator import check_types, expect, in_range, require, resolve_defaults
+from configurator import convert_types, in_range, require, require_values, resolve_defaults
 from nanocem import compute, fast
 
 # 86m to 162m are the paper's (Table 1). Of 256m it says only that CEM has two more layers.
@@ -85,7 +85,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Resolve defaults and validate. UserError for a bad value, or CEM's options on Llama."""
-        check_types(self)
+        convert_types(self)
         in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
         in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_reuse mlp_reuse attn_rank mlp_rank')
         in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std rope_theta')
@@ -98,14 +98,14 @@ class ModelConfig:
             resolve_defaults(self, positions='alibi', kq_diag='shared', score_scale='model')
         else:
             resolve_defaults(self, positions='rope', kq_diag='none', score_scale='head')
-            expect(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
-                   score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
+            require_values(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
+                           score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
         if self.mlp == 'llama':
-            expect(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
-                   mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
+            require_values(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
+                           mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
         if self.attn == self.mlp == 'llama':
             resolve_defaults(self, preconditioner='none')
-            expect(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
+            require_values(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
         resolve_defaults(self, preconditioner='diag_lowrank')
         # Some options exclude each other
         D, K = self.d_model, self.n_head

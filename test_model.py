@@ -412,7 +412,7 @@ def test_energy_falls_along_small_steps(residual: str) -> None:
 
 @pytest.mark.parametrize('options, message', [
     (dict(exact_update='no'), 'exact_update=no: expected True or False'),
-    (dict(n_layer=2.0), 'n_layer=2.0: expected a whole number'),
+    (dict(n_layer=2.5), 'n_layer=2.5: expected a whole number'),
     (dict(n_layer=True), 'n_layer=True: expected a whole number'),
     (dict(attn_reuse=0), 'attn_reuse=0: expected 1 to'),
     (dict(mlp_step_size=0.0), 'mlp_step_size=0.0: expected'),

@@ -1,9 +1,11 @@
 """Options: types, config files, --help, and the commands on the pages."""
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from running import MODEL_FILES, ROOT, SIZE_FILES
 
@@ -82,15 +84,15 @@ def test_a_config_file_is_found_here_then_beside_the_scripts(
 
 
 @pytest.mark.parametrize('wrong, words', [
-    (dict(seed='1337'), 'seed=1337: expected a whole number'), (dict(seed=None), 'seed=None'),
-    (dict(tokens=1.0), 'tokens=1.0: expected a whole number, or None'),
+    (dict(seed='1a'), 'seed=1a: expected a whole number'), (dict(seed=None), 'seed=None'),
+    (dict(tokens=1.5), 'tokens=1.5: expected a whole number, or None'),
     (dict(seed=True), 'seed=True'), (dict(tensorboard=1), 'tensorboard=1: expected True or False'),
-    (dict(beta1='1'), 'beta1=1: expected a number'), (dict(data=1), 'data=1: expected text'),
+    (dict(beta1='b'), 'beta1=b: expected a number'), (dict(data=1), 'data=1: expected text'),
+    (dict(seed=np.float32(0.5)), 'seed=0.5'), (dict(seed=np.arange(2)), 'seed=.0 1.: expected'),
     (dict(device='tpu'), 'one of auto, cpu'), (dict(batch_size=0), 'batch_size=0: expected 1')])
 def test_values_from_python_and_from_a_saved_file_are_checked(
     wrong: dict[str, Any], words: str
 ) -> None:
-    TrainConfig(beta1=0, text=None)  # a whole number is a number, None what it may be
     with pytest.raises(UserError, match=words):
         TrainConfig(**wrong)
     saved = {'compile': 'False', 'warmup': 0, 'stop_step': None}
@@ -100,6 +102,17 @@ def test_values_from_python_and_from_a_saved_file_are_checked(
                         ({'seed': True}, 'a whole number'), ({'data': 5}, 'expected text')):
         with pytest.raises(UserError, match=says):
             check_values(value, 'config.json', TrainConfig)
+
+
+def test_values_from_python_become_pythons_own() -> None:
+    """NumPy's numbers, for example, which JSON cannot hold."""
+    given = dict(size='nano', n_layer=np.int64(3), rope_theta=5, init_std=np.float32(0.1),
+                 exact_update=np.True_, attn_steps='2', d_mlp=None)
+    cfg = ModelConfig(**given)
+    assert {name: getattr(cfg, name) for name in given} == dict(
+        size='nano', n_layer=3, rope_theta=5.0, init_std=0.1, exact_update=True, attn_steps=2,
+        d_mlp=86)
+    assert ModelConfig(**json.loads(json.dumps(vars(cfg)))) == cfg
 
 
 @pytest.mark.parametrize('model', MODEL_FILES)
