@@ -424,6 +424,9 @@ def prepare(o: PrepareConfig) -> None:
             os.mkdir(partial_folder)
             meta = write_folder(o, source, partial_folder)
             os.replace(partial_folder, os.path.join(parent, name))
+        except OSError as error:
+            error.filename = error.filename or o.out_dir  # writing to a full disk names no file
+            raise
         finally:
             shutil.rmtree(partial_folder, ignore_errors=True)
     for split, content in meta['splits'].items():

@@ -109,13 +109,13 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
                       **vars(cfg))
         for source in CODE:
             code = (ROOT / source).read_text(encoding='utf-8')
-            (path / Path(source).name).write_text(to_relative_imports(code), encoding='utf-8')
+            write_atomic(f'{path}/{Path(source).name}', to_relative_imports(code).encode())
     weights = {name: w.contiguous() for name, w in weights.items()}
     write_atomic(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
     card = CARD.format(remote='' if plain else ', trust_remote_code=True',
                        no_remote='' if plain else ', trust_remote_code=False',
                        words=LLAMA_WORDS if plain else REMOTE_WORDS, **state['data'])
-    (path / 'README.md').write_text(card, encoding='utf-8')
+    write_atomic(f'{path}/README.md', card.encode())
     bos = write_tokenizer(path, state)
     ids = dict(bos_token_id=bos, eos_token_id=bos, pad_token_id=bos)  # BOS ends a document, too
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
@@ -149,7 +149,7 @@ def to_relative_imports(code: str) -> str:
 
 
 def write_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+    write_atomic(str(path), json.dumps(values, indent=2).encode() + b'\n')
 
 
 # Tokenizers
