@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, check_types, command_line, fail, in_range, read_options, require
+from configurator import build, command_line, convert_types, fail, in_range, read_options, require
 from nanocem.decode import generate
 from nanocem.files import on_terminal, read_text_file, say
 from nanocem.runs import load_run
@@ -35,7 +35,7 @@ class SampleConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
-        check_types(self)
+        convert_types(self)
         in_range(self, 1, 10**6, 'tokens num_samples top_k attn_steps mlp_steps')
         in_range(self, 0, 2**63 - 1, 'seed')
         if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
@@ -73,6 +73,7 @@ def main(argv: list[str]) -> None:
         prompts = read_text_file(cfg.prompts, 'prompts=').splitlines()
         require(bool(prompts), f'prompts={cfg.prompts} is empty')
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
+    in_range(cfg, 1, model.cfg.vocab_size, 'top_k')
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     for prompt in prompts:
         say(sample_text(model, tokenizer_of(state), prompt, cfg.tokens, cfg.temperature, cfg.top_k,

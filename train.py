@@ -14,11 +14,11 @@ import contextlib
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import UserError, build, check_types, command_line, fail, in_range, read_options
+from configurator import UserError, build, command_line, convert_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import compute, fast, runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.files import say, to_json, write_atomic
 from nanocem.muon import make_optimizers
-from nanocem.runs import Schedule, perplexity
+from nanocem.runs import perplexity
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer
 from nanocem.world import Distributed, divide_batch, find_device, read_environment, report_errors
 from prepare_slimpajama import find_data
@@ -79,14 +79,13 @@ class TrainConfig:
     attn_impl: Literal['auto', 'readable', 'sdpa', 'triton'] = 'auto'  # see nanocem/fast.py
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     activation_checkpointing: bool = False  # recompute activations in the backward pass
-    deterministic: bool = False  # refuse GPU operations whose results vary between runs
     timeout_minutes: float = 10.0  # how long a process waits for the others
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
     sample_interval: int | None = None  # steps between samples of text; default: only at the end
     sample_tokens: int = 400  # length of a sample; 0: no sample
 
     def __post_init__(self) -> None:
-        check_types(self)
+        convert_types(self)
         in_range(self, 1, 10**6, 'batch_size micro_batch_size keep_checkpoints stop_step')
         in_range(self, 1, 10**6, 'eval_interval log_interval checkpoint_interval sample_interval')
         in_range(self, 1, 10**15, 'tokens eval_tokens test_tokens')
@@ -101,6 +100,17 @@ RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_l
           'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 
 
+def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
+    """Return the learning rate of step 0, 1, ..., steps - 1: a linear warm-up to the peak, then a
+    cosine down to the fraction final_lr of it."""
+    warmup_steps = round(cfg.warmup * steps)
+    if step < warmup_steps:
+        return cfg.learning_rate * ((step + 1) / warmup_steps)
+    progress = (step - warmup_steps) / max(1, steps - 1 - warmup_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2  # from 1 to 0
+    return cfg.learning_rate * (cfg.final_lr + (1 - cfg.final_lr) * cosine)
+
+
 class Trainer:
     """One training run: __init__ makes what it needs, `train` is the loop."""
     def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: Distributed):
@@ -110,8 +120,7 @@ class Trainer:
         vocab_size = read_meta(cfg.data)['vocab_size']
         self.model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **options})
         if self.model_cfg.vocab_size < vocab_size:
-            fail(f'vocab_size={self.model_cfg.vocab_size} is smaller than the vocabulary of '
-                 f'{cfg.data}, {vocab_size}')
+            fail(f'vocab_size={self.model_cfg.vocab_size}: {cfg.data} needs {vocab_size} or more')
         length = self.model_cfg.context_length
         self.data = {split: TokenDataset(cfg.data, split, length, vocab_size)
                      for split in ('train', 'val', 'test')}
@@ -124,10 +133,7 @@ class Trainer:
             llama_params = Transformer(self.model_cfg.llama()).num_params()
         self.tokens_per_step = cfg.batch_size * length
         tokens = cfg.tokens or cfg.tokens_per_param * llama_params
-        steps = math.ceil(tokens / self.tokens_per_step)
-        warmup = round(cfg.warmup * steps)
-        self.schedule = Schedule(steps, warmup, cfg.learning_rate, cfg.final_lr,
-                                 share=0.0 if warmup else 1.0)
+        self.max_steps = math.ceil(tokens / self.tokens_per_step)
 
         # The model
         torch.manual_seed(cfg.seed)
@@ -137,10 +143,7 @@ class Trainer:
         self.flops_per_token = compute.flops_per_token(self.raw_model)
 
         # Precision, compiler, optimizers, processes
-        if cfg.deterministic:
-            os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
-            torch.use_deterministic_algorithms(True)
-        flops = steps * self.tokens_per_step * self.flops_per_token
+        flops = self.max_steps * self.tokens_per_step * self.flops_per_token
         self.dtype, compiled, reason = world.run_on_rank0(
             compute.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
@@ -167,6 +170,7 @@ class Trainer:
         self.last_logged = 0  # step of the last line of the log
         self.train_time = 0.0  # seconds spent in steps since then
         self.log: runs.Log | None = None  # only on rank 0
+        self.tokenizer: Any = None  # only on rank 0, and None there if the data has none
         self.bar = tqdm(disable=True)
 
     def identity(self) -> dict[str, Any]:
@@ -181,7 +185,7 @@ class Trainer:
         state = None
         if resume:
             state = world.run_on_rank0(runs.resumed_state, cfg.out_dir, self.identity())
-        if state is None:
+        if state is None:  # a new run, or one that stopped before its first checkpoint
             if cfg.init_from != 'scratch':
                 source = world.run_on_rank0(runs.read_run, cfg.init_from)
                 runs.load_weights(self.raw_model, source, self.identity(), cfg.init_from)
@@ -193,16 +197,9 @@ class Trainer:
         self.skipped, self.consecutive_skips = state['skipped'], state['consecutive_skips']
         self.best = state['best']
         self.start_time -= state['seconds']
-        steps = self.schedule.steps
-        self.schedule = Schedule(**state['schedule'])
-        if steps < self.step:
-            fail(f'tokens={steps * self.tokens_per_step}: the run in {cfg.out_dir} has seen '
-                 f'{self.step * self.tokens_per_step} already')
-        if steps != self.schedule.steps:
-            old_steps = self.schedule.steps
-            self.schedule = self.schedule.extended(steps, self.step)
-            self.report(f'{steps:,} steps instead of {old_steps:,}: the learning rate continues '
-                        f'from {self.schedule.share * cfg.learning_rate:.2e}')
+        if self.max_steps < self.step:
+            fail(f'tokens={self.max_steps * self.tokens_per_step}: the run in {cfg.out_dir} has '
+                 f'seen {self.step * self.tokens_per_step} already')
 
     def checkpoint(self, best: bool = False) -> None:
         """Write the state after self.step steps."""
@@ -213,7 +210,7 @@ class Trainer:
             'optimizers': [optimizer.state_dict() for optimizer in self.optimizers],
             'step': self.step, 'seconds': time.monotonic() - self.start_time, 'best': self.best,
             'skipped': self.skipped, 'consecutive_skips': self.consecutive_skips,
-            'schedule': asdict(self.schedule), 'data_dir': self.cfg.data, **self.identity()}
+            'data_dir': self.cfg.data, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
 
     def batch(self, split: str, ids: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -229,9 +226,10 @@ class Trainer:
         cfg, world = self.cfg, self.world
 
         # Set the learning rate of this step
+        self.lr = learning_rate(cfg, self.step, self.max_steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group['lr'] = self.schedule(self.step)
+                group['lr'] = self.lr
 
         # Take this process's share of the global batch: (grad_accum_steps, micro_batch_size) ids
         batch = self.order(self.step).reshape(world.size, -1, self.micro_batch_size)[world.rank]
@@ -263,7 +261,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, split: str, max_tokens: int, token_bytes: Tensor | None = None) -> float:
         """Return the mean loss over at most `max_tokens` tokens of a split, the same evenly spaced
-        sequences every time. With token_bytes, the number of bytes of each token, return bits per
+        sequences every time. With token_bytes, the number of bytes of each token, return nats per
         byte instead; tokens without bytes, such as BOS, are left out."""
         data, world, size = self.data[split], self.world, self.micro_batch_size
         ids = evenly_spaced(len(data), max_tokens // data.length)
@@ -274,7 +272,7 @@ class Trainer:
             x, y = self.batch(split, local_ids[i:i + size])
             n_tokens = n_units = y.numel()
             if token_bytes is not None:
-                n_bytes = token_bytes[y]
+                n_bytes = token_bytes.to(y.device)[y]
                 y = y.masked_fill(n_bytes == 0, compute.NO_TARGET)
                 n_tokens, n_units = int((n_bytes > 0).sum()), int(n_bytes.sum())
             # Run a smaller last batch uncompiled: it is not worth a compilation
@@ -284,20 +282,25 @@ class Trainer:
             sums += torch.tensor([float(loss) * n_tokens if n_tokens else 0.0, n_units])
         self.raw_model.train()
         nats, units = world.sum(sums).tolist()
-        return nats / units / (1 if token_bytes is None else math.log(2))
+        return nats / units
+
+    def token_bytes(self) -> Tensor | None:
+        """Return the number of bytes of each token (vocab_size,); None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        token_bytes = self.tokenizer.token_bytes()
+        return F.pad(token_bytes, (0, self.model_cfg.vocab_size - len(token_bytes)))
 
     def bits_per_byte(self, split: str, max_tokens: int) -> float | None:
-        """Return the bits per byte of a split; None if the data's tokenizer cannot be loaded."""
-        try:
-            token_bytes = load_tokenizer(self.cfg.data).token_bytes()
-        except UserError:
+        """Return the bits per byte of a split; None without a tokenizer."""
+        token_bytes = self.world.run_on_rank0(self.token_bytes)
+        if token_bytes is None:
             return None
-        token_bytes = F.pad(token_bytes, (0, self.model_cfg.vocab_size - len(token_bytes)))
-        return self.evaluate(split, max_tokens, token_bytes.to(self.world.device))
+        return self.evaluate(split, max_tokens, token_bytes) / math.log(2)
 
     def train(self, signals: runs.Signals) -> int:
         """Train until the last step or a stop. Returns the exit code: 0, or STOPPED."""
-        cfg, max_steps = self.cfg, self.schedule.steps
+        cfg, max_steps = self.cfg, self.max_steps
         stop_reason = self.stop_reason(signals)
         while self.step < max_steps and not stop_reason:
             # Take one optimizer step, and time it
@@ -305,7 +308,7 @@ class Trainer:
             self.loss, self.grad_norm = self.train_step()
             self.train_time += time.monotonic() - t0
             self.step += 1
-            self.check_numbers()
+            self.count_skips()
             self.measure_speed()
             last = self.step == max_steps
             # Log the training loss and the speed
@@ -328,7 +331,7 @@ class Trainer:
         self.finish()
         return 0
 
-    def check_numbers(self) -> None:
+    def count_skips(self) -> None:
         """Report a skipped step. UserError after too many consecutive ones."""
         if math.isfinite(self.loss) and math.isfinite(self.grad_norm):
             self.consecutive_skips = 0
@@ -354,15 +357,14 @@ class Trainer:
         """Write the training loss and the speed to the log."""
         if self.world.rank == 0:
             self.log(self.step, tokens=self.step * self.tokens_per_step, loss=self.loss,
-                     lr=self.schedule(self.step - 1), grad_norm=self.grad_norm,
-                     tokens_per_s=self.tokens_per_s, mfu=self.mfu,
-                     memory_gb=torch.cuda.max_memory_allocated() / 1e9, skipped=self.skipped,
-                     seconds=time.monotonic() - self.start_time)
+                     lr=self.lr, grad_norm=self.grad_norm, tokens_per_s=self.tokens_per_s,
+                     mfu=self.mfu, memory_gb=torch.cuda.max_memory_allocated() / 1e9,
+                     skipped=self.skipped, seconds=time.monotonic() - self.start_time)
         self.last_logged, self.train_time = self.step, 0.0
 
     def validate(self) -> None:
         """Evaluate on the validation split, report, and write best.pt if the loss is the lowest."""
-        steps = self.schedule.steps
+        steps = self.max_steps
         self.val_loss = self.evaluate('val', self.cfg.eval_tokens)
         seconds = round((steps - self.step) * self.tokens_per_step / self.tokens_per_s)
         mfu = '' if self.mfu is None else f'MFU {self.mfu:.1%} | '
@@ -392,15 +394,16 @@ class Trainer:
                 self.log(self.step, **values)
 
     def open_folder(self) -> None:
-        """Write config.json, open the log, and print what the run will do."""
-        cfg, steps, n_sequences = self.cfg, self.schedule.steps, len(self.data['train'])
+        """Write config.json, load the tokenizer, open the log, and print what the run will do."""
+        cfg, steps, n_sequences = self.cfg, self.max_steps, len(self.data['train'])
         config = {'train': asdict(cfg), 'model': asdict(self.model_cfg)}
         write_atomic(f'{cfg.out_dir}/config.json', to_json(config, indent=1))
-        model_file = os.path.join(cfg.data, MODEL_FILE)
-        if os.path.exists(model_file):  # the run can be sampled and exported without its data
-            with contextlib.suppress(UserError):  # do not replace the right one by a changed one
-                load_tokenizer(cfg.data)
-                shutil.copyfile(model_file, os.path.join(cfg.out_dir, MODEL_FILE))
+        try:
+            self.tokenizer = load_tokenizer(cfg.data)
+            if self.tokenizer.path:  # the run can be sampled and exported without its data
+                write_atomic(f'{cfg.out_dir}/{MODEL_FILE}', Path(self.tokenizer.path).read_bytes())
+        except UserError as error:
+            say(f'WARNING: {error}; the run goes on, without samples and bits per byte')
         self.log = runs.Log(cfg.out_dir, self.step, cfg.tensorboard)
         epochs = steps * cfg.batch_size / n_sequences
         say(f'{cfg.out_dir}: {self.raw_model.num_params():,} parameters, {steps:,} steps of '
@@ -414,15 +417,15 @@ class Trainer:
     def sample(self) -> None:
         """Print a text of the model, and write it to the log."""
         cfg = self.cfg
-        if self.world.rank != 0 or not cfg.sample_tokens:
+        if self.tokenizer is None or not cfg.sample_tokens:
             return
         self.raw_model.eval()
         try:
             with compute.eager():
-                text = sample_text(self.raw_model, load_tokenizer(cfg.data), prompt='',
+                text = sample_text(self.raw_model, self.tokenizer, prompt='',
                                    tokens=cfg.sample_tokens, temperature=0.8, top_k=None,
                                    seed=cfg.seed)
-        except UserError as error:  # a missing tokenizer, for example, is no reason to end a run
+        except UserError as error:  # logits that are not finite, for example, do not end a run
             text = f'No sample: {error}'
         self.raw_model.train()
         self.report(text, sample=text)
@@ -484,10 +487,9 @@ def main(argv: list[str]) -> int:
 
         # Train, unless the run is finished
         trainer.restore(resume)
-        steps = trainer.schedule.steps
-        if resume and world.run_on_rank0(runs.is_finished, out_dir, steps):
-            trainer.report(f'{out_dir} is finished after {steps:,} steps: a larger --tokens trains '
-                           'on, evaluate.py evaluates it')
+        if resume and world.run_on_rank0(runs.is_finished, out_dir, trainer.max_steps):
+            trainer.report(f'{out_dir} is finished after {trainer.max_steps:,} steps: a larger '
+                           '--tokens trains on, evaluate.py evaluates it')
         else:
             world.run_on_rank0(trainer.open_folder)
             code = trainer.train(signals)

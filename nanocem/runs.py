@@ -1,4 +1,4 @@
-"""Run folders: options, checkpoints, the learning rate, the log, and signals to stop."""
+"""Run folders: options, checkpoints, the log, and signals to stop."""
 import contextlib
 import glob
 import io
@@ -9,12 +9,12 @@ import shlex
 import signal
 import zipfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 
-from configurator import UserError, build, check_values, fail, merge
+from configurator import UserError, build, check_values, fail, merge, require
 from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
@@ -100,19 +100,29 @@ def new_options(given: dict[str, Any]) -> dict[str, Any]:
         fail(f'tokenizer={given["tokenizer"]} is for --text=FILE: data has its own')
     origin = given.get('init_from', 'scratch')
     source = {} if origin == 'scratch' else read_run(origin)['model_config']
-    if source and given.get('size', source['size']) != source['size']:
-        fail(f'init_from={origin} is of another size: {source["size"]} (now {given["size"]})')
+    for name in ('size', 'attn', 'mlp'):
+        if source and given.get(name, source[name]) != source[name]:
+            fail(f'init_from={origin} is of another {name}: {source[name]} (now {given[name]})')
     return merge(source, given)
 
 
 def resumed_options(out_dir: str, given: dict[str, Any], cls: type) -> dict[str, Any]:
     """Return the saved options of the run in `out_dir`, overridden by `given`. Options that this
-    version no longer has are left out. UserError if there is no run or a value is not valid."""
+    version no longer has are left out. UserError if there is no run, a value is not valid, or
+    `given` asks for other data, which is then not prepared."""
     config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir}')
-    known = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
+    fields = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
     saved = {**config['train'], **upgrade_config(config['model'])}
-    saved = check_values({k: v for k, v in saved.items() if k in known},
+    saved = check_values({k: v for k, v in saved.items() if k in fields},
                          f'{out_dir}/config.json', cls, ModelConfig)
+    given = dict(given)
+    for name in ('data', 'text', 'tokenizer'):
+        before, now = saved.get(name), given.get(name)
+        if now is None or (before and os.path.realpath(now) == os.path.realpath(before)):
+            given.pop(name, None)
+        elif name != 'data' or not os.path.isdir(now):  # the data may have moved
+            fail(f'{name}={now}: the run in {out_dir} has {name}={before}, and a resumed run keeps '
+                 'its data; another --out_dir starts a new run')
     return {**merge({**saved, 'stop_step': None}, given), 'init_from': saved['init_from']}
 
 
@@ -134,25 +144,6 @@ def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
             if saved.get(kind) == 'llama':
                 saved[f'{kind}_reuse'] = saved.pop(f'{kind}_steps', 1)
     return saved
-
-
-def upgrade_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
-    """Translate a checkpoint that an earlier version saved. UserError from upgrade_config."""
-    state = {**state, 'model_config': upgrade_config(state['model_config'])}
-    if 'optimizer' in state:  # AdamW's state, or a dict of those of AdamW and Muon
-        optimizer, health, schedule = (state.pop(k) for k in ('optimizer', 'health', 'schedule'))
-        muon = 'muon' in optimizer
-        state['optimizers'] = [optimizer['adamw'], optimizer['muon']] if muon else [optimizer]
-        state['skipped'] = health['skipped']
-        state['consecutive_skips'] = health['in_a_row']
-        # schedule['start'] was the step at which the cosine began: the end of the warm-up, or a
-        # later step if the length of the run had changed
-        if schedule['start'] == schedule['warmup']:
-            schedule |= dict(start=0, share=0.0 if schedule['warmup'] else 1.0)
-        else:
-            schedule['warmup'] = 0
-        state['schedule'] = schedule
-    return state
 
 
 def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
@@ -200,8 +191,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         if missing := (CHECKPOINT_KEYS - state.keys()
                        or set(TOKENIZER_KEYS) - state['data'].keys()):
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-        state = upgrade_checkpoint(state)
-        cfg = build(ModelConfig, state['model_config'])
+        cfg = build(ModelConfig, upgrade_config(state['model_config']))
         if cfg.n_layer > len(state['model']):
             raise ValueError('its weights are not of its model_config')
         with torch.device('meta'):  # compare names and shapes before memory is used for them
@@ -210,8 +200,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             Transformer(cfg).load_state_dict(dict(state['model']), assign=True)
         return {**state, 'model_config': asdict(cfg)}
     except Exception as error:  # a damaged file can fail in any way
-        words = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f'{path} is damaged ({words})') from None
+        reason = ' '.join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f'{path} is damaged ({reason})') from None
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
@@ -232,9 +222,11 @@ def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[st
     """Read a checkpoint. `path` is a run's folder, a checkpoint file, or a folder that evaluate.py
     --export wrote. In a run's folder 'best' is the last one if there is no best.pt. UserError if
     there is none."""
-    if os.path.basename(path) == hf.WEIGHTS_FILE:
-        path = os.path.dirname(path) or '.'
-    if os.path.isfile(path) or os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE)):
+    exported = os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE))
+    if exported or os.path.isfile(path):
+        require(exported or path.endswith('.pt'),
+                f'{path}: expected the folder of a run or an export, or a checkpoint (.pt)')
+        require(checkpoint == 'best', f'checkpoint={checkpoint}: {path} holds a single checkpoint')
         return read_checkpoint(path)
     best = os.path.join(path, 'best.pt')
     if checkpoint == 'best' and os.path.exists(best):
@@ -251,10 +243,12 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
             fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
+    new_run = (f'--init_from={shlex.quote(out_dir)} with another --out_dir starts a new run from '
+               'its weights')
+    require('optimizers' in state, f'an earlier version began the run in {out_dir}: {new_run}')
     for part in ('model_config', 'data', 'recipe'):
         if different := changed_fields(state[part], now[part]):
-            fail(f'the checkpoint in {out_dir} is of another {part}: {different}; --init_from='
-                 f'{shlex.quote(out_dir)} with another --out_dir starts a new run from its weights')
+            fail(f'the checkpoint in {out_dir} is of another {part}: {different}; {new_run}')
     for path in checkpoints(out_dir):
         if os.path.basename(path) > f'step_{state["step"]:08d}.pt':
             os.replace(path, f'{path}.damaged')  # or save_checkpoint would keep it as a later one
@@ -286,49 +280,12 @@ def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
     return model.to(find_device(device)).eval(), state
 
 
-# The learning rate
-
-@dataclass
-class Schedule:
-    """The learning rate: from step `start` a linear warm-up, then a cosine down to final * peak at
-    the last step. The warm-up, or without one the cosine, starts from share * peak."""
-    steps: int
-    warmup: int  # steps
-    peak: float
-    final: float
-    start: int = 0
-    share: float = 0.0
-
-    def __call__(self, step: int) -> float:
-        """Return the learning rate of step 0, 1, ..., steps - 1."""
-        return self.peak * self.share_at(step)
-
-    def share_at(self, step: int) -> float:
-        """Return the learning rate as a fraction of the peak."""
-        done = step - self.start
-        if done < self.warmup:
-            return self.share + (1 - self.share) * (done + 1) / self.warmup
-        top = 1.0 if self.warmup else self.share
-        cosine_steps = self.steps - 1 - self.start - self.warmup
-        progress = min(1.0, (done - self.warmup) / max(1, cosine_steps))
-        return self.final + (top - self.final) * (1 + math.cos(math.pi * progress)) / 2
-
-    def extended(self, steps: int, step: int) -> 'Schedule':
-        """Return a schedule of another length that continues, after `step` steps, from the rate
-        reached. Within the warm-up, the same fraction of the remaining steps is warm-up."""
-        if step >= self.start + self.warmup:  # a finished run keeps its last rate
-            return replace(self, steps=steps, warmup=0, start=step, share=self.share_at(step))
-        fraction = self.warmup / (self.steps - self.start)
-        warmup = max(1, round(fraction * (steps - step)))
-        return replace(self, steps=steps, warmup=warmup, start=step, share=self.share_at(step - 1))
-
+# Log and signals
 
 def perplexity(loss: float) -> float:
     """Return exp(loss), finite for every finite loss."""
     return math.exp(min(loss, 700.0))
 
-
-# Log and signals
 
 class Log:
     """log.jsonl and TensorBoard, with the same numbers. If they cannot be written, one warning says

@@ -41,8 +41,8 @@ class Distributed:
         try:
             store, _, _ = next(rendezvous('env://', self.rank, self.size, timeout=timeout))
         except (RuntimeError, ValueError) as error:  # ValueError: no address in the environment
-            words = str(error).partition('\n')[0]
-            fail(f'process {self.rank} of {self.size} finds no others: {words}; torchrun starts '
+            reason = str(error).partition('\n')[0]
+            fail(f'process {self.rank} of {self.size} finds no others: {reason}; torchrun starts '
                  'them', everywhere=True)
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
             # On one machine torchrun keeps its store when it restarts the processes. The prefix
@@ -135,8 +135,8 @@ def report_errors(world: Distributed) -> Iterator[None]:
         yield
     except BaseException as raised:
         error = explain(raised, world)
-        known = isinstance(error, (UserError, OSError, KeyboardInterrupt))
-        if known and world.local_rank > 0 and not getattr(error, 'everywhere', False):
+        in_one_line = isinstance(error, (UserError, OSError, KeyboardInterrupt))
+        if in_one_line and world.local_rank > 0 and not getattr(error, 'everywhere', False):
             error = SystemExit(1)
         if not (dist.is_initialized() and dist.get_backend() == 'nccl'):
             if error is raised:
@@ -144,19 +144,20 @@ def report_errors(world: Distributed) -> Iterator[None]:
             raise error from None
         # NCCL's destructor can deadlock with the other processes: exit without it
         if not isinstance(error, SystemExit):
-            line = error_line(error) if known else traceback.format_exc()
-            print(line, file=sys.stderr, flush=True)
+            message = error_line(error) if in_one_line else traceback.format_exc()
+            print(message, file=sys.stderr, flush=True)
         os._exit(1)
 
 
 def explain(error: BaseException, world: Distributed) -> BaseException:
     """Return a UserError if memory ran out or processes are lost, any other error as it is."""
-    words = str(error).partition('\n')[0]
+    reason = str(error).partition('\n')[0]
     no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if no_memory or (isinstance(error, RuntimeError) and 'allocate memory' in words):
+    if no_memory or (isinstance(error, RuntimeError) and 'allocate memory' in reason):
         return UserError('out of memory: halve micro_batch_size, or set --activation_checkpointing '
-                         f'({words})', everywhere=True)
+                         f'({reason})', everywhere=True)
     if isinstance(error, RuntimeError) and dist.is_initialized():
-        return UserError(f'process {world.rank} of {world.size} failed or lost the others: {words};'
-                         ' once all can run again, go on with --init_from=resume', everywhere=True)
+        return UserError(f'process {world.rank} of {world.size} failed or lost the others: '
+                         f'{reason}; once all can run again, go on with --init_from=resume',
+                         everywhere=True)
     return error

@@ -1,5 +1,4 @@
 """A run that goes on is the run it was, or it is refused; two processes never share a folder."""
-import itertools
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from running import BATCH, RESUME, Run, losses, make_trainer, result, same, step
 import train
 from configurator import UserError
 from nanocem import runs
-from nanocem.runs import Schedule, checkpoints, read_checkpoint, resumed_state
+from nanocem.runs import checkpoints, read_checkpoint, resumed_state
 from train import RECIPE
 
 
@@ -93,45 +92,24 @@ def test_what_would_bend_a_run_is_refused_by_name(
 
 # Another length
 
-def test_another_length_goes_on_from_the_rate_reached_without_a_jump() -> None:
-    first = Schedule(steps=100, warmup=10, peak=1.0, final=0.1)
-    for at, steps_now in ((40, 200), (40, 60), (100, 150), (3, 300), (3, 20), (8, 9)):
-        then = first.extended(steps_now, at)
-        rates = [then(step) for step in range(at, steps_now)]
-        warmup = round(0.1 * (steps_now - at)) if at < 10 else 0
-        if at < 10:  # a new warm-up, of the same fraction
-            assert first(at - 1) < rates[0] and max(rates) == rates[max(1, warmup) - 1] == 1
-        else:
-            assert rates[0] == pytest.approx(first(min(at, 99)))
-            assert max(abs(b - a) for a, b in itertools.pairwise(rates)) < 0.1
-        assert rates[-1] == pytest.approx(0.1) or len(rates) == 1
-        after = rates[max(0, warmup - 1):]
-        assert after == sorted(after, reverse=True)
-    again = first.extended(200, 40).extended(300, 90)
-    assert again(90) == pytest.approx(first.extended(200, 40)(90))
-    assert Schedule(9, 3, 0.0, 0.1).extended(20, 5)(6) == 0  # at a peak of 0
-
-
-def test_a_checkpoint_of_an_earlier_version_is_translated() -> None:
-    """One of MuonAndAdamW, with the health of losses and a schedule from the end of its warm-up."""
+def test_the_model_config_of_an_earlier_version_is_translated() -> None:
     model = dict(size='256m', n_layer=14, extra_layers=2, attn='llama', mlp='cem', attn_steps=3,
                  mlp_steps=2, norm_eps=1e-5)
-    old = dict(model_config=model, optimizer=dict(muon={'m': 1}, adamw={'a': 1}),
-               health=dict(recent=[], skipped=4, in_a_row=2),
-               schedule=dict(steps=100, warmup=10, peak=2.0, final=0.1, start=10, share=1.0))
-    state = runs.upgrade_checkpoint(old)
-    assert state['optimizers'] == [{'a': 1}, {'m': 1}]
-    assert (state['skipped'], state['consecutive_skips']) == (4, 2)
-    assert Schedule(**state['schedule']) == Schedule(100, 10, 2.0, 0.1)
-    assert state['model_config'] == dict(size='256m_cem', n_layer=16, attn='llama', mlp='cem',
-                                         attn_reuse=3, mlp_steps=2)
-    extended = {**old, 'optimizer': {'a': 1}, 'schedule': {**old['schedule'], 'start': 40,
-                                                           'share': 0.5}}
-    state = runs.upgrade_checkpoint(extended)
-    assert state['optimizers'] == [{'a': 1}]
-    assert Schedule(**state['schedule'])(40) == 1.0  # half of the peak
+    assert runs.upgrade_config(model) == dict(size='256m_cem', n_layer=16, attn='llama', mlp='cem',
+                                              attn_reuse=3, mlp_steps=2)
     with pytest.raises(UserError, match='norm_eps is not an option any more'):
         runs.upgrade_config({**model, 'norm_eps': 1e-6})
+
+
+def test_a_run_that_an_earlier_version_began_is_not_resumed(
+    halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out = copied(halves[1], tmp_path)
+    for path in out.glob('*.pt'):
+        state = read_checkpoint(str(path))
+        state['optimizer'] = state.pop('optimizers')
+        torch.save(state, path)
+    running.assert_one_line(resume(out), 'an earlier version began the run', '--init_from=')
 
 
 def test_a_finished_run_is_left_as_it_is_or_trained_on(
@@ -146,10 +124,11 @@ def test_a_finished_run_is_left_as_it_is_or_trained_on(
     path = checkpoints(str(out))[-1]
     torch.save({**read_checkpoint(path), 'seconds': 1000.0}, path)
     longer = resume(out, steps(15))
-    assert longer.codes == [0] and '15 steps instead of 12' in longer.text, longer.text
+    assert longer.codes == [0] and 'resuming after step 12' in longer.text, longer.text
     assert losses(out)[:12] == losses(halves[0]) and len(losses(out)) == 15
     rates = [line['lr'] for line in running.log(out) if 'lr' in line]
-    assert rates[11:] == pytest.approx([8e-4] * 4)
+    cfg = train.TrainConfig(learning_rate=8e-3)
+    assert rates[12:] == [train.learning_rate(cfg, step, steps=15) for step in (12, 13, 14)]
     assert result(out)['tokens'] == 15 * BATCH * running.LENGTH
     assert json.loads((out / 'result.json').read_text())['seconds'] > 1000
     shorter = resume(out, steps(5))

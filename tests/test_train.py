@@ -39,9 +39,9 @@ from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import compute, runs
 from nanocem.data import TokenDataset
-from nanocem.runs import Schedule, Signals, checkpoints, read_checkpoint
+from nanocem.runs import Signals, checkpoints, read_checkpoint
 from nanocem.world import Distributed, divide_batch, read_environment, report_errors
-from train import TrainConfig
+from train import TrainConfig, learning_rate
 
 CPU = torch.device('cpu')
 
@@ -49,12 +49,11 @@ CPU = torch.device('cpu')
 # What training computes
 
 def test_schedule_and_budget_are_the_papers(data: Path, tmp_path: Path) -> None:
-    schedule = Schedule(steps=1000, warmup=50, peak=2e-3, final=0.1)
-    rates = [schedule(step) for step in range(1000)]
+    rates = [learning_rate(TrainConfig(), step, steps=1000) for step in range(1000)]
     assert rates[0] == 2e-3 / 50 and rates[49] == 2e-3 == max(rates)
     assert rates[-1] == pytest.approx(2e-4)
     assert rates[525] == pytest.approx(1.1e-3, rel=1e-2)  # half way down the cosine
-    assert Schedule(1, 0, 2e-3, 0.1, share=1.0)(0) == 2e-3
+    assert learning_rate(TrainConfig(), 0, steps=1) == 2e-3
     expected = {'86m': 6590, '108m': 8244, '134m': 10_232, '162m': 12_422}
     for size, n in expected.items():
         with torch.device('meta'):
@@ -62,7 +61,7 @@ def test_schedule_and_budget_are_the_papers(data: Path, tmp_path: Path) -> None:
         assert math.ceil(20 * params / (128 * 2048)) == n
     trainer = make_trainer(data, tmp_path)
     tokens = 20 * Transformer(trainer.model_cfg.llama()).num_params()
-    assert trainer.schedule.steps == math.ceil(tokens / (BATCH * running.LENGTH))
+    assert trainer.max_steps == math.ceil(tokens / (BATCH * running.LENGTH))
 
 
 def test_decay_on_matrices_only_and_optimizer_as_the_paper(data: Path, tmp_path: Path) -> None:
@@ -160,16 +159,21 @@ def test_micro_batches_divide_each_processs_share() -> None:
 
 # What it says
 
-def test_a_data_folder_without_its_tokenizer_costs_the_samples_alone(tmp_path: Path) -> None:
-    data = running.write_data(tmp_path / 'data')
-    trainer = make_trainer(data, tmp_path, sample_tokens=3)
-    said: list[str] = []
-    trainer.report = lambda text, **values: said.append(text)
-    trainer.sample()  # 30 tokens are fewer than the tokenizer's
-    running.edit_meta(data, tokenizer='llama')
-    trainer.sample()
-    assert all(text.startswith('No sample: ') for text in said) and 'no token 256' in said[0]
-    assert 'no tokenizer llama' in said[1] and trainer.raw_model.training
+def test_data_without_its_tokenizer_trains_and_is_named_at_the_start(
+    data: Path, tmp_path: Path
+) -> None:
+    lacking = Path(shutil.copytree(data, tmp_path / 'lacking'))
+    running.edit_meta(lacking, tokenizer='sentencepiece')
+    (lacking / 'tokenizer.model').write_bytes(b'damaged')
+    for folder, said, bits in ((data, 'No sample: the model has no token 256', float),
+                               (lacking, 'tokenizer.model is not a SentencePiece model; the run '
+                                         'goes on, without samples and bits per byte', type(None))):
+        out = tmp_path / folder.name
+        run = Run(tmp_path, f'--data={folder}', f'--out_dir={out}/o', steps(2),
+                  '--sample_tokens=3').wait()
+        assert run.codes == [0] and said in run.text, run.text
+        assert isinstance(result(out / 'o')['test_bits_per_byte'], bits)
+    assert run.text.index('WARNING') < run.text.index('2 steps of')
 
 
 # Kill and go on
@@ -196,7 +200,7 @@ class Death:
 
 
 MOMENTS = {
-    'between steps': (train.Trainer, 'check_numbers'),
+    'between steps': (train.Trainer, 'count_skips'),
     'inside a step': (torch.nn.utils, 'clip_grad_norm_'),
     'before the update': (torch.optim.AdamW, 'step'),
     'while loading': (TokenDataset, 'batch'),
