@@ -6,12 +6,12 @@ Evaluate a trained model.
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              the energy along the steps of every CEM sublayer
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
-    python evaluate.py --compare out/a out/b   curves of runs on one picture, and a table of results
+    python evaluate.py --compare out/a out/b   a table of the results of finished runs
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables and pictures go into the run's folder: loss.md is about the test split, loss-book.txt.md
-about a text. --out_dir can also name an exported folder; its tables and pictures go into a folder
-in out/results, and those of --compare into out/results/compare.
+Tables and pictures go into the run's folder, under names that have every option: loss.md,
+loss-text=book.txt.md, energies-split=val.png. --out_dir can also name an exported folder; its
+tables and pictures go into a folder in out/results.
 """
 import io
 import math
@@ -29,17 +29,23 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, command_line, fail, in_range, read_options, require
+from configurator import build, command_line, convert_types, fail, in_range, read_options, require
 from model import CEMMLP, BaseAttention, CEMAttention, Transformer
 from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.data import TokenDataset, evenly_spaced
-from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
+from nanocem.files import read_json, read_text_file, say, table, write_atomic
 from nanocem.hf import export
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
-from nanocem.tokenizers import find_llama_model, load_tokenizer, make_tokenizer, tokenizer_of
+from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data
 
 Report = tuple[str, Figure | None]  # a Markdown table, and a picture or None
+
+# Options of each report, which are also in the names of its files
+DATA_OPTIONS = ('checkpoint', 'data', 'split', 'text', 'tokens', 'steps')
+OPTIONS = {'loss': DATA_OPTIONS, 'energies': DATA_OPTIONS,
+           'attention': ('attention', 'checkpoint', 'steps'),
+           'export': ('checkpoint', 'export', 'export_dtype')}
 
 
 @dataclass
@@ -54,12 +60,13 @@ class EvaluateConfig:
     steps: tuple[int, ...] = ()  # T of all CEM sublayers; energies, attention: the largest
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
-    compare: tuple[str, ...] = ()  # folders of runs; written --compare out/a out/b
+    compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
     export: str | None = None  # a new folder for the model in transformers' format
     export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of its weights
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
+        convert_types(self)
         require(self.attention != '', 'attention= is empty: expected a text')
         in_range(self, 1, 10**12, 'tokens')
         require(all(1 <= T <= 1000 for T in self.steps),
@@ -69,10 +76,10 @@ class EvaluateConfig:
 # The sequences
 
 def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, length: int,
-                   ) -> tuple[Tensor, int]:
-    """Return evenly spaced sequences (n, length + 1), at most cfg.tokens tokens, and how many
-    sequences the whole text or split has. In a text, each token but BOS is the target of one
-    sequence, and NO_TARGET pads the last sequence."""
+                   ) -> tuple[Tensor, bool]:
+    """Return evenly spaced sequences (n, length + 1), at most cfg.tokens tokens, and whether they
+    are the whole text or split. In a text, each token but BOS is the target of one sequence, and
+    NO_TARGET pads the last sequence."""
     if cfg.text is not None:
         ids = torch.tensor([tokenizer.bos, *tokenizer.encode(read_text_file(cfg.text, 'text='))])
         require(len(ids) > 1, f'text={cfg.text} is empty')
@@ -80,11 +87,11 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, l
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)
         chosen = evenly_spaced(len(sequences), cfg.tokens // length)
-        return sequences[chosen], len(sequences)
+        return sequences[chosen], len(chosen) == len(sequences)
     folder = find_data(cfg.data) if cfg.data else state['data_dir']
     require(bool(cfg.data) or os.path.exists(folder),
-            f'{folder}, which the model was trained on, is not here: --data=data/builtin makes '
-            "this Python's source, --text=FILE reads a text")
+            f'{folder}, which the model was trained on, is not here: --text=FILE evaluates on a '
+            'text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
     for name in ('tokenizer', 'tokenizer_sha256', 'vocab_size'):
         require(data.identity[name] == state['data'][name],
@@ -93,8 +100,9 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, l
     require(bool(cfg.data) or not changed_fields(state['data'], data.identity),
             f'the {cfg.split} split of {folder} has changed since the run was trained; '
             f'--data={shlex.quote(folder)} reads it as it is now')
-    x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
-    return torch.cat([x, y[:, -1:]], dim=1), len(data)
+    chosen = evenly_spaced(len(data), cfg.tokens // length)
+    x, y = data.batch(chosen)
+    return torch.cat([x, y[:, -1:]], dim=1), len(chosen) == len(data)
 
 
 def count_llama_tokens(sequences: Tensor, tokenizer: Any, folder: str) -> int | None:
@@ -149,7 +157,7 @@ def report_loss(model: Transformer, sequences: Tensor, token_bytes: Tensor,
     cfg = model.cfg
     trained = {T for kind, T in ((cfg.attn, cfg.attn_steps), (cfg.mlp, cfg.mlp_steps))
                if kind == 'cem'}
-    header = ['T', 'tokens', 'loss, nats a token', 'perplexity', 'bits a byte',
+    header = ['T', 'tokens', 'loss, nats a token', 'perplexity', 'bits per byte',
               *['perplexity a Llama token'] * bool(llama_tokens)]
     rows, losses = [], []
     for T in steps or (None,):
@@ -255,8 +263,8 @@ def attention_shift(maps: Tensor) -> Tensor:
 
 
 def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
-    """Report how much attention each step moves. The picture has layers down and heads across: the
-    maps of the first step, and below them what each further step changes."""
+    """Report how much attention each step moves. The picture has the maps: heads across, layers and
+    their steps down."""
     ids = [tokenizer.bos, *tokenizer.encode(text)]
     longest = model.cfg.context_length
     require(1 < len(ids) <= longest,
@@ -264,26 +272,17 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
     words = ['BOS', *(tokenizer.decode([i]) for i in ids[1:])]
     maps = attention_maps(model, torch.tensor([ids], device=model.embedding.device))
     T, K = maps[0].shape[:2]
-    title, largest = 'query down, key across; grey: square root of the weight', 1.0
-    if T > 1:
-        largest = max(float(layer.diff(dim=0).abs().max()) for layer in maps)
-        title += f'\nred, blue: more, less than a step before; full colour is {largest:.2g}'
     figure = Figure((1 + 1.3 * K, 0.5 + 1.4 * T * len(maps)), layout='constrained')
-    figure.suptitle(title, fontsize=7, wrap=True)
+    figure.suptitle('query down, key across; grey: square root of the weight', fontsize=7)
     panels = figure.subplots(T * len(maps), K, squeeze=False)
     for (row, k), axes in np.ndenumerate(panels):
         n, t = divmod(row, T)
-        if t == 0:
-            axes.imshow(maps[n][0, k].sqrt().numpy(), cmap='Greys', vmin=0, vmax=1)
-            axes.set_title(f'head {k + 1}', fontsize=7)
-        else:
-            change = maps[n][t, k] - maps[n][t - 1, k]
-            axes.imshow(change.numpy(), cmap='RdBu_r', vmin=-largest, vmax=largest)
-            shift = float(attention_shift(maps[n])[t - 1, k])
-            axes.set_title(f'{shift:.1%} moved', fontsize=7)
+        axes.imshow(maps[n][t, k].sqrt().numpy(), cmap='Greys', vmin=0, vmax=1)
         axes.set(xticks=[], yticks=[])
+        if row == 0:
+            axes.set_title(f'head {k + 1}', fontsize=7)
         if k == 0:
-            axes.set_ylabel(f'layer {n + 1}' + f'\nstep {t + 1}' * (T > 1), fontsize=7)
+            axes.set_ylabel(f'layer {n + 1}\nstep {t + 1}', fontsize=7)
             if len(words) <= 24:
                 axes.set_yticks(range(len(words)), words, fontsize=5, parse_math=False)
     if T == 1:
@@ -296,87 +295,79 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
 
 # Runs side by side
 
-def compare(folders: list[str]) -> Report:
-    """Report the results of runs, and draw their training losses against tokens and hours; a row of
-    panels for each data folder. UserError if a folder has no logged step."""
-    curves: dict[str, list[tuple[str, np.ndarray, np.ndarray]]] = {}  # of each data folder
-    names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte')
+def compare(folders: list[str]) -> str:
+    """Return a table of the results of runs. UserError if a folder has no run."""
+    names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte', 'seconds')
     rows = []
-    for folder in dict.fromkeys(folders):
+    for folder in folders:
         config = read_config(folder) or fail(f'{folder}: no run: no config.json that can be read')
-        log = [[line.get(name) for name in ('tokens', 'tokens_per_s', 'loss')]
-               for line in read_json_lines(f'{folder}/log.jsonl')]
-        log = [line for line in log if all(type(x) in (int, float) and x > 0 for x in line)]
-        tokens, rates, losses = np.array(log or fail(f'{folder}: no run: no logged step')).T
-        hours = np.cumsum(np.diff(tokens, prepend=0) / rates) / 3600
-        window = max(1, len(losses) // 20)
-        smooth = np.convolve(losses, np.ones(window) / window, 'valid')
-        data = os.path.relpath(str(config['train'].get('data')))
-        x = np.stack([tokens, hours])[:, window - 1:]
-        curves.setdefault(data, []).append((folder, x, smooth))
         result = read_json(f'{folder}/result.json') or {}
         cells = [f'{result[name]:,.7g}' if type(result.get(name)) in (int, float) else ''
                  for name in names]
-        rows.append([folder, *cells, f'{hours[-1]:.3f}', data])
-    figure = Figure((9, 0.5 + 3.5 * len(curves)), layout='constrained')
-    panels = figure.subplots(len(curves), 2, squeeze=False, sharey='row')
-    for line, (data, runs) in zip(panels, curves.items(), strict=True):
-        for axes, n, unit in zip(line, (0, 1), ('tokens', 'hours'), strict=True):
-            axes.set(xlabel=unit, ylabel='training loss, nats a token')
-            for _, x, smooth in runs:
-                axes.plot(x[n], smooth, marker='o' if len(smooth) == 1 else None)
-        line[0].set_title(data, fontsize=8, parse_math=False)
-        # A legend without its lines leaves out names that begin with _
-        legend = line[0].legend(line[0].lines, [folder for folder, *_ in runs], fontsize=7)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-    return table(['run', *names, 'hours', 'data'], rows), figure
+        rows.append([folder, *cells, os.path.relpath(str(config['train'].get('data')))])
+    return table(['run', *names, 'data'], rows)
 
 
 # Tables, pictures, the command line
 
 def file_name(text: str) -> str:
-    """Return a file name for a path or text: itself if it is a valid file name, or else its
-    beginning and a checksum."""
-    name = re.sub(r'[^\w.]+', '-', text, flags=re.A)[:40].strip('-.')
+    """Return a file name for a path or text: itself if it is a valid file name without =, or else
+    its beginning and a checksum."""
+    name = re.sub(r'[^\w.,]+', '-', text, flags=re.A)[:40].strip('-.')
     return name if name == text else f'{name}-{zlib.crc32(text.encode("utf-8", "replace")):08x}'
 
 
-def print_report(folder: str, about: list[str | None], report: Report, subject: str = '') -> None:
-    """Print a report's subject and table, and write both to a .md file and its picture, if any, to
-    a .png file. Their name says what the report is about. If they cannot be written, warn."""
-    name = '-'.join(file_name(part) for part in about if part not in (None, 'best.pt', 'test'))
+def report_name(cfg: EvaluateConfig, report: str) -> str:
+    """Return the name of a report's files. It has all options that are not at their defaults, so
+    that no other question has the same name."""
+    parts = [] if report == 'attention' else [report]  # attention=TEXT says it already
+    for name in OPTIONS[report]:
+        value = getattr(cfg, name)
+        if value != getattr(EvaluateConfig, name):
+            text = ','.join(map(str, value)) if name == 'steps' else str(value)
+            parts.append(f'{name}={file_name(text)}')
+    return '-'.join(parts)
+
+
+def print_report(path: str, subject: str, report: Report) -> None:
+    """Print a report's subject and table, and write them to path.md, and its picture, if any, to
+    path.png. If they cannot be written, warn."""
     text, figure = report
-    if subject:
-        text = f'{subject}\n\n{text}'
+    text = f'{subject}\n\n{text}'
     say(text)
-    files = {f'{name}.md': f'{text}\n'.encode('utf-8', 'replace')}
+    files = {f'{path}.md': f'{text}\n'.encode('utf-8', 'replace')}
     if figure is not None:
         picture = io.BytesIO()
         figure.savefig(picture, dpi=100)
-        files[f'{name}.png'] = picture.getvalue()
+        files[f'{path}.png'] = picture.getvalue()
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         for file, content in files.items():
-            write_atomic(os.path.join(folder, file), content)
-        say(f'{folder}: {", ".join(files)}')
+            write_atomic(file, content)
+        say(', '.join(files))
     except OSError as error:
-        say(f'WARNING: {folder}: {", ".join(files)} not written ({error.strerror})')
+        say(f'WARNING: {", ".join(files)} not written ({error.strerror})')
 
 
 @command_line
 def main(argv: list[str]) -> None:
     """Run the command line."""
-    comparing = '--compare' in argv
-    folders = [arg for arg in argv if comparing and not arg.startswith('--')]
-    options = read_options([arg for arg in argv if arg not in ('--compare', *folders)],
-                           EvaluateConfig)
+    folders = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
+    options = read_options([arg for arg in argv if arg not in folders], EvaluateConfig)
     cfg = build(EvaluateConfig, options)
-    if comparing or 'compare' in options:
-        folders = [os.path.expanduser(path) for path in (*cfg.compare, *folders)]
-        require(any(folders) and options.keys() <= {'compare'},
+    if cfg.compare:
+        require(bool(folders) and len(options) == 1,
                 'compare: expected folders of runs and no other option, as --compare out/a out/b')
-        return print_report('out/results/compare', [' '.join(folders)], compare(folders))
+        return say(compare(folders))
+
+    # Which reports to make; an option that none of them has is refused
+    reports = [name for name in ('energies', 'attention', 'export') if getattr(cfg, name)]
+    if cfg.steps or not reports:
+        reports.append('loss')
+    used = {'out_dir', 'device', 'energies'}.union(*(OPTIONS[report] for report in reports))
+    for name, value in options.items():
+        require(name in used, f'{name}={value}: of no use to {" and ".join(reports)}')
+    require(cfg.text is None or 'split' not in options, 'text and split: give one')
     out_dir = cfg.out_dir or newest_run() or fail('no run in out/: python train.py makes one')
     model, state = load_run(out_dir, cfg.checkpoint, cfg.device)
     cem = 'cem' in (model.cfg.attn, model.cfg.mlp)
@@ -385,38 +376,34 @@ def main(argv: list[str]) -> None:
     if cfg.export:
         export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
         say(f'{cfg.export}: transformers loads it, as its README.md says')
-    losses = bool(cfg.steps) or not (cfg.energies or cfg.attention or cfg.export)
-    if not (losses or cfg.energies or cfg.attention):
+    if reports == ['export']:
         return None
 
-    # Where the reports go, and what they are about: their files are named after it
-    folder, checkpoint = out_dir, None if cfg.checkpoint == 'best' else 'last'
+    # The reports go beside the checkpoint, but not into an exported folder
+    folder = out_dir
     if 'exported' in state:
-        folder, checkpoint = f'out/results/export-{file_name(os.path.normpath(out_dir))}', None
+        folder = f'out/results/export-{file_name(os.path.normpath(out_dir))}'
     elif os.path.isfile(out_dir):
-        folder, checkpoint = os.path.split(os.path.abspath(out_dir))
-    about = [checkpoint, cfg.text, cfg.data, cfg.split if cfg.text is None else None]
-    data_dir = cfg.data or state['data_dir']
-    weights = f'{cfg.checkpoint} checkpoint of {out_dir}' if folder == out_dir else out_dir
-    subject = f'{weights}, step {state["step"]}; {cfg.text or f"{cfg.split} split of {data_dir}"}'
-
-    tokenizer = load_tokenizer(cfg.data, state['data']) if cfg.data else tokenizer_of(state)
-    if losses or cfg.energies:
-        sequences, n_all = read_sequences(cfg, state, tokenizer, model.cfg.context_length)
+        folder, cfg.checkpoint = os.path.split(os.path.abspath(out_dir))
+    weights = f'{out_dir}, step {state["step"]}'
+    tokenizer = tokenizer_of(state)
+    if 'loss' in reports or cfg.energies:
+        data_dir = cfg.data or state['data_dir']
+        sequences, whole = read_sequences(cfg, state, tokenizer, model.cfg.context_length)
+        subject = f'{weights}; {cfg.text or f"{cfg.split} split of {data_dir}"}'
     if cfg.energies:
         report = report_energies(model, sequences, max(cfg.steps, default=8))
-        print_report(folder, ['energies', *about], report, subject)
+        print_report(f'{folder}/{report_name(cfg, "energies")}', subject, report)
     if cfg.attention:
         set_steps(model, max(cfg.steps, default=None))
         report = report_attention(model, tokenizer, cfg.attention)
-        print_report(folder, ['attention', checkpoint, cfg.attention], report,
-                     f'{weights}; {cfg.attention!r:.80}')
-    if losses:
-        # Count Llama tokens only in a whole text: pieces of a text have more of them in total
-        whole = len(sequences) == n_all
+        print_report(f'{folder}/{report_name(cfg, "attention")}',
+                     f'{weights}; {cfg.attention!r:.80}', report)
+    if 'loss' in reports:
+        # Llama tokens are counted in a whole text only: pieces of it have more of them in total
         llama_tokens = count_llama_tokens(sequences, tokenizer, data_dir) if whole else None
         report = report_loss(model, sequences, tokenizer.token_bytes(), llama_tokens, cfg.steps)
-        print_report(folder, ['steps' if cfg.steps else 'loss', *about], report, subject)
+        print_report(f'{folder}/{report_name(cfg, "loss")}', subject, report)
 
 
 if __name__ == '__main__':

@@ -41,20 +41,15 @@ def loss_of(model: Transformer) -> float:
     return float(model(PARTS[:, :-1], PARTS[:, 1:])[1])
 
 
-def write_run(folder: Path, data: Path, model: Transformer, **line) -> Path:
-    """A finished run's folder, of two logged steps and the beginning of another line."""
+def write_run(folder: Path, data: Path, model: Transformer) -> Path:
+    """The folder of a run, as far as evaluate.py reads it."""
     folder.mkdir(parents=True)
     cfg = vars(model.cfg)
     torch.save({'model': model.state_dict(), 'model_config': cfg, 'step': 2, 'data_dir': str(data),
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
-    config = {'train': {'data': str(data)}, 'model': cfg, 'launcher': ''}
+    config = {'train': {'data': str(data)}, 'model': cfg}
     (folder / 'config.json').write_text(json.dumps(config))
-    log = [{'step': 1, 'tokens': 1000, 'loss': 5.0, 'lr': 0.1, 'tokens_per_s': 100.0, **line},
-           {'step': 2, 'tokens': 4000, 'loss': 4.0, 'lr': 0.1, 'tokens_per_s': 200.0, **line},
-           {'step': 2, 'val_loss': 4.25, **line}]
-    lines = [json.dumps(entry) for entry in log]
-    (folder / 'log.jsonl').write_text('\n'.join([*lines, '{"step": 3, "tok']))
     return folder
 
 
@@ -165,7 +160,7 @@ def test_the_newest_run_on_its_test_split(place: Path, capsys: pytest.CaptureFix
     assert float(bits) == pytest.approx(right / math.log(2), abs=1e-3)
     page = Path('out/run/loss.md').read_text()
     assert page in capsys.readouterr().out
-    assert page.startswith('best checkpoint of out/run, step 2; test split of data\n\n')
+    assert page.startswith('out/run, step 2; test split of data\n\n')
 
 
 def test_a_runs_data_that_changed_is_not_read_unasked(
@@ -188,7 +183,7 @@ def test_a_runs_data_that_changed_is_not_read_unasked(
 
 def test_a_text_is_read_whole(place: Path) -> None:
     evaluate.main(['--text=text.txt', '--device=cpu', '--out_dir=out/run/best.pt'])
-    page = Path('out/run/loss-text.txt.md')
+    page = Path('out/run/loss-checkpoint=best.pt-text=text.txt.md')
     assert page.read_text().startswith('out/run/best.pt, step 2; text.txt\n')
     _, tokens, loss, *_ = cells(page)[0]
     ids = torch.tensor([256, *TEXT.encode()])
@@ -199,25 +194,26 @@ def test_a_text_is_read_whole(place: Path) -> None:
     Path('short.txt').write_text('short')
     for text, count in ('text.txt', 2 * LENGTH), ('short.txt', 5):
         evaluate.main([f'--text={text}', '--tokens=40', '--device=cpu'])
-        assert int(cells(f'out/run/loss-{text}.md')[0][1]) == count
+        assert int(cells(f'out/run/loss-text={text}-tokens=40.md')[0][1]) == count
 
 
 @needs_llama
 def test_perplexity_a_llama_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
     evaluate.main(['--text=text.txt', '--device=cpu'])
-    _, tokens, loss, *_, perplexity = cells('out/run/loss-text.txt.md')[0]
+    _, tokens, loss, *_, perplexity = cells('out/run/loss-text=text.txt.md')[0]
     n_llama = len(SentencePieceTokenizer(LLAMA).encode(TEXT))
     assert math.log(float(perplexity)) == pytest.approx(float(loss) * int(tokens) / n_llama, 1e-4)
     evaluate.main(['--text=text.txt', '--tokens=40', '--device=cpu'])  # a part of the text
-    assert len(cells('out/run/loss-text.txt.md')[0]) == 5
+    assert len(cells('out/run/loss-text=text.txt-tokens=40.md')[0]) == 5
 
 
 def test_other_steps_at_test_time(place: Path) -> None:
     write_run(place / 'out/mixed', Path('data'), model_of(attn='llama'))
     evaluate.main(['--steps=1,2,3', '--device=cpu', '--out_dir=out/run'])
     evaluate.main(['--steps=1,3', '--energies', '--device=cpu', '--out_dir=out/mixed'])
-    rows, mixed = cells('out/run/steps.md'), cells('out/mixed/steps.md')
+    rows = cells('out/run/loss-steps=1,2,3.md')
+    mixed = cells('out/mixed/loss-steps=1,3.md')
     assert [row[0] for row in rows] == ['1', '2, as trained', '3']
     eta = dict(attn_step_size=0.5, mlp_step_size=0.5)  # 1 / T of training
     for T, row in enumerate(rows, 1):
@@ -227,9 +223,9 @@ def test_other_steps_at_test_time(place: Path) -> None:
     # Llama's sublayers have no steps
     right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
     assert float(mixed[1][2]) == pytest.approx(right, abs=1e-4)
-    assert [(row[0], len(row)) for row in cells('out/mixed/energies.md')] == [
+    assert [(row[0], len(row)) for row in cells('out/mixed/energies-steps=1,3.md')] == [
         ('mlp 1', 5), ('mlp 2', 5)]
-    assert Path('out/run/steps.png').exists()
+    assert Path('out/run/loss-steps=1,2,3.png').exists()
     assert not Path('out/run/loss.md').exists()  # nothing that was not asked for
 
 
@@ -239,74 +235,56 @@ def test_energies_and_attention_of_a_run(place: Path) -> None:
     ids = torch.tensor([[256, *b'word']])
     shifts = [float(evaluate.attention_shift(maps).mean())
               for maps in evaluate.attention_maps(model_of(), ids)]
-    assert [row[1] for row in cells('out/run/attention-word.md')] == [f'{s:.2%}' for s in shifts]
+    assert [row[1] for row in cells('out/run/attention=word.md')] == [f'{s:.2%}' for s in shifts]
     evaluate.main(['--attention=A $word_d\u00e9j\u00e0', '--steps=1,4', '--device=cpu'])
-    (page,) = Path('out/run').glob('attention-A-word*.md')
+    (page,) = Path('out/run').glob('attention=A-word*.md')
     assert all(len(row) == 4 for row in cells(page))
     for path in (page.with_suffix('.png'), Path('out/run/energies.png')):
         assert path.read_bytes()[:4] == b'\x89PNG'
 
 
-def test_results_of_other_subjects_are_other_files(place: Path) -> None:
+def test_the_results_of_other_questions_are_other_files(place: Path) -> None:
+    """Also of texts that are called as an option or its value is."""
     shutil.copytree('data', 'a/data')
-    Path('a/text.txt').write_text('another')
+    for name in ('a/text.txt', 'val', 'last', 'text.txt-tokens=40'):
+        Path(name).write_text(name)
     torch.save({**torch.load('out/run/best.pt'), 'step': 3}, 'out/run/step_00000003.pt')
-    evaluate.main(['--device=cpu'])
-    for n, options in enumerate(['--split=val', '--text=text.txt', '--text=a/text.txt',
-                                 '--data=a/data', '--data=a/data --split=val', '--checkpoint=last',
-                                 '--out_dir=out/run/step_00000003.pt'], 2):
+    questions = ['', '--split=val', '--text=text.txt', '--text=a/text.txt', '--text=val',
+                 '--text=last', '--text=text.txt --tokens=40', '--text=text.txt-tokens=40',
+                 '--tokens=40', '--tokens=41', '--steps=1,2', '--steps=12', '--data=a/data',
+                 '--data=a/data --split=val', '--checkpoint=last',
+                 '--out_dir=out/run/step_00000003.pt']
+    for n, options in enumerate(questions, 1):
         evaluate.main(['--device=cpu', *options.split()])
-        assert len(list(Path('out/run').glob('loss*.md'))) == n, options
+        assert len(list(Path('out/run').glob('*.md'))) == n, options
     assert evaluate.file_name('a b') != evaluate.file_name('a-b') == 'a-b'
-    long = ['x' * 300, 'x' * 301, '\u4e16', '..', 'a/b', 'a?b', '\udcff']
+    long = ['x' * 300, 'x' * 301, '\u4e16', '..', 'a/b', 'a?b', 'a=b', '\udcff']
     names = [evaluate.file_name(text) for text in long]
     assert len(set(names)) == len(long)
     assert all(re.fullmatch(r'[\w-]{1,50}', name) for name in names)
 
 
-@pytest.mark.parametrize('argv', [['--device=cpu'], ['--compare', 'out/run']], ids=' '.join)
 def test_numbers_that_cannot_be_written_are_printed(
-        argv: list[str], place: Path, capsys: pytest.CaptureFixture,
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: str, data: bytes) -> None:
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(evaluate, 'write_atomic', full)
-    evaluate.main(argv)
+    evaluate.main(['--device=cpu'])
     said = capsys.readouterr().out
     assert said.index('| ') < said.index('not written (No space left on device)')
 
 
-# Runs side by side
-
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
-    odd = r'out/_$\frac$'  # matplotlib would read it as mathematics, wrongly written
-    bpe, old, one = (write_run(place / path, Path(data), model_of()) for path, data in (
-        (odd, 'bpe'), ('old/run', './data'), ('out/one', 'data')))
+    bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
+    write_run(place / 'old/run', Path('./data'), model_of())
     (place / 'out/run/result.json').write_text('{"test_loss": 3.0, "test_bits_per_byte": 4.5}')
-    (bpe / 'result.json').write_text('{"test_loss": 3.5, "test_bits_per_byte": 1.25}')
-    (old / 'result.json').write_text('{"test_loss": null, "parameters": 1234567}')
-    first = (one / 'log.jsonl').read_text().splitlines()[0]
-    (one / 'log.jsonl').write_text(f'{first}\n5\n{{"tokens": "3", "loss": []}}\n')
-    folders = ['out/run', odd, 'old/run', 'out/one']
-    text, figure = evaluate.compare([*folders, 'out/run'])
-    (place / 'table.md').write_text(text)
-    rows = cells('table.md')
-    assert [row[0] for row in rows] == folders
-    assert [row[4:6] for row in rows] == [['3', '4.5'], ['3.5', '1.25'], ['', ''], ['', '']]
-    assert rows[2][1] == '1,234,567'
-    assert [row[-1] for row in rows] == ['data', 'bpe', 'data', 'data']
-    assert rows[0][-2] == f'{(1000 / 100 + 3000 / 200) / 3600:.3f}'
-    # A row of panels for each data folder; one logged point is a mark
-    panels = np.reshape(figure.axes, (2, 2))
-    assert [len(axes.lines) for axes in panels[:, 0]] == [3, 1]
-    assert panels[0, 0].lines[2].get_marker() == 'o'
-    names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in panels[:, 0]]
-    assert names == [['out/run', 'old/run', 'out/one'], [odd]]
-    figure.savefig('all.png')
-    # Another comparison is another file
-    evaluate.main(['--compare', 'out/run', odd])
-    evaluate.main(['--compare', 'out/run', 'old/run'])
-    assert len(list((place / 'out/results/compare').glob('*.png'))) == 2
+    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567}')
+    evaluate.main(['--compare', 'out/run', 'out/bpe', 'old/run'])
+    (place / 'table.md').write_text(capsys.readouterr().out)
+    assert cells('table.md') == [['out/run', '', '', '', '3', '4.5', '', 'data'],
+                                 ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
+                                 ['old/run', '', '', '', '', '', '', 'data']]
 
 
 def test_refusals_leave_nothing_behind(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +292,6 @@ def test_refusals_leave_nothing_behind(place: Path, monkeypatch: pytest.MonkeyPa
     edit_meta(write_data(place / 'gpt2'), tokenizer='gpt2')
     (place / 'empty.txt').touch()
     os.mkfifo('pipe')
-    (write_run(place / 'out/empty', Path('data'), model_of()) / 'log.jsonl').write_text('5\n')
     for argv, message in [
             (['--text=pipe'], 'text=pipe is not a file'),
             (['--text=empty.txt'], 'empty.txt is empty'),
@@ -322,11 +299,11 @@ def test_refusals_leave_nothing_behind(place: Path, monkeypatch: pytest.MonkeyPa
             (['--data=nowhere'], 'nowhere/meta.json is missing'),
             (['--attention=' + 'long ' * 9], 'has 45 tokens; expected 1 to 15'),
             (['--out_dir=out/llama', '--steps=2'], 'out/llama is all Llama'),
-            (['--compare', 'out/empty'], 'no logged step'),
-            (['--compare', 'out/run', '--tokens=5'], 'no other option')]:
+            (['--out_dir=out/run/config.json'], 'out/run/config.json: expected the folder of a'),
+            (['--out_dir=out/run/best.pt', '--checkpoint=last'], 'holds a single checkpoint')]:
         before = sorted(place.rglob('out/**/*'))
         with pytest.raises(SystemExit, match=re.escape(message)):
-            evaluate.main(['--out_dir=out/run', *argv] if '--compare' not in argv else argv)
+            evaluate.main(['--out_dir=out/run', *argv])
         assert sorted(place.rglob('out/**/*')) == before
     monkeypatch.chdir(place / 'out')
     with pytest.raises(SystemExit, match='no run in out/'):

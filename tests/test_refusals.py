@@ -1,5 +1,6 @@
 """What is wrong is one line that says what would be right, and exit code 1: a table of them."""
 import importlib
+import json
 import os
 import re
 import shutil
@@ -14,9 +15,10 @@ model               --size=7b                              size=7b: expected one
 model               --d_model=0                            d_model=0: expected 1 to
 model               --d_model=65                           multiple of n_head
 model               --exact_update --kq_diag=none          needs the diagonal
-model               --attn=llama --attn_steps=1 --kq_diag=shared   kq_diag=shared acts on CEM
+model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none
 model               --mlp=llama --mlp_steps=1 --mlp_match=params   mlp_match=params acts on CEM
-model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   set attn=
+model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   set attn=cem or
+model               config/cem_t2.py config/llama.py       set attn=cem, or else attn_steps=1
 model               --d_model=12 --n_head=4 --positions=rope     is odd
 model               --init_std=nan                         init_std=nan: expected a number
 train               --atn_steps=2                          no such option; near: attn_steps
@@ -45,6 +47,11 @@ train               --init_from=resume                     no run in out/; --out
 train               --init_from=resume --out_dir=none      no run in none
 train               --init_from=resume --out_dir=cutrun    cutrun/config.json is damaged: the
 train               --init_from=none                       no checkpoint in none
+train               --init_from=llama/config.json          expected the folder of a run or an export
+train               --init_from=llama --attn=cem           llama is of another attn: llama (now cem)
+train               --init_from=resume --out_dir=run --tokenizer=byte   the run in run has tokenizer
+train               --init_from=resume --out_dir=run --text=a.txt   the run in run has text=b.txt
+train               --init_from=resume --out_dir=run config/nano.py   has data=data/b
 train               --out_dir=data                         data holds a run already, or another
 sample              --temperature=-1                       temperature=-1.0: expected 0, or 0.001 to
 sample              --out_dir=none                         no checkpoint in none
@@ -52,10 +59,17 @@ sample              --out_dir=llama --attn_steps=2         a Llama sublayer take
 sample              --out_dir=llama --prompt=FILE:data     data is not a file
 sample              --out_dir=llama --prompt=FILE:         prompt=FILE: is not a file
 sample              --prompts=                             --prompts= is empty: expected a path
+sample              --out_dir=llama --top_k=300            top_k=300: expected 1 to 257
+sample              --out_dir=llama --checkpoint=last      llama holds a single checkpoint
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
 evaluate            --compare data                         data: no run
 evaluate            --attention=                           attention= is empty
 evaluate            --compare data --tokens=5              no other option
+evaluate            --text=a.txt --split=val               text and split: give one
+evaluate            --attention=word --tokens=5            tokens=5: of no use to attention
+evaluate            --export_dtype=bfloat16                export_dtype=bfloat16: of no use to loss
+evaluate            --out_dir=llama/config.json            expected the folder of a run or an export
+evaluate            --out_dir=llama --data=none            none/meta.json is missing
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
@@ -94,6 +108,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / 'data/config.json').write_text('{"of": "another program"}')
     (path / 'cutrun').mkdir()
     (path / 'cutrun/config.json').write_text('{"train": {"da')
+    (path / 'run').mkdir()
+    saved = {'data': 'data/b', 'text': 'b.txt', 'init_from': 'scratch'}
+    (path / 'run/config.json').write_text(json.dumps({'train': saved, 'model': {}}))
     os.mkfifo(path / 'pipe')
     shutil.copytree(ROOT / 'pretrained/llama', path / 'llama')
     os.truncate(cut / 'test.bin', 4000)
