@@ -6,12 +6,12 @@ Evaluate a trained model.
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              the energy along the steps of every CEM sublayer
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
-    python evaluate.py --compare out/a out/b   a table of the results of finished runs
+    python evaluate.py --compare out/a out/b   a table of the results of runs, and their curves
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
 Tables and pictures go into the run's folder, under names that have every option: loss.md,
 loss-text=book.txt.md, energies-split=val.png. --out_dir can also name an exported folder; its
-tables and pictures go into a folder in out/results.
+tables and pictures go into a folder in out/results, those of --compare into out/results/compare.
 """
 import io
 import math
@@ -33,7 +33,7 @@ from configurator import build, command_line, convert_types, fail, in_range, rea
 from model import CEMMLP, BaseAttention, CEMAttention, Transformer
 from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.data import TokenDataset, evenly_spaced
-from nanocem.files import read_json, read_text_file, say, table, write_atomic
+from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
 from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
@@ -295,17 +295,31 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
 
 # Runs side by side
 
-def compare(folders: list[str]) -> str:
-    """Return a table of the results of runs. UserError if a folder has no run."""
+def compare(folders: list[str]) -> Report:
+    """Report the results of runs, and draw their training losses; a panel for each data folder.
+    UserError if a folder has no run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte', 'seconds')
-    rows = []
+    rows, by_data = [], {}
     for folder in folders:
         config = read_config(folder) or fail(f'{folder}: no run: no config.json that can be read')
+        data = os.path.relpath(str(config['train'].get('data')))
+        by_data.setdefault(data, []).append(folder)
         result = read_json(f'{folder}/result.json') or {}
         cells = [f'{result[name]:,.7g}' if type(result.get(name)) in (int, float) else ''
                  for name in names]
-        rows.append([folder, *cells, os.path.relpath(str(config['train'].get('data')))])
-    return table(['run', *names, 'data'], rows)
+        rows.append([folder, *cells, data])
+    figure = Figure((7, 4 * len(by_data)), layout='constrained')
+    panels = figure.subplots(len(by_data), squeeze=False)[:, 0]
+    for axes, (data, runs) in zip(panels, by_data.items(), strict=True):
+        axes.set(xlabel='tokens', ylabel='training loss, nats a token')
+        axes.set_title(f'data {data}', parse_math=False)
+        for folder in runs:
+            log = [line for line in read_json_lines(f'{folder}/log.jsonl') if line.get('loss')]
+            axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], marker='.',
+                      ms=3, lw=1, label=f'run {folder}')
+        for text in axes.legend(fontsize=7).get_texts():
+            text.set_parse_math(False)
+    return table(['run', *names, 'data'], rows), figure
 
 
 # Tables, pictures, the command line
@@ -358,7 +372,8 @@ def main(argv: list[str]) -> None:
     if cfg.compare:
         require(bool(folders) and len(options) == 1,
                 'compare: expected folders of runs and no other option, as --compare out/a out/b')
-        return say(compare(folders))
+        return print_report(f'out/results/compare/{file_name(" ".join(folders))}', 'Runs',
+                            compare(folders))
 
     # Which reports to make; an option that none of them has is refused
     reports = [name for name in ('energies', 'attention', 'export') if getattr(cfg, name)]

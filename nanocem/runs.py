@@ -245,7 +245,11 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
         return None
     new_run = (f'--init_from={shlex.quote(out_dir)} with another --out_dir starts a new run from '
                'its weights')
-    require('optimizers' in state, f'an earlier version began the run in {out_dir}: {new_run}')
+    if 'optimizer' in state:  # of an earlier version: AdamW's state, or a dict with Muon's
+        optimizer, health = state.pop('optimizer'), state.pop('health')
+        both = 'muon' in optimizer
+        state['optimizers'] = [optimizer['adamw'], optimizer['muon']] if both else [optimizer]
+        state.update(skipped=health['skipped'], consecutive_skips=health['in_a_row'])
     for part in ('model_config', 'data', 'recipe'):
         if different := changed_fields(state[part], now[part]):
             fail(f'the checkpoint in {out_dir} is of another {part}: {different}; {new_run}')

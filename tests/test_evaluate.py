@@ -50,6 +50,8 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
                folder / 'best.pt')
     config = {'train': {'data': str(data)}, 'model': cfg}
     (folder / 'config.json').write_text(json.dumps(config))
+    (folder / 'log.jsonl').write_text(
+        '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"tokens": 4000, "loss": 4.0}\n{"tok')
     return folder
 
 
@@ -275,16 +277,22 @@ def test_numbers_that_cannot_be_written_are_printed(
     assert said.index('| ') < said.index('not written (No space left on device)')
 
 
-def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
+def test_runs_side_by_side(place: Path) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
     write_run(place / 'old/run', Path('./data'), model_of())
     (place / 'out/run/result.json').write_text('{"test_loss": 3.0, "test_bits_per_byte": 4.5}')
     (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567}')
-    evaluate.main(['--compare', 'out/run', 'out/bpe', 'old/run'])
-    (place / 'table.md').write_text(capsys.readouterr().out)
-    assert cells('table.md') == [['out/run', '', '', '', '3', '4.5', '', 'data'],
-                                 ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
-                                 ['old/run', '', '', '', '', '', '', 'data']]
+    folders = ['out/run', 'out/bpe', 'old/run']
+    evaluate.main(['--compare', *folders])
+    (page,) = Path('out/results/compare').glob('*.md')
+    assert page.with_suffix('.png').exists()
+    assert cells(page) == [['out/run', '', '', '', '3', '4.5', '', 'data'],
+                           ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
+                           ['old/run', '', '', '', '', '', '', 'data']]
+    panels = evaluate.compare(folders)[1].axes
+    assert [[line.get_label() for line in axes.lines] for axes in panels] == [
+        ['run out/run', 'run old/run'], ['run out/bpe']]
+    assert panels[1].lines[0].get_xydata().tolist() == [[1000, 5], [4000, 4]]
 
 
 def test_refusals_leave_nothing_behind(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
