@@ -20,8 +20,6 @@ def test_training_beside_peers() -> None:
         assert row['parameters'] == model.num_params()
         assert row['MFLOP/token'] == flops_per_token(model) / 1e6
         assert row['speed / Llama'] == row['tokens/s'] / llama['tokens/s']
-        assert row['MFU / Llama'] == pytest.approx(
-            row['speed / Llama'] * row['MFLOP/token'] / llama['MFLOP/token'])
         budget = 20 * llama['parameters']
         assert row['hours'] == pytest.approx(budget / row['tokens/s'] / 3600)
         assert cfg.attn_steps == cfg.mlp_steps == (2 if 'T = 2' in name else 1)
@@ -74,20 +72,19 @@ def test_a_row_that_fails_says_so_and_the_others_stay(
 
 def test_what_gpu_measures_every_table(monkeypatch: pytest.MonkeyPatch,
                                        capsys: pytest.CaptureFixture) -> None:
-    """A table that fails costs no other one, and is named at the end."""
+    """A row without numbers costs no other table, and is named at the end."""
     measured = []
 
     def table(cfg: bench.BenchConfig, name: str) -> list[bench.Row]:
         measured.append((name, cfg.size))
-        if name == 'attention':
-            raise torch.OutOfMemoryError('CUDA out of memory')
-        return [{'model': 'Llama', 'tokens/s': 1234.5, 'MFU': 0.41234, 'GB': None}]
+        return [{'model': 'Llama', 'tokens/s': 1234.5, 'MFU': 0.41234, 'GB': None},
+                {'model': 'CEM'} | ({'error': 'no memory'} if name == 'attention' else {})]
     for name in bench.TABLES:
         monkeypatch.setitem(bench.TABLES, name, lambda cfg, name=name: table(cfg, name))
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda *args: 'NVIDIA H200')
     monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda precision: None)
-    with pytest.raises(SystemExit, match='attention at 134m: CUDA out of memory; attention at 162'):
+    with pytest.raises(SystemExit, match='without numbers: attention at 134m, attention at 162m;'):
         bench.main(['--what=gpu'])
     assert tuple(measured) == bench.GPU_TABLES
     printed = capsys.readouterr().out
