@@ -27,11 +27,11 @@ def select_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
     if pos.mask.ndim > 2:  # only the readable lines take the mask of a padded batch
         return 'readable'
     I, J = pos.mask.shape
-    return choose_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
+    return fastest_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
 
 
-def choose_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
-                compiled: bool = False) -> str:
+def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
+                 compiled: bool = False) -> str:
     """Return the implementation that attn.impl asks for, or the fastest that can run."""
     on_gpu = device.type == 'cuda'
     alibi = attn.cfg.positions == 'alibi'
@@ -122,7 +122,7 @@ def attention_path(model: Any, device: torch.device, dtype: torch.dtype,
                    compiled: bool = False) -> str:
     """Describe in words how the model attends to whole sequences on this device."""
     attn = model.blocks[0].attn
-    impl = choose_impl(attn, device, dtype, compiled=compiled)
+    impl = fastest_impl(attn, device, dtype, compiled=compiled)
     words = f'{impl} attention'
     if attn.impl not in ('auto', impl):
         words += f' ({attn.impl} cannot run this model here)'

@@ -40,19 +40,6 @@ def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     assert torch.equal(fast, slow)
 
 
-@pytest.mark.parametrize('options', [dict(attn='llama', mlp='llama'), {}, dict(kq_diag='none')],
-                         ids=str)
-def test_two_caches_of_one_model_do_not_disturb_each_other(options: dict) -> None:
-    model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15)
-    a, b = torch.randint(50, (2, 2, 8))
-    caches = [Cache(16), Cache(16)]
-    for n in range(8):  # token by token, in turns
-        last = [model(idx[:, n:n + 1], cache=cache)[0] for idx, cache in zip((a, b), caches,
-                                                                          strict=True)]
-    for idx, logits in zip((a, b), last, strict=True):
-        torch.testing.assert_close(logits, model(idx)[0][:, -1:], rtol=0, atol=1e-9)
-
-
 def test_a_cache_refuses_what_does_not_fit() -> None:
     model, idx = Transformer(ModelConfig(**TINY)), torch.randint(50, (2, 10))
     cache = Cache(16)

@@ -2,76 +2,77 @@
 not be there; and on a GPU, if any, in a process of its own, where they are not interpreted."""
 import contextlib
 import io
-import math
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from model import ModelConfig
 from nanocem import fast, triton_attention
 from nanocem.triton_attention import TILES, settings, triton
-from tests.test_fast import (
-    CASES,
-    SCALE,
-    WHOLE,
-    agree,
-    inputs,
-    is_one_graph,
-    names,
-    poisoned_memory,  # noqa: F401 (a fixture)
-    readable,
-    run,
-    sizes_of_summed_terms,
-    slopes,
-)
+from tests.test_fast import SMALL, loss_and_gradients
 
-by_triton = triton_attention.attention
 needs_triton = pytest.mark.skipif(not fast.HAS_TRITON, reason='Triton is not installed')
+CPU = torch.device('cpu')
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch.empty returns with NaNs, which shows memory that is read before written."""
+    # By torch.utils.deterministic.fill_uninitialized_memory, its default
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @needs_triton
-@pytest.mark.parametrize('case', CASES, ids=str)
-def test_triton_equals_the_readable_formula(case: tuple) -> None:
-    tensors, do = inputs(*case)
-    once, again = (run(tensors, case[2], do, by_triton) for _ in range(2))
-    tensors, do = [None if t is None else t.double() for t in tensors], do.double()
-    exact = run(tensors, case[2], do, readable)
-    sizes = sizes_of_summed_terms(tensors, case[2], do)
-    for name, one, two, slow, size in zip(names(tensors), once, again, exact, sizes, strict=True):
-        assert torch.equal(one, two), name  # nothing atomic
-        # float32 rounds a term by 6e-8, and alpha by the scores' rounding besides
-        assert (one - slow).norm() <= 2e-6 * size.norm(), name
+@pytest.mark.parametrize('case', [
+    # positions, heads, head width, heads with their own diagonal (0: none), ALiBi
+    (2, 2, 16, 1, True), (17, 3, 16, 1, True), (130, 3, 56, 1, True), (67, 2, 72, 2, True),
+    (67, 2, 84, 0, True), (67, 2, 84, 1, True), (130, 2, 16, 2, False), (140, 2, 64, 1, False),
+    (17, 1, 88, 0, False), (40, 12, 16, 1, True)], ids=str)
+def test_kernels_equal_the_formula(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where the scores' own rounding counts, too: 20 units were seen."""
+    monkeypatch.setattr(triton_attention, 'MOST_ERROR', 40)
+    assert triton_attention.find_error(CPU, torch.float32, *case) == ''
 
 
 @needs_triton
-def test_operator_keeps_torchs_contract() -> None:
-    for case in (2, 17, 2, 16, 1, True), (1, 17, 2, 16, 0, False):
-        tensors, do = inputs(*case)
-        for n in (2, 3):  # transposed
-            if tensors[n] is not None:
-                tensors[n] = tensors[n].detach().mT.contiguous().mT.requires_grad_()
-        how = case[2], SCALE
-        torch.library.opcheck(triton_attention.attention_op, (*tensors, *how))
-        saved = triton_attention.attention_op(*tensors, *how)
-        detached = [None if t is None else t.detach() for t in (do, *tensors, *saved)]
-        torch.library.opcheck(triton_attention.backward_op, (*detached, *how),
+def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
+    """Also for transposed inputs, a single position, and without diagonal and ALiBi."""
+    torch.manual_seed(1)
+    for J, diagonal in ((17, True), (17, False), (1, True)):
+        q, k, h, do = torch.randn(4, 2, J, 32)
+        optional = [torch.randn(2, 1, J, 32).mT.contiguous().mT, h.mT.contiguous().mT,
+                    torch.randn(2)] if diagonal else [None] * 3
+        tensors = [None if t is None else t.requires_grad_() for t in (q, k, *optional)]
+        torch.library.opcheck(triton_attention.attention_op, (*tensors, 2, 0.25))
+        detached = [None if t is None else t.detach() for t in (do, *tensors)]
+        once, again = (triton_attention.attention_op(*detached[1:], 2, 0.25) for _ in range(2))
+        arguments = (*detached, *once, 2, 0.25)
+        torch.library.opcheck(triton_attention.backward_op, arguments,
                               test_utils=('test_schema', 'test_faketensor'))
+        assert torch.equal(once[0], again[0]) and (J > 1 or torch.allclose(once[0], k))
+        for a, b in zip(*(triton_attention.backward_op(*arguments) for _ in range(2)), strict=True):
+            assert torch.equal(a, b)
 
 
 @needs_triton
-@WHOLE
+@pytest.mark.parametrize('options', [
+    dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
+    dict(kq_diag='none'), dict(attn_steps=2, residual='normed'), dict(positions='rope'),
+    dict(score_scale='head', mlp='llama')], ids=str)
 def test_whole_models_agree(options: dict) -> None:
-    agree(options, 'triton')
-
-
-@needs_triton
-def test_a_training_step_is_one_graph() -> None:
-    is_one_graph('triton')
+    """Compare norms of whole tensors in float32, because single elements may cancel."""
+    cfg = ModelConfig(**{**SMALL, **options})
+    slow, other = (loss_and_gradients(cfg, impl, torch.float32) for impl in ('readable', 'triton'))
+    for a, b in zip(slow, other, strict=True):
+        assert (b - a).norm() <= 2e-4 * a.norm()
 
 
 # Compiled for GPUs
@@ -92,8 +93,8 @@ def print_needs(arch: int, R: int, n_head: int = 12) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-    for kernel in TILES[80]:
-        options = settings(kernel, arch, R)
+    for kernel in TILES:
+        options = settings(kernel, R)
         launched = {n: options.pop(n) for n in ('num_warps', 'num_stages')}
         constants = dict(K=n_head, N=1, R=R, BIAS=True, ALIBI=True, **options)
         known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32',
@@ -125,7 +126,7 @@ def test_kernels_compile_ahead_within_a_gpus_means(arch: int, width: int) -> Non
 
 # The check before the kernels' first use on a GPU; here Triton's interpreter runs it
 
-HALF = (torch.device('cpu'), torch.float16, 2, 16, 1, True)
+HALF = (CPU, torch.float16, 2, 16, 1, True)
 
 
 @needs_triton
@@ -133,7 +134,7 @@ def test_right_kernels_agree_and_the_programs_random_numbers_stay() -> None:
     before = torch.random.get_rng_state()
     with torch.no_grad(), torch.autocast('cpu'):
         assert triton_attention.agrees(*HALF)
-    assert triton_attention.agrees(torch.device('cpu'), torch.float16, 1, 24, 0, True)
+    assert triton_attention.agrees(CPU, torch.float16, 1, 24, 0, True)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -164,43 +165,10 @@ def test_wrong_kernels_give_a_warning_and_are_not_used(
     assert error.count('\n') == 1 and message in error
 
 
-def check_16_bits(device: str, dtype: torch.dtype, cases: list[tuple], most: float) -> None:
-    """The kernels' relative errors against float64 are at most so many times SDPA's with the same
-    bias, and the same twice."""
-    def sdpa(q, k, n_head, scale, du, h, b):
-        q, k = (x.unflatten(-1, (n_head, -1)).transpose(1, 2) for x in (q, k))
-        i = torch.arange(q.shape[2], device=device)
-        m = slopes(n_head).to(device, torch.float32)[:, None, None]
-        bias = du @ h[:, None].mT - m * (i[:, None] - i).abs()
-        bias = bias + torch.where(i[:, None] == i, b[:, None, None], 0)
-        bias = bias.masked_fill(i > i[:, None], -math.inf).to(dtype)
-        R = q.shape[-1]
-        q, k = (F.pad(x, (0, -R % 8)) for x in (q, k))  # as fast.sdpa, or torch takes another path
-        o = F.scaled_dot_product_attention(q, k, k, bias, scale=scale)[..., :R]
-        return o.transpose(1, 2).flatten(-2)
-    for case in cases:
-        tensors, do = inputs(*case)
-        tensors = [t.detach().to(device, dtype).requires_grad_() for t in tensors]
-        do = do.to(device, dtype)
-        exact = run([t.double() for t in tensors], case[2], do.double(), readable)
-        ours, again, theirs = (run(tensors, case[2], do, f) for f in (by_triton, by_triton, sdpa))
-        named = zip(names(tensors), ours, again, theirs, exact, strict=True)
-        for name, one, two, other, x in named:
-            assert torch.equal(one, two), name
-            one, other = (((y.double() - x).norm() / x.norm()).item() for y in (one, other))
-            print(f'{case} {name}: {one:.2e}, SDPA {other:.2e}')
-            assert one <= most * other + 1e-4, (case, name, one, other)
-
-
-@needs_triton
-def test_float16_error_is_near_sdpas() -> None:
-    """The interpreter has no bfloat16; a CPU's SDPA rounds less on the way than fused kernels."""
-    check_16_bits('cpu', torch.float16, [(1, 130, 4, 64, 1, True), (2, 67, 2, 84, 2, True)], 1.7)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-def test_bfloat16_error_is_no_worse_than_sdpas() -> None:
-    cases = [(2, 1024, 12, 64, 1, True), (2, 515, 12, 72, 1, True), (1, 777, 8, 84, 8, True)]
-    print(python('-c', 'import torch, tests.test_triton_attention as t\n'
-                 f't.check_16_bits("cuda", torch.bfloat16, {cases}, 1.05)'))
+def test_kernels_equal_the_formula_on_a_gpu() -> None:
+    script = ('import torch\nfrom nanocem.triton_attention import agrees\n'
+              'for case in (12, 64, 1), (12, 72, 1), (8, 84, 8), (12, 88, 0):\n'
+              '    assert agrees(torch.device("cuda"), torch.bfloat16, *case, True), case\n')
+    print(python('-c', script))
