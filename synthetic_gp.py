@@ -9,7 +9,7 @@ Reproduce the paper's table on recursion (its appendix): regression on Gaussian-
 The paper gives sizes and results but not the protocol. `inferred` is the protocol whose table is
 nearest to the paper's. It evaluates the epoch with the lowest test error, so its test RMSE is too
 low as an estimate of the error at new points. `blind` was tuned on the rows of the Plain model
-alone, and evaluates the last step. Either protocol also writes the table of the other weights.
+alone, and evaluates the last step.
 
 A row of the table is one model trained on one kernel, R times: every repeat has its own sample and
 initial weights. The repeats train together: weights and batches have a leading dimension R, and the
@@ -54,7 +54,6 @@ BLIND = dict(batch_size=200, steps=1000, learning_rate=2e-3, schedule='cosine',
                  rbf=(4.83,), matern=(2.86, 1.5), periodic=(4.78, 4.0),
                  rational_quadratic=(2.76, 1.0), non_stationary=(5.36, 0.5)))
 PROTOCOLS = {'inferred': INFERRED, 'blind': BLIND}
-CHECKPOINTS = {'last': 'the last step', 'best': 'the epoch with the lowest test error'}
 COLUMNS = ('train_rmse', 'train_std', 'test_rmse', 'test_std')
 Row = list[float]  # one number for each of COLUMNS
 Key = tuple[str, str]  # kernel and model
@@ -116,7 +115,7 @@ MODELS = ('Plain', 'Gated', 'CEM-T1', 'CEM-T2', 'CEM-T4', 'CEM-T8')
 
 @dataclass
 class Options:
-    """What to run. Defaults from batch_size to init_cem are those of --protocol=inferred."""
+    """What to run. Defaults from batch_size to checkpoint are those of --protocol=inferred."""
     protocol: Literal['inferred', 'blind'] = 'inferred'  # training and kernel parameters, see above
     kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)  # to sample from
     models: tuple[str, ...] = MODELS  # Plain, Gated, or CEM-T and the number of its steps
@@ -129,6 +128,7 @@ class Options:
     learning_rate: float = INFERRED['learning_rate']  # peak learning rate
     schedule: Literal['constant', 'cosine'] = INFERRED['schedule']  # cosine has a warm-up
     init_cem: Literal['linear', 'normal'] = INFERRED['init_cem']  # normal: W, V ~ N(0, 1/D)
+    checkpoint: Literal['last', 'best'] = INFERRED['checkpoint']  # best: by test error
     jobs: int = 2  # number of processes, each with one thread
     out_dir: str = 'out/gp'  # folder for tables and figures
 
@@ -284,24 +284,22 @@ def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> Tensor:
     return (forward(w, x, T) - y).square().mean(dim=(1, 2)).sqrt()
 
 
-def train_row(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> dict[str, Row]:
-    """Train a model on a kernel's samples. Returns its row of the table for each of CHECKPOINTS."""
+def train_row(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> Row:
+    """Train a model on a kernel's samples. Returns its row of the table."""
     _, model = key
     x, y = map(torch.from_numpy, data)
     T = recursion_steps(model)
-    last = init(o, model, range(o.repeats))
-    best = train(o, last, T, x, y, range(o.repeats))
-    rows = {}
-    for checkpoint, w in (('last', last), ('best', best)):
-        errors = torch.stack([rmse(w, x[:, :o.points], y[:, :o.points], T),
-                              rmse(w, x[:, o.points:], y[:, o.points:], T)]).double()  # (2, R)
-        columns = torch.stack([errors.mean(dim=1), errors.std(dim=1)], dim=1)
-        rows[checkpoint] = columns.flatten().tolist()
-    return rows
+    w = init(o, model, range(o.repeats))
+    best = train(o, w, T, x, y, range(o.repeats))
+    if o.checkpoint == 'best':
+        w = best
+    errors = torch.stack([rmse(w, x[:, :o.points], y[:, :o.points], T),
+                          rmse(w, x[:, o.points:], y[:, o.points:], T)]).double()  # (2, R)
+    return torch.stack([errors.mean(dim=1), errors.std(dim=1)], dim=1).flatten().tolist()
 
 
-def run_table(o: Options) -> dict[Key, dict[str, Row]]:
-    """Train all models on all kernels in o.jobs processes. Returns each row, by checkpoint."""
+def run_table(o: Options) -> dict[Key, Row]:
+    """Train all models on all kernels in o.jobs processes."""
     keys = [(kernel, model) for kernel in o.kernels for model in o.models]
     with ProcessPoolExecutor(o.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
         samples = pool.map(partial(sample_gp, o), o.kernels, [range(o.repeats)] * len(o.kernels))
@@ -311,8 +309,8 @@ def run_table(o: Options) -> dict[Key, dict[str, Row]]:
 
 
 def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
-    """Plot each model's RMSE beside the paper's: a column for each kernel, train above test. A
-    model that diverged does not set the scale but is named in the title."""
+    """Plot each model's RMSE beside the paper's: a column for each kernel, train above test. The
+    scale ends at five times the median, so that a model that diverged does not set it."""
     fig, axes = plt.subplots(2, len(o.kernels), figsize=(3.2 * len(o.kernels), 6), squeeze=False)
     for (line, column), ax in np.ndenumerate(axes):
         kernel = o.kernels[column]
@@ -321,15 +319,11 @@ def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: s
             mean = [source[kernel, m][2 * line] for m in models]
             std = [source[kernel, m][2 * line + 1] for m in models]
             ax.errorbar(models, mean, std, fmt=style, capsize=3, label=label)
-        title = f'{KERNELS[kernel][0]}, {("train", "test")[line]} RMSE'
-        means = {m: rows[kernel, m][2 * line] for m in o.models}
-        finite = [mean for mean in means.values() if math.isfinite(mean)]
-        limit = 5 * np.median(finite) if finite else math.inf
-        if above := [m for m, mean in means.items() if not mean <= limit]:
-            title += f'\noff the scale: {", ".join(above)}'
-            if finite:
-                ax.set_ylim(0, limit)
-        ax.set_title(title)
+        ax.set_title(f'{KERNELS[kernel][0]}, {("train", "test")[line]} RMSE')
+        means = np.array([rows[kernel, m][2 * line] for m in o.models])
+        if np.isfinite(means).any():
+            limit = 5 * np.median(means[np.isfinite(means)])
+            ax.set_ylim(top=min(ax.get_ylim()[1], limit))
         ax.tick_params(axis='x', rotation=45)
     axes[0, 0].legend()
     fig.tight_layout()
@@ -337,9 +331,9 @@ def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: s
     plt.close(fig)
 
 
-def write_table(o: Options, checkpoint: str, rows: dict[Key, Row], suffix: str) -> str:
-    """Write a checkpoint's table as Markdown and CSV, and its figure, under names with this suffix.
-    Returns the Markdown."""
+def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> str:
+    """Write the table as Markdown and CSV, and its figure, under names with this suffix. Returns
+    the Markdown."""
     with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
         paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
                  for line in csv.DictReader(file)}
@@ -365,7 +359,7 @@ def write_table(o: Options, checkpoint: str, rows: dict[Key, Row], suffix: str) 
 
     options = ', '.join(f'{name}={value}' for name, value in asdict(o).items()
                         if name not in ('kernels', 'models', 'jobs', 'out_dir'))
-    text = f'Weights of {CHECKPOINTS[checkpoint]}, mean ± std over repeats: {options}.\n\n'
+    text = f'Mean ± std over repeats: {options}.\n\n'
     text += table(['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE',
                    'paper', "off by (paper's std)"], lines)
     within = [sum(distance <= limit for distance in distances) for limit in (1, 2)]
@@ -389,14 +383,8 @@ def main(argv: list[str]) -> None:
     # Options are part of the file names, so that no other table replaces the full one.
     suffix = ''.join(f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
                      for name, value in given.items() if name not in ('jobs', 'out_dir'))
-    results = run_table(o)
-    for checkpoint in CHECKPOINTS:
-        rows = {key: by_checkpoint[checkpoint] for key, by_checkpoint in results.items()}
-        if checkpoint == PROTOCOLS[o.protocol]['checkpoint']:
-            say(write_table(o, checkpoint, rows, suffix))
-        else:
-            write_table(o, checkpoint, rows, f'{suffix}_{checkpoint}')
-    say(f'Written to {o.out_dir}: table{suffix}.md, and beside it CSV, figure and the other table')
+    say(write_table(o, run_table(o), suffix))
+    say(f'Written to {o.out_dir}: table{suffix}.md, and beside it CSV and figure')
 
 
 if __name__ == '__main__':
