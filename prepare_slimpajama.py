@@ -24,8 +24,8 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -43,6 +43,8 @@ LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 an
 SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2e9}
 # Texts that are installed with Python, and the defaults of tokenizer and held_out for each
 INSTALLED_TEXTS = {'builtin': ('byte', 0.05), 'corpus': ('byte', 0.01)}
+CORPUS_PACKAGES = ('torch', 'numpy', 'scipy', 'matplotlib', 'sentencepiece', 'tiktoken',
+                   'huggingface_hub', 'safetensors', 'pyarrow', 'tqdm', 'tensorboard')
 # Default tokenizers of train.py --text: each is for texts with fewer bytes than its key
 TEXT_TOKENIZERS = {1e6: 'byte', 5e6: 'bpe1024', 20e6: 'bpe2048', 1e9: 'bpe4096',
                    math.inf: 'bpe32000'}
@@ -50,12 +52,14 @@ SUFFIXES = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz', '.txt')
 LIBRARY = sysconfig.get_paths()['stdlib']
 SPLITS = ('train', 'val', 'test')
 SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'test': 'test'}
+SHARD_TOKENS = 100_000_000  # tokens per file of the train split
 PART = 1 << 16  # A longer document is tokenized in parts of at least so many characters.
 LONGEST_PART = 1 << 20  # A part that has no space up to here ends inside a word.
 BATCH = 1 << 21  # Threads tokenize at least so many characters together.
 BPE_TEXT = 32_000_000  # A tokenizer is trained on at most so many bytes.
 TOKEN_BYTES = 8  # No tokenizer has more bytes per token on average.
-TOO_FEW = 4096  # A val or test split of fewer bytes, or tokens, says little.
+MANY = 2000  # A text of so many documents is split by their hashes, one of fewer at its end.
+TOO_FEW = 4096  # The perplexity of a val or test split of fewer tokens says little.
 
 
 @dataclass
@@ -68,17 +72,14 @@ class PrepareConfig:
     tokenizer: str | None = None  # llama, gpt2, byte, bpe2048 (trained), FILE.model; default llama
     held_out: float | None = None  # fraction for val, again for test; default 0.005, builtin 0.05
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
-    shard_tokens: int = 100_000_000  # tokens per file of the train split
     workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores
 
     def __post_init__(self) -> None:
         require(not (self.tokens and self.size), 'tokens and size: give one')
         tokenizer, held_out = INSTALLED_TEXTS.get(self.input, ('llama', 0.005))
-        # A text of few documents may be short: by default, more of it is held out.
-        self.held_out_end = 0.05 if self.held_out is None else self.held_out
         tokens = round(SIZES[self.size or '162m'])
         resolve_defaults(self, tokens=tokens, tokenizer=tokenizer, held_out=held_out)
-        in_range(self, 1, 10**15, 'tokens shard_tokens')
+        in_range(self, 1, 10**15, 'tokens')
         in_range(self, 1, 1024, 'workers')
         in_range(self, 0, 0.49, 'held_out')
 
@@ -105,7 +106,7 @@ class PrepareConfig:
 
     def content_options(self) -> dict[str, Any]:
         """Return the options that decide the content of the data folder."""
-        names = ('input', 'tokenizer', 'tokens', 'held_out', 'column', 'shard_tokens')
+        names = ('input', 'tokenizer', 'tokens', 'held_out', 'column')
         return {name: getattr(self, name) for name in names}
 
 
@@ -117,6 +118,7 @@ class Source(NamedTuple):
     folder: str  # the folder of local files
     files: dict[str, str | None]  # paths inside the folder, and the split that each is named after
     ignored: list[str]  # files with other suffixes
+    ends: dict[str, int] | None = None  # the byte at which each split ends: see find_ends
 
     def path(self, file: str) -> str:
         """Return the path of a file, after downloading it if it is on the Hub."""
@@ -128,9 +130,8 @@ class Source(NamedTuple):
                                               revision=commit.split('/')[0])
 
 
-def find_source(where: str, option: str = 'input') -> Source:
-    """List the files that an option names, those of held-out splits first. UserError if there are
-    none."""
+def find_source(where: str) -> Source:
+    """List the files of an input, those of held-out splits first. UserError if there are none."""
     if where in INSTALLED_TEXTS:
         names = (list_corpus() if where == 'corpus' else
                  list_library(('.py',), excluded=('test', 'tests', 'idle_test')))
@@ -144,14 +145,13 @@ def find_source(where: str, option: str = 'input') -> Source:
     elif os.path.isdir(where):
         names = list_files(where)
     else:
-        fail(f'{option}={where}: no such file or folder')
+        fail(f'{where}: no such file or folder')
     files = {file: find_split(file) for file in names if file.lower().endswith(SUFFIXES)}
-    require(bool(files), f'{option}={where} holds no {", ".join(SUFFIXES)} file')
+    require(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
     if 'train' not in files.values():  # A folder may be called test by chance.
         files = dict.fromkeys(files)
-    order = sorted(files, key=lambda file: files[file] not in ('val', 'test'))
-    ignored = [file for file in names if file not in files]
-    return Source(name, where, {file: files[file] for file in order}, ignored)
+    ordered = sorted(files.items(), key=lambda item: item[1] not in ('val', 'test'))
+    return Source(name, where, dict(ordered), [file for file in names if file not in files])
 
 
 def find_split(name: str) -> str | None:
@@ -184,14 +184,11 @@ def list_library(suffixes: tuple[str, ...], excluded: Iterable[str] = ()) -> lis
 
 
 def list_corpus() -> list[str]:
-    """List Python source and English of the standard library and the packages in requirements.txt.
-    Files that are not UTF-8, blank files and further copies of a file are left out."""
+    """List Python source and English of the standard library and of CORPUS_PACKAGES. Files that are
+    not UTF-8, blank files and further copies of a file are left out."""
     suffixes = ('.py', '.md', '.rst', '.txt')
     paths = [os.path.join(LIBRARY, name) for name in list_library(suffixes)]
-    with open(os.path.join(os.path.dirname(__file__), 'requirements.txt')) as lines:
-        packages = [re.split(r'[=;<>~ ]', line)[0] for line in lines if re.match(r'\w', line)]
-    packages.remove('filelock')  # it was required only after the corpus was fixed
-    for package in packages:
+    for package in CORPUS_PACKAGES:
         try:
             files = sorted(metadata.files(package) or [], key=str)
         except metadata.PackageNotFoundError:
@@ -230,9 +227,9 @@ def list_hub(where: str) -> tuple[str, list[str]]:
 
 # Documents, and their parts
 
-def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str]]]:
-    """Yield the documents of a file. Each is a function that returns an iterator over the chunks of
-    its text. UserError if the file is damaged."""
+def read_documents(path: str, column: str) -> Iterator[Iterable[str]]:
+    """Yield the documents of a file, each as chunks of its text. UserError if the file is damaged.
+    """
     import pyarrow
     suffix = os.path.splitext(path.lower())[1]
     if suffix == '.parquet':
@@ -240,7 +237,7 @@ def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str
     elif suffix in ('.jsonl', '.zst', '.gz'):
         texts = read_jsonl(path, column, suffix)
     else:
-        yield partial(read_text, path)  # The file may be larger than memory.
+        yield read_text(path)  # in many chunks, because the file may be larger than memory
         return
     try:
         for text in texts:
@@ -248,7 +245,7 @@ def read_documents(path: str, column: str) -> Iterator[Callable[[], Iterator[str
                 raise ValueError(f'a "{column}" is not text but {text!r:.40}')
             # JSON can spell half a surrogate pair, which is not text.
             text = (text or '').encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
-            yield partial(iter, [text])  # one chunk
+            yield [text]
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         first_line = str(error).partition('\n')[0]
         fail(f'{path}: {first_line}')
@@ -292,10 +289,9 @@ def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
     """Cut a document into parts of `size` characters and the rest of their last word."""
     rest = ''
     for chunk in chunks:
-        searched = len(rest) - 1  # The last character of a chunk may have ended a word.
         rest += chunk
         begin = 0
-        while word_end := WORD_END.search(rest, max(begin + size - 1, searched)):
+        while word_end := WORD_END.search(rest, begin + size - 1):
             yield rest[begin:word_end.end()]
             begin = word_end.end()
         rest = rest[begin:]
@@ -306,11 +302,11 @@ def split_text(chunks: Iterable[str], size: int = PART) -> Iterator[str]:
         yield rest
 
 
-def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
-               skip: Callable[[str], bool]) -> Iterator[Part]:
+def read_parts(o: PrepareConfig, source: Source, skip: Callable[[str], bool]) -> Iterator[Part]:
     """Yield the parts of all documents. The split is in the name of a file, or else is decided by
-    the position in the text (see find_ends), or, without `ends`, by a hash of the document. Files
-    of a split for which `skip` is true are not read."""
+    the position in the text (see find_ends) or by a hash of the document. Files of a split for
+    which `skip` is true are not read."""
+    ends = source.ends
     position = 0  # bytes of the text that have been read
     for file, file_split in source.files.items():
         if skip(file_split or 'train'):
@@ -318,9 +314,10 @@ def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
         for chunks in read_documents(source.path(file), o.column):
             split = file_split if file_split in ('val', 'test') else None
             if split is None and not ends:
-                split = split_by_hash(chunks, o.held_out)
+                chunks = list(chunks)
+                split = split_by_hash(''.join(chunks), o.held_out)
                 split = 'train' if split in source.files.values() else split
-            for n, text in enumerate(split_text(chunks())):
+            for n, text in enumerate(split_text(chunks)):
                 if split:
                     yield Part(split, text, n == 0)
                 else:
@@ -330,15 +327,10 @@ def read_parts(o: PrepareConfig, source: Source, ends: dict[str, int] | None,
             return
 
 
-def split_by_hash(chunks: Callable[[], Iterator[str]], held_out: float) -> str:
+def split_by_hash(text: str, held_out: float) -> str:
     """Choose the split of a document by a hash of its text. Val and test each get the fraction
     `held_out` of all documents."""
-    if not held_out:
-        return 'train'
-    digest = hashlib.sha256()
-    for chunk in chunks():
-        digest.update(chunk.encode())
-    x = int.from_bytes(digest.digest()[:8], 'big') / 2 ** 64
+    x = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
     return 'test' if x < held_out else 'val' if x < 2 * held_out else 'train'
 
 
@@ -357,24 +349,24 @@ def split_by_position(text: str, begins: bool, position: int,
 
 
 def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
-    """Return the byte at which train, val and test each end, for a text of so few documents that
-    hashes would leave too little for a split. None for other texts."""
+    """Return the byte at which train, val and test each end, for a text of few documents. None for
+    other texts, which are split by hash."""
+    if o.input in INSTALLED_TEXTS:
+        return None
+    files = [file for file, split in source.files.items() if split not in ('val', 'test')]
+    documents = (chunks for file in files for chunks in read_documents(source.path(file), o.column))
+    enough = TOKEN_BYTES * o.tokens
+    total = 0  # bytes
+    for n, chunks in enumerate(documents, 1):
+        for chunk in chunks:
+            total = min(enough, total + len(chunk.encode()))
+            if total == enough:
+                break
+        if n == MANY:
+            return None
     splits = [split for split in SPLITS
               if split == 'train' or split not in source.files.values()]
-    if not o.held_out or len(splits) == 1:
-        return None
-    sizes = dict.fromkeys(SPLITS, 0)  # bytes
-    for part in read_parts(o, source, None, lambda split: split != 'train'):
-        sizes[part.split] += len(part.text.encode())
-        # Half of the tokens: all have a byte or more, but for BOS and a space that Llama's adds.
-        if 2 * sizes['train'] <= o.tokens and min(sizes[split] for split in splits) >= TOO_FEW:
-            return None
-        if sizes['train'] > TOKEN_BYTES * o.tokens:
-            break
-    held_out = ' and '.join(f'{split} ({o.held_out_end:.3g})' for split in splits[1:])
-    say(f'{o.input} has few documents: the end of the text is {held_out}')
-    total = sum(sizes.values())
-    size = round(o.held_out_end * total)
+    size = round(o.held_out * total)
     return {split: total - (len(splits) - n) * size for n, split in enumerate(splits, 1)}
 
 
@@ -382,9 +374,8 @@ def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
 
 class Writer:
     """Write the shards of a data folder: several for train, one each for val and test."""
-    def __init__(self, folder: str, vocab_size: int, shard_tokens: int):
+    def __init__(self, folder: str, vocab_size: int):
         self.folder = folder
-        self.shard_tokens = shard_tokens
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
         self.splits = {split: {'tokens': 0, 'shards': []} for split in SPLITS}  # for meta.json
 
@@ -394,15 +385,16 @@ class Writer:
     def append(self, split: str, ids: np.ndarray) -> None:
         shards = self.splits[split]['shards']
         self.splits[split]['tokens'] += len(ids)
+        limit = SHARD_TOKENS if split == 'train' else sys.maxsize
         while len(ids):
-            if not shards or (split == 'train' and shards[-1]['tokens'] == self.shard_tokens):
+            if not shards or shards[-1]['tokens'] == limit:
                 name = f'train_{len(shards):05d}.bin' if split == 'train' else f'{split}.bin'
                 shards.append({'file': name, 'tokens': 0})
-            room = self.shard_tokens - shards[-1]['tokens'] if split == 'train' else len(ids)
+            new = ids[:limit - shards[-1]['tokens']]
             with open(os.path.join(self.folder, shards[-1]['file']), 'ab') as file:
-                file.write(ids[:room].astype(self.dtype).tobytes())
-            shards[-1]['tokens'] += len(ids[:room])
-            ids = ids[room:]
+                file.write(new.astype(self.dtype).tobytes())
+            shards[-1]['tokens'] += len(new)
+            ids = ids[len(new):]
 
 
 # The data folder
@@ -432,7 +424,7 @@ def prepare(o: PrepareConfig) -> None:
     for split, content in meta['splits'].items():
         say(f'{split:5} {content["tokens"]:>15,} tokens')
         if 0 < content['tokens'] < TOO_FEW and split != 'train':
-            say(f'WARNING: {split} has so few tokens that its perplexity says little')
+            say(f'WARNING: {split} has few tokens: a larger --held_out makes it longer')
 
 
 def is_prepared(o: PrepareConfig) -> bool:
@@ -459,14 +451,14 @@ def write_folder(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any
         if files:
             more = f' and {len(files) - 3:,} more' if len(files) > 3 else ''
             say(f'{what}: {", ".join(files[:3])}{more}')
-    ends = find_ends(o, source)
-    tokenizer = find_tokenizer(o, source, folder, ends)
-    writer = Writer(folder, tokenizer.vocab_size, o.shard_tokens)
-    tokenize(o, source, ends, tokenizer, writer)
+    source = source._replace(ends=find_ends(o, source))
+    tokenizer = find_tokenizer(o, source, folder)
+    writer = Writer(folder, tokenizer.vocab_size)
+    tokenize(o, source, tokenizer, writer)
     empty = [split for split in SPLITS if not writer.tokens(split)]
     if 'train' in empty or (empty and o.held_out):
-        fail(f'{o.input} holds too little text for {" and ".join(empty)}: give more '
-             '(prepare_slimpajama.py --held_out=0 makes train alone)')
+        fail(f'{o.input} holds too little text for {" and ".join(empty)}: give more, or '
+             'prepare_slimpajama.py --held_out with a larger fraction, or 0 for train alone')
     meta = {
         'format': FORMAT, 'tokenizer': tokenizer.name, 'tokenizer_sha256': tokenizer.sha256,
         'vocab_size': tokenizer.vocab_size, 'bos': tokenizer.bos, 'dtype': writer.dtype.name,
@@ -476,8 +468,7 @@ def write_folder(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any
     return meta
 
 
-def find_tokenizer(o: PrepareConfig, source: Source, folder: str,
-                   ends: dict[str, int] | None) -> Any:
+def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     """Load or train the tokenizer that the options name. A SentencePiece model is put into the
     folder: Llama's, the user's, or the trained one."""
     model = os.path.join(folder, MODEL_FILE)
@@ -487,7 +478,7 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str,
         with hub() as hf:
             shutil.copyfile(hf.HfApi().hf_hub_download(*LLAMA), model)
     elif o.tokenizer.startswith('bpe'):
-        train_bpe(model, int(o.tokenizer.removeprefix('bpe')), sample_train(o, source, ends))
+        train_bpe(model, int(o.tokenizer.removeprefix('bpe')), sample_train(o, source))
     tokenizer = make_tokenizer(o.tokenizer, model)
     if o.model_file and tokenizer.model.bos_id() < 0:
         piece = tokenizer.model.id_to_piece(tokenizer.bos)
@@ -495,41 +486,35 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str,
     return tokenizer
 
 
-def sample_train(o: PrepareConfig, source: Source, ends: dict[str, int] | None) -> list[str]:
-    """Read at most BPE_TEXT bytes of the train split, evenly spaced through it."""
-    texts: list[str] = []
-    stride = 1  # Every stride-th part is kept.
-    kept = total = 0  # bytes
-    parts = read_parts(o, source, ends, lambda split: split != 'train')
-    for n, part in enumerate(part for part in parts if part.split == 'train'):
-        size = len(part.text.encode())
-        total += size
-        if n % stride == 0:
-            texts.append(part.text)
-            kept += size
-        if kept > BPE_TEXT:
-            texts = texts[::2]
-            stride *= 2
-            kept = sum(len(text.encode()) for text in texts)
-        if total > TOKEN_BYTES * o.tokens:
-            break
-    say(f'Training the tokenizer {o.tokenizer} on {kept / 1e6:.2f} of {total / 1e6:.2f} MB of text')
-    return texts
+def sample_train(o: PrepareConfig, source: Source) -> list[str]:
+    """Read some BPE_TEXT bytes of the train split, evenly spaced through it."""
+    def train_texts() -> Iterator[str]:
+        size = 0  # bytes
+        for part in read_parts(o, source, lambda split: split != 'train'):
+            if part.split == 'train':
+                yield part.text
+                size += len(part.text.encode())
+                if size > TOKEN_BYTES * o.tokens:
+                    return
+    total = sum(len(text.encode()) for text in train_texts())
+    stride = max(1, math.ceil(total / BPE_TEXT))
+    say(f'Training the tokenizer {o.tokenizer} on {total / stride / 1e6:.2f} of {total / 1e6:.2f} '
+        'MB of text')
+    return list(islice(train_texts(), 0, None, stride))
 
 
-def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, tokenizer: Any,
-             writer: Writer) -> None:
+def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -> None:
     """Write the tokens of all documents, until the train split has o.tokens of them."""
     limit = dict.fromkeys(SPLITS, sys.maxsize) | {'train': o.tokens}
     for split in ('val', 'test'):
-        if ends or split in source.files.values():
-            limit[split] = round(o.tokens * (o.held_out_end if ends else o.held_out))
+        if source.ends or split in source.files.values():
+            limit[split] = round(o.tokens * o.held_out)
 
     def room(split: str) -> int:
         return limit[split] - writer.tokens(split)
 
-    parts = read_parts(o, source, ends, lambda split: room(split) <= 0)
-    bos = np.array([tokenizer.bos])
+    parts = read_parts(o, source, lambda split: room(split) <= 0)
+    bos = np.array([tokenizer.bos], np.int32)
     with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar:
         for batch in batches(parts, room):
             ids: dict[str, list[np.ndarray]] = {part.split: [] for part in batch}
@@ -540,7 +525,7 @@ def tokenize(o: PrepareConfig, source: Source, ends: dict[str, int] | None, toke
                 new = np.concatenate(arrays)[:room(split)]
                 writer.append(split, new)
                 bar.update(len(new))
-            if room('train') <= 0 and not ends:  # with ends, val and test come after train
+            if room('train') <= 0 and not source.ends:  # with ends, val and test come after train
                 return
 
 
@@ -583,7 +568,7 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
 def prepare_text(path: str, tokenizer: str | None) -> str:
     """Prepare a user's file or folder of text, and return the data folder. Its name contains a hash
     of the text and the tokenizer, so that a changed text is prepared anew."""
-    source = find_source(os.path.abspath(path), option='text')
+    source = find_source(os.path.abspath(path))
     size = sum(os.path.getsize(source.path(file)) for file in source.files)
     tokenizer = tokenizer or next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
     held_out = 0.05 if size < 20e6 else 0.005

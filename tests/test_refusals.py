@@ -1,4 +1,5 @@
 """What is wrong is one line that says what would be right, and exit code 1: a table of them."""
+import gzip
 import importlib
 import json
 import os
@@ -82,6 +83,8 @@ prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
 prepare_slimpajama  --input=latin1.txt --tokenizer=byte    latin1.txt: not UTF-8
 prepare_slimpajama  --input=bad.jsonl --tokenizer=byte     line 2 is no JSON with "text"
 prepare_slimpajama  --input=bad.parquet --tokenizer=byte   bad.parquet: Parquet
+prepare_slimpajama  --input=cut.jsonl.gz --tokenizer=byte  cut.jsonl.gz: Truncated
+prepare_slimpajama  --input=1.jsonl --tokenizer=byte       1.jsonl: a "text" is not text but 1
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100       expected bpe512 to bpe65536
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   at most bpe
 prepare_slimpajama  --input=a.txt --out_dir=              --out_dir= is empty: expected a path
@@ -103,6 +106,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
                        ('huge.py', f'tokens = 0x{"f" * 5000}'), ('half.py', 'size = '),
                        ('unknown.py', 'd = {}'), ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
+    (path / '1.jsonl').write_text('{"text": 1}')
+    (path / 'cut.jsonl.gz').write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
     short, old, cut = (write_data(path / name) for name in ('short', 'old', 'cut'))
     write_data(path / 'data')
     (path / 'data/config.json').write_text('{"of": "another program"}')

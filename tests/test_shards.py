@@ -1,7 +1,6 @@
 """Data folders: the order of sequences, and damaged shards."""
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,6 @@ def edit_shard(folder: Path, **changes: Any) -> None:
     (folder / 'meta.json').write_text(json.dumps(meta))
 
 
-def shorten(folder: Path) -> None:
-    edit_shard(folder, tokens=LENGTH)
-    os.truncate(folder / 'val.bin', 2 * LENGTH)
-
-
 def piped(folder: Path) -> None:
     (folder / 'val.bin').unlink()
     os.mkfifo(folder / 'val.bin')
@@ -54,13 +48,9 @@ def piped(folder: Path) -> None:
 
 CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
     'missing shard': (lambda f: (f / 'train_00001.bin').unlink(), r'train_00001\.bin has 0 bytes'),
-    'truncated shard': (lambda f: os.truncate(f / 'test.bin', 4000), '4000 bytes.* 4000 tokens'),
-    'short shard': (shorten, r'the val split .*context_length \+ 1 = 9'),
     'no split': (lambda f: edit_meta(f, splits={}), 'no shard of the train'),
     'no meta.json': (lambda f: (f / 'meta.json').unlink(), 'is missing: .*prepare_slimpajama.py'),
     'cut meta.json': (lambda f: os.truncate(f / 'meta.json', 50), 'damaged'),
-    'another format': (lambda f: edit_meta(f, format=99), 'of another version'),
-    'no folder': (shutil.rmtree, r'meta\.json is missing'),
     'a file above': (lambda f: edit_shard(f, file='../../README.md'), 'damaged'),
     'no tokens': (lambda f: edit_shard(f, tokens=0), 'damaged'),
     'a pipe, which would be waited for': (piped, r'val\.bin has 0 bytes'),

@@ -110,7 +110,7 @@ COMMANDS = {
         '--compare run data run'],
     'prepare_slimpajama': [
         f'{PREPARE} --out_dir=new', f'{PREPARE} --out_dir=prepared', f'{PREPARE} --out_dir=texts',
-        f'{PREPARE} --out_dir=new --tokens=500 --shard_tokens=100',
+        f'{PREPARE} --out_dir=new --tokens=500',
         f'{PREPARE}/c.jsonl.gz --out_dir=new'],
     'synthetic_gp': [f'{GP} --out_dir=gp', f'{GP} --out_dir=gp --learning_rate=1e30', GP],
 }

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_prepare import expected, prepare, refused, result, run, train_of, write
+from test_prepare import (
+    expected,
+    hundred_documents_are_many,  # noqa: F401 (a fixture)
+    prepare,
+    refused,
+    shards,
+    train_of,
+    write,
+)
 from test_tokenizers import LLAMA, documents, needs_llama
 
 import prepare_slimpajama as prep
@@ -33,13 +41,13 @@ def test_links_other_kinds_of_files_and_pipes(tmp_path: Path) -> None:
     (folder / 'A.JSONL').write_text(json.dumps({'text': 'text 0'}) + '\n')
     odd = folder / os.fsdecode(b'\xff.jsonl')
     odd.write_text('{"text": "odd"}\n')
-    printed = run(folder, tmp_path / 'out', '--held_out=0')
-    assert 'ignored, of other kinds: README.md' in printed
+    made = prepare(folder, tmp_path / 'out', '--held_out=0')
+    assert 'ignored, of other kinds: README.md' in made['printed']
     meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
     assert meta['files'] == ['A.JSONL', 'b.jsonl', 'c.jsonl.gz', odd.name, 'again/f.jsonl',
                              'd/e.parquet']
     texts = ['text 0', texts[1], 'text 2', 'odd', texts[4], texts[3]]
-    assert result(tmp_path / 'out')['train_00000.bin'] == train_of(texts)
+    assert made['train_00000.bin'] == train_of(texts)
     assert 'no such file' in refused(folder / 'pipe.txt', tmp_path / 'none')
 
 
@@ -76,7 +84,8 @@ def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(builtin.files) == ['b.py', 'latin.py', 'z/e.py']
     with open(tmp_path / 'lib/latin.py', 'rb') as file:
         assert ''.join(prep.read_text(file.name)) == '\ufffd\ufffd'
-    (tmp_path / 'lib/long.py').write_text('\n'.join(documents(600, seed=1)))
+    for n, text in enumerate(documents(600, seed=1)):
+        (tmp_path / f'lib/{n}.py').write_text(text)
     assert prep.find_data('data/corpus') == 'data/corpus' and os.path.exists('data/corpus/val.bin')
 
 
@@ -124,11 +133,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return made
 
 
-def shards(where: str, out: Path, *options: str) -> dict[str, bytes]:
-    made = prepare(where, out, *options)
-    return {name: data for name, data in made.items() if name != 'splits'}
-
-
 def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: Hub) -> None:
     texts = documents(200, seed=51)
     write(hub.folder / 'sample/10BT/000.parquet', texts[:100])
@@ -138,11 +142,12 @@ def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: Hub) -> Non
     for where, content in ((f'{DATA}/sample/10BT', texts), (f'{DATA}@{hub.sha}/sample', texts),
                            (f'{DATA}/sample/10BT/001.parquet', texts[100:])):
         out = tmp_path / str(len(where))
-        assert shards(where, out, '--held_out=0.2') == expected(content, 0.2)
+        assert shards(prepare(where, out, '--held_out=0.2')) == expected(content, 0.2)
     assert 'holds no .parquet' in refused(f'{DATA}/nothing', tmp_path / 'n')
     assert 'Repository Not Found' in refused('hf://datasets/org/none', tmp_path / 'n')
     assert 'Invalid HF URI' in refused('hf://datasets/data', tmp_path / 'n')
-    assert 'other kinds: README.md' in run(DATA, tmp_path / 'all', '--held_out=0')
+    all_files = prepare(DATA, tmp_path / 'all', '--held_out=0')
+    assert 'other kinds: README.md' in all_files['printed']
     o = prep.PrepareConfig(input='hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT')
     assert o.out_dir == 'data/fineweb-edu-sample-10BT'
 
@@ -153,7 +158,7 @@ def test_a_download_that_fails_is_one_line(tmp_path: Path, hub: Hub) -> None:
     says = refused(DATA, out, '--held_out=0.1')
     assert 'Entry Not Found (is there a network?' in says
     hub.gone = ''
-    assert shards(DATA, out, '--held_out=0.1') == expected(hub.texts, 0.1)
+    assert shards(prepare(DATA, out, '--held_out=0.1')) == expected(hub.texts, 0.1)
     meta = json.loads((out / 'meta.json').read_text())
     assert meta['source'] == f'{DATA}@{"c" * 40}' and meta['files'] == hub.names
 
@@ -163,4 +168,4 @@ def test_the_hub_brings_the_llama_tokenizer(tmp_path: Path, hub: Hub) -> None:
     options = ('--tokenizer=llama', '--tokens=1K', '--held_out=0')
     assert prepare(DATA, tmp_path / 'out', *options)['splits']['train']['tokens'] == 1000
     assert (tmp_path / 'out/tokenizer.model').read_bytes() == Path(LLAMA).read_bytes()
-    assert hub.downloads == ['tokenizer.model', hub.names[0]]  # and no more than the tokens need
+    assert {*hub.downloads} == {'tokenizer.model', hub.names[0]}  # no more than the tokens need
