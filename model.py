@@ -195,7 +195,7 @@ def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
 
 class BaseAttention(nn.Module):
     """What both kinds of attention share: norm, W_Q, W_K, heads and positions."""
-    impl = 'auto'  # or readable, sdpa, triton: see nanocem/fast.py
+    impl = 'auto'  # or readable, blockwise, sdpa, triton: see nanocem/fast.py
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

@@ -76,7 +76,7 @@ class TrainConfig:
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: the faster
-    attn_impl: Literal['auto', 'readable', 'sdpa', 'triton'] = 'auto'  # see nanocem/fast.py
+    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # of attention
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     activation_checkpointing: bool = False  # recompute activations in the backward pass
     timeout_minutes: float = 10.0  # how long a process waits for the others

@@ -23,17 +23,20 @@ def loss_and_gradients(cfg: ModelConfig, impl: str, dtype: torch.dtype,
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@pytest.mark.parametrize('impl', ['blockwise', 'sdpa'])
 @pytest.mark.parametrize('cfg', [
     *(c for c in SETS if not c.exact_update),
     ModelConfig(**{**TINY, 'd_model': 30}),  # a width that the fused path pads
 ], ids=describe)
-def test_faster_attention_equals_the_readable_path(cfg: ModelConfig) -> None:
-    fused = loss_and_gradients(cfg, 'sdpa', torch.float64)
+def test_faster_attention_equals_the_readable_path(
+        cfg: ModelConfig, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, 'BLOCK', 5)  # of 16 queries
+    fused = loss_and_gradients(cfg, impl, torch.float64)
     expected = loss_and_gradients(cfg, 'readable', torch.float64)
     torch.testing.assert_close(fused, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize('impl', ['readable', *['triton'] * fast.HAS_TRITON])
+@pytest.mark.parametrize('impl', ['readable', 'blockwise', *['triton'] * fast.HAS_TRITON])
 def test_a_training_step_is_one_graph(impl: str) -> None:
     """With fullgraph=True torch.compile refuses a break."""
     cfg = ModelConfig(**{**SMALL, 'n_layer': 1, 'attn_steps': 2})
@@ -75,7 +78,7 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     llama, rope = dict(attn='llama'), dict(positions='rope', kq_diag='none')
     alibi = {**llama, 'positions': 'alibi'}
     by_softmax, by_torch, ours = 'readable attention', 'sdpa attention', 'triton attention'
-    assert path(cpu, torch.float32) == path(cpu, half, **alibi) == by_softmax
+    assert path(cpu, torch.float32) == path(cpu, half, **alibi) == 'blockwise attention'
     assert path(cpu, torch.float32, **rope) == by_torch
     if fast.HAS_TRITON:
         assert path(cpu, torch.float32, 'triton') == ours  # interpreted
