@@ -191,9 +191,10 @@ def parse_value(value: Any, hint: Any) -> Any:
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(parse_value(item, args[0]) for item in items)
-    is_text = hint is str and isinstance(value, str) and '\0' not in value
-    if is_text or (kind is typing.Literal and value in args):
-        return value
+    if kind is typing.Literal and value in args:
+        return args[args.index(value)]  # a str, where NumPy's text is equal to it
+    if hint is str and isinstance(value, str) and '\0' not in value:
+        return str(value)
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
     is_number = isinstance(value, (numbers.Real, str)) and not isinstance(value, bool)

@@ -314,7 +314,9 @@ def compare(folders: list[str]) -> Report:
         axes.set(xlabel='tokens', ylabel='training loss, nats a token')
         axes.set_title(f'data {data}', parse_math=False)
         for folder in runs:
-            log = [line for line in read_json_lines(f'{folder}/log.jsonl') if line.get('loss')]
+            path = f'{folder}/log.jsonl'  # not there yet if the run has just begun
+            lines = read_json_lines(path) if os.path.exists(path) else []
+            log = [line for line in lines if line.get('loss') and 'tokens' in line]
             axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], marker='.',
                       ms=3, lw=1, label=f'run {folder}')
         for text in axes.legend(fontsize=7).get_texts():

@@ -51,7 +51,8 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
     config = {'train': {'data': str(data)}, 'model': cfg}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
-        '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"tokens": 4000, "loss": 4.0}\n{"tok')
+        '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
+        '{"tokens": 4000, "loss": 4.0}\n{"tok')
     return folder
 
 
@@ -280,6 +281,7 @@ def test_numbers_that_cannot_be_written_are_printed(
 def test_runs_side_by_side(place: Path) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
     write_run(place / 'old/run', Path('./data'), model_of())
+    (place / 'old/run/log.jsonl').unlink()  # as before the first line of the log
     (place / 'out/run/result.json').write_text('{"test_loss": 3.0, "test_bits_per_byte": 4.5}')
     (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567}')
     folders = ['out/run', 'out/bpe', 'old/run']
