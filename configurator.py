@@ -123,7 +123,7 @@ def require_values(options: Any, unless: str, **values: Any) -> None:
     for name, value in values.items():
         given = getattr(options, name)
         require(given == value,
-                f'{name}={given} acts on CEM sublayers: set {unless}, or else {name}={value}')
+                f'{name}={given} has no effect: set {unless}, or else {name}={value}')
 
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:

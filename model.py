@@ -107,7 +107,12 @@ class ModelConfig:
             resolve_defaults(self, preconditioner='none')
             require_values(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
         resolve_defaults(self, preconditioner='diag_lowrank')
-        # Some options exclude each other
+        # Some options need others, or exclude each other
+        if self.preconditioner != 'diag_lowrank':
+            require_values(self, 'preconditioner=diag_lowrank', attn_rank=ModelConfig.attn_rank,
+                           mlp_rank=ModelConfig.mlp_rank)
+        if self.positions == 'alibi':
+            require_values(self, 'positions=rope', rope_theta=ModelConfig.rope_theta)
         D, K = self.d_model, self.n_head
         require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         require(self.positions == 'alibi' or D // K % 2 == 0,

@@ -17,9 +17,11 @@ model               --d_model=0                            d_model=0: expected 1
 model               --d_model=65                           multiple of n_head
 model               --exact_update --kq_diag=none          needs the diagonal
 model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none
-model               --mlp=llama --mlp_steps=1 --mlp_match=params   mlp_match=params acts on CEM
+model               --mlp=llama --mlp_steps=1 --mlp_match=params   mlp_match=params has no effect
 model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   set attn=cem or
 model               config/cem_t2.py config/llama.py       set attn=cem, or else attn_steps=1
+model               --preconditioner=diag --mlp_rank=3     set preconditioner=diag_lowrank, or else
+model               --rope_theta=5                         set positions=rope, or else rope_theta
 model               --d_model=12 --n_head=4 --positions=rope     is odd
 model               --init_std=nan                         init_std=nan: expected a number
 train               --atn_steps=2                          no such option; near: attn_steps
