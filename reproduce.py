@@ -20,6 +20,7 @@ import glob
 import math
 import os
 import re
+import shlex
 import statistics
 import sys
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from configurator import build, command_line, fail, read_options
+from configurator import build, command_line, fail, read_options, require
 from model import ModelConfig, Transformer
 from nanocem.compute import DENSE_BF16, MFU_ESTIMATE, flops_per_token
 from nanocem.data import open_shard, read_meta
@@ -252,7 +253,8 @@ def planned(found: Results, size: str) -> tuple[list[Run], list[Run]]:
 def print_todo(found: Results, text: str | None) -> None:
     """Print the commands of missing runs, up to the first size that waits for learning rates."""
     if text:
-        prepare = f'python prepare_slimpajama.py --input={text} --held_out=0.05'
+        require(os.path.exists(text), f'text={text}: no such file or folder')
+        prepare = f'python prepare_slimpajama.py --input={shlex.quote(text)} --held_out=0.05'
         say(f'{prepare} --tokenizer=bpe2048 --out_dir=data/english')
         say(f'{prepare} --tokenizer=byte --out_dir=data/english-bytes')
     elif not os.path.exists('data/english/meta.json'):
@@ -422,8 +424,12 @@ class ReproduceConfig:
 
 @command_line
 def main(argv: list[str]) -> None:
-    cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
-    if cfg.count:
+    options = read_options(argv, ReproduceConfig)
+    cfg = build(ReproduceConfig, options)
+    require(cfg.text is None or cfg.todo, f'text={cfg.text} is for --todo')
+    alone = cfg.count is not None or cfg.scale == 'paper'
+    require(not alone or len(options) == 1, 'count or scale=paper: give no other option')
+    if cfg.count is not None:
         return print_counts(cfg.count)
     if cfg.scale == 'paper':
         return print_paper()

@@ -77,6 +77,9 @@ bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
 reproduce           --scale=huge                           scale=huge: expected one of english
+reproduce           --scale=paper --todo                   give no other option
+reproduce           --text=a.txt                           text=a.txt is for --todo
+reproduce           --todo --text=none                     text=none: no such file or folder
 prepare_slimpajama  --input=none                           no such file or folder
 prepare_slimpajama  --input=data                           holds no .parquet, .jsonl
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
