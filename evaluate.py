@@ -365,37 +365,9 @@ def print_report(path: str, subject: str, report: Report) -> None:
         say(f'WARNING: {", ".join(files)} not written ({error.strerror})')
 
 
-@command_line
-def main(argv: list[str]) -> None:
-    """Run the command line."""
-    folders = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
-    options = read_options([arg for arg in argv if arg not in folders], EvaluateConfig)
-    cfg = build(EvaluateConfig, options)
-    if cfg.compare:
-        require(bool(folders) and len(options) == 1,
-                'compare: expected folders of runs and no other option, as --compare out/a out/b')
-        return print_report(f'out/results/compare/{file_name(" ".join(folders))}', 'Runs',
-                            compare(folders))
-
-    # Which reports to make; an option that none of them has is refused
-    reports = [name for name in ('energies', 'attention', 'export') if getattr(cfg, name)]
-    if cfg.steps or not reports:
-        reports.append('loss')
-    used = {'out_dir', 'device', 'energies'}.union(*(OPTIONS[report] for report in reports))
-    for name, value in options.items():
-        require(name in used, f'{name}={value}: of no use to {" and ".join(reports)}')
-    require(cfg.text is None or 'split' not in options, 'text and split: give one')
-    out_dir = cfg.out_dir or newest_run() or fail('no run in out/: python train.py makes one')
-    model, state = load_run(out_dir, cfg.checkpoint, cfg.device)
-    cem = 'cem' in (model.cfg.attn, model.cfg.mlp)
-    require(cem or not (cfg.steps or cfg.energies),
-            f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
-    if cfg.export:
-        export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
-        say(f'{cfg.export}: transformers loads it, as its README.md says')
-    if reports == ['export']:
-        return None
-
+def write_reports(cfg: EvaluateConfig, model: Transformer, state: dict[str, Any], out_dir: str,
+                  reports: list[str]) -> None:
+    """Print and write the reports of a run."""
     # The reports go beside the checkpoint, but not into an exported folder
     folder = out_dir
     if 'exported' in state:
@@ -421,6 +393,39 @@ def main(argv: list[str]) -> None:
         llama_tokens = count_llama_tokens(sequences, tokenizer, data_dir) if whole else None
         report = report_loss(model, sequences, tokenizer.token_bytes(), llama_tokens, cfg.steps)
         print_report(f'{folder}/{report_name(cfg, "loss")}', subject, report)
+
+
+@command_line
+def main(argv: list[str]) -> None:
+    """Run the command line."""
+    folders = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
+    options = read_options([arg for arg in argv if arg not in folders], EvaluateConfig)
+    cfg = build(EvaluateConfig, options)
+    if cfg.compare:
+        require(bool(folders) and len(options) == 1,
+                'compare: expected folders of runs and no other option, as --compare out/a out/b')
+        return print_report(f'out/results/compare/{file_name(" ".join(folders))}', 'Runs',
+                            compare(folders))
+
+    # Which reports to make; an option that none of them has is refused
+    reports = [name for name in ('energies', 'attention', 'export') if getattr(cfg, name)]
+    if cfg.steps or not reports:
+        reports.append('loss')
+    used = {'out_dir', 'device', 'energies'}.union(*(OPTIONS[report] for report in reports))
+    for name, value in options.items():
+        require(name in used, f'{name}={value}: of no use to {" and ".join(reports)}')
+    require(cfg.text is None or 'split' not in options, 'text and split: give one')
+    out_dir = cfg.out_dir or newest_run() or fail('no run in out/: python train.py makes one')
+    model, state = load_run(out_dir, cfg.checkpoint, cfg.device)
+    cem = 'cem' in (model.cfg.attn, model.cfg.mlp)
+    require(cem or not (cfg.steps or cfg.energies),
+            f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
+    if reports != ['export']:
+        write_reports(cfg, model, state, out_dir, reports)
+    if cfg.export:
+        export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
+        say(f'{cfg.export}: transformers loads it, as its README.md says')
+
 
 
 if __name__ == '__main__':

@@ -355,13 +355,15 @@ def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
         return None
     files = [file for file, split in source.files.items() if split not in ('val', 'test')]
     documents = (chunks for file in files for chunks in read_documents(source.path(file), o.column))
-    enough = TOKEN_BYTES * o.tokens
+    enough = round(TOKEN_BYTES * o.tokens / (1 - 2 * o.held_out))
     total = 0  # bytes
     for n, chunks in enumerate(documents, 1):
         for chunk in chunks:
             total = min(enough, total + len(chunk.encode()))
             if total == enough:
                 break
+        if total == enough:  # few documents hold all the tokens that are wanted
+            break
         if n == MANY:
             return None
     splits = [split for split in SPLITS
@@ -434,7 +436,9 @@ def is_prepared(o: PrepareConfig) -> bool:
         if os.path.exists(o.out_dir) and os.listdir(o.out_dir):
             fail(f'{o.out_dir} holds other files: choose another --out_dir')
         return False
-    saved = meta.get('config', {})
+    saved = meta.get('config')
+    if not isinstance(saved, dict):
+        fail(f'{o.out_dir} holds other files: choose another --out_dir')
     different = [f'{name}={saved.get(name)}, not {value}'
                  for name, value in o.content_options().items() if saved.get(name) != value]
     if different:

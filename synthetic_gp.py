@@ -20,12 +20,15 @@ import hashlib
 import math
 import os
 import re
+import signal
 import sys
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Literal
 
 import matplotlib.pyplot as plt
@@ -136,10 +139,11 @@ class Options:
         in_range(self, 2, 10**6, 'repeats')  # one has no standard deviation
         in_range(self, 1, 10**6, 'steps jobs')
         in_range(self, 1, 20_000, 'points test_points')  # the kernel's matrix must fit in memory
-        in_range(self, 0, 2**63 - 1, 'seed learning_rate')
+        in_range(self, 0, 2**63 - 1, 'seed')
+        in_range(self, 0, 1000, 'learning_rate')
         in_range(self, 1, self.points, 'batch_size')
         for model in self.models:
-            if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d*', model):
+            if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d{0,3}', model):
                 fail(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
 
 
@@ -298,14 +302,27 @@ def train_row(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> Row:
     return torch.stack([errors.mean(dim=1), errors.std(dim=1)], dim=1).flatten().tolist()
 
 
+def start_worker() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C run_table ends the workers
+
+
 def run_table(o: Options) -> dict[Key, Row]:
-    """Train all models on all kernels in o.jobs processes."""
+    """Train all models on all kernels in o.jobs processes. UserError if one of them is killed."""
     keys = [(kernel, model) for kernel in o.kernels for model in o.models]
-    with ProcessPoolExecutor(o.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
-        samples = pool.map(partial(sample_gp, o), o.kernels, [range(o.repeats)] * len(o.kernels))
-        data = dict(zip(o.kernels, samples, strict=True))
-        rows = pool.map(partial(train_row, o), keys, [data[kernel] for kernel, _ in keys])
-        return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))
+    with ProcessPoolExecutor(o.jobs, get_context('spawn'), start_worker) as pool:
+        try:
+            samples = pool.map(partial(sample_gp, o), o.kernels,
+                               [range(o.repeats)] * len(o.kernels))
+            data = dict(zip(o.kernels, samples, strict=True))
+            rows = pool.map(partial(train_row, o), keys, [data[kernel] for kernel, _ in keys])
+            return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))
+        except BrokenProcessPool:
+            fail('a worker process was killed: if memory ran out, give --jobs=1')
+        except BaseException:
+            for process in active_children():
+                process.terminate()
+            raise
 
 
 def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
@@ -331,9 +348,9 @@ def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: s
     plt.close(fig)
 
 
-def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> str:
-    """Write the table as Markdown and CSV, and its figure, under names with this suffix. Returns
-    the Markdown."""
+def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> None:
+    """Print the table, then write it as Markdown and CSV, and its figure, under names with this
+    suffix."""
     with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
         paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
                  for line in csv.DictReader(file)}
@@ -367,10 +384,11 @@ def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> str:
              f'{within[0]} of {len(distances)} rows; within two: {within[1]}.')
     if not np.isfinite(list(rows.values())).all():
         text += '\n- nan: training diverged; try a lower learning_rate.'
+    say(text)
     write_atomic(f'{o.out_dir}/table{suffix}.md', f'{text}\n'.encode())
     write_atomic(f'{o.out_dir}/table{suffix}.csv', csv_text.encode())
     draw_figure(o, rows, paper, f'{o.out_dir}/figure{suffix}.png')
-    return text
+    say(f'Written to {o.out_dir}: table{suffix}.md, and beside it CSV and figure')
 
 
 @command_line
@@ -383,8 +401,9 @@ def main(argv: list[str]) -> None:
     # Options are part of the file names, so that no other table replaces the full one.
     suffix = ''.join(f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
                      for name, value in given.items() if name not in ('jobs', 'out_dir'))
-    say(write_table(o, run_table(o), suffix))
-    say(f'Written to {o.out_dir}: table{suffix}.md, and beside it CSV and figure')
+    if len(suffix) > 200:  # file names have at most 255 characters
+        suffix = f'{suffix[:190]}-{zlib.crc32(suffix.encode()):08x}'
+    write_table(o, run_table(o), suffix)
 
 
 if __name__ == '__main__':

@@ -200,6 +200,10 @@ class Trainer:
         if self.max_steps < self.step:
             fail(f'tokens={self.max_steps * self.tokens_per_step}: the run in {cfg.out_dir} has '
                  f'seen {self.step * self.tokens_per_step} already')
+        if (planned := state.get('max_steps', self.max_steps)) != self.max_steps:
+            before, now = (learning_rate(cfg, self.step, n) for n in (planned, self.max_steps))
+            self.report(f'{self.max_steps:,} steps instead of {planned:,}: the next learning rate '
+                        f'is {now:.2e} instead of {before:.2e}')
 
     def checkpoint(self, best: bool = False) -> None:
         """Write the state after self.step steps."""
@@ -210,7 +214,7 @@ class Trainer:
             'optimizers': [optimizer.state_dict() for optimizer in self.optimizers],
             'step': self.step, 'seconds': time.monotonic() - self.start_time, 'best': self.best,
             'skipped': self.skipped, 'consecutive_skips': self.consecutive_skips,
-            'data_dir': self.cfg.data, **self.identity()}
+            'max_steps': self.max_steps, 'data_dir': self.cfg.data, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
 
     def batch(self, split: str, ids: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -142,24 +142,25 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int,
                 with_grad: bool) -> Tensor:
-        loss, dx, dW = 0, [], torch.zeros_like(W) if with_grad else None
+        loss, dx = 0, []
+        dW = torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32))
         counts = (targets != NO_TARGET)[:, None]
         targets = targets[:, None].where(counts, 0)
         parts = zip(x.split(rows), targets.split(rows), counts.split(rows), strict=True)
         for x_n, target, count in parts:
             logits = F.linear(x_n, W)
             log_p = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
-            loss = loss - (log_p.gather(-1, target) * count).sum()
+            loss = loss - log_p.gather(-1, target).where(count, 0).sum()
             if with_grad:
                 # The gradient of the logits is p - one-hot. A comparison instead of scatter_add_
                 # lets the compiler make it in the same loop as p.
                 one_hot = torch.arange(len(W), device=x.device) == target
-                d = ((log_p.exp() - one_hot.to(log_p.dtype)) * count).to(logits.dtype)
+                d = (log_p.exp() - one_hot.to(log_p.dtype)).where(count, 0).to(logits.dtype)
                 dx.append((d @ W).to(x.dtype))
                 dW += d.mT @ x_n
         n = counts.sum()
         if with_grad:
-            ctx.save_for_backward(torch.cat(dx), dW, n)
+            ctx.save_for_backward(torch.cat(dx), dW.to(W.dtype), n)
         return loss / n
 
     @staticmethod
@@ -169,7 +170,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError('no second derivative of a loss of so many logits: set '
                                'compute.LOGITS_AT_ONCE, or on a CPU LOGITS_IN_CACHE, higher')
         dx, dW, n = ctx.saved_tensors
-        grad = grad / n
+        grad = grad / n.clamp(min=1)
         return grad * dx, grad * dW, None, None, None
 
 

@@ -48,8 +48,9 @@ def write_atomic(path: str, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(path + '.tmp', path)
-    except OSError as error:
-        error.filename = path
+    except BaseException as error:  # a Ctrl-C, too
+        if isinstance(error, OSError):
+            error.filename = path
         with contextlib.suppress(OSError):
             os.remove(path + '.tmp')
         raise

@@ -88,7 +88,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     path, cfg = Path(folder), model.cfg
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
-        fail(f'export={folder} is not empty; expected a new folder')
+        fail(f'export={folder} is not empty: delete it, or give a new folder')
     weights = {name: w.to(dtype) for name, w in model.state_dict().items()}
     plain = is_plain_llama(cfg)
     if plain:

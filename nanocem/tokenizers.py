@@ -145,7 +145,7 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
     except RuntimeError as error:
         most = re.search(r'<= (\d+)', str(error))
         least = re.search(r'\d+ vs (\d+)', str(error))  # the characters need a piece each
-        expected = f'at most bpe{most[1]}' if most else 'more text'
+        expected = f'at most bpe{most[1]}' if most and int(most[1]) >= 512 else 'more text'
         expected = f'at least bpe{least[1]}' if least else expected
         fail(f'tokenizer=bpe{vocab_size} does not suit this text: expected {expected}, or '
              '--tokenizer=byte')

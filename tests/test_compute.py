@@ -1,4 +1,5 @@
 """nanocem/compute.py: the loss in pieces against the whole, precision, compiler and memory."""
+import math
 import platform
 import subprocess
 import sys
@@ -30,9 +31,14 @@ def test_loss_in_pieces_is_the_mean_over_targets_that_count(
             loss = compute.cross_entropy(x, W, targets.where(counts, -100))
             torch.testing.assert_close(loss, mean)
             torch.testing.assert_close(torch.autograd.grad(3 * loss, (x, W)), gradients)
+            none = compute.cross_entropy(x, W, torch.full_like(targets, -100))
+            assert not any(g.any() for g in torch.autograd.grad(none, (x, W)))
             with torch.no_grad():
                 assert torch.equal(compute.cross_entropy(x, W, targets.where(counts, -100)), loss)
-                assert compute.cross_entropy(x, W, torch.full_like(targets, -100)).isnan()
+                assert none.isnan()
+                infinite = x.where(counts[..., None], math.inf)  # behind targets that do not count
+                loss = compute.cross_entropy(infinite, W, targets.where(counts, -100))
+                torch.testing.assert_close(loss, mean)
 
 
 @pytest.mark.parametrize('autocast', [False, True])

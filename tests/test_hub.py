@@ -274,7 +274,7 @@ def test_an_exported_folder_is_read_as_a_run_is(
     evaluate.main([*options, '--export=again'])
     written = load_file('again/model.safetensors')
     assert torch.equal(written['model.head'], rounded().head) and Path('again/model.py').exists()
-    with pytest.raises(SystemExit, match='again is not empty; expected a new folder'):
+    with pytest.raises(SystemExit, match='again is not empty: delete it'):
         evaluate.main([*options, '--export=again'])
 
 
