@@ -261,7 +261,7 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     finally:
         os.chmod(tmp_path, 0o755)
         os.chmod(out, 0o755)
-    for content, message in (('{"name": "another program"}', 'was made with input=None, not '),
+    for content, message in (('{"config": []}', 'holds other files: choose another --out_dir'),
                              ('{', 'meta.json is damaged: choose another --out_dir')):
         (out / 'meta.json').write_text(content)
         assert message in refused(where, out)

@@ -91,7 +91,7 @@ prepare_slimpajama  --input=bad.parquet --tokenizer=byte   bad.parquet: Parquet
 prepare_slimpajama  --input=cut.jsonl.gz --tokenizer=byte  cut.jsonl.gz: Truncated
 prepare_slimpajama  --input=1.jsonl --tokenizer=byte       1.jsonl: a "text" is not text but 1
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100       expected bpe512 to bpe65536
-prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   at most bpe
+prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
 prepare_slimpajama  --input=a.txt --out_dir=              --out_dir= is empty: expected a path
 prepare_slimpajama  --held_out=0.7                         held_out=0.7: expected 0 to 0.49
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected

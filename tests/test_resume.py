@@ -101,15 +101,21 @@ def test_the_model_config_of_an_earlier_version_is_translated() -> None:
         runs.upgrade_config({**model, 'norm_eps': 1e-6})
 
 
-def test_a_run_that_an_earlier_version_began_is_not_resumed(
-    halves: tuple[Path, Path], tmp_path: Path
+@pytest.mark.parametrize('optimizer', ['halves', 'muon_halves'])
+def test_a_run_that_an_earlier_version_began_goes_on(
+    optimizer: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    out = copied(halves[1], tmp_path)
+    straight, half = request.getfixturevalue(optimizer)
+    out = copied(half, tmp_path)
     for path in out.glob('*.pt'):
         state = read_checkpoint(str(path))
-        state['optimizer'] = state.pop('optimizers')
+        adamw, *muon = state.pop('optimizers')
+        state['optimizer'] = {'adamw': adamw, 'muon': muon[0]} if muon else adamw
+        state['health'] = {'skipped': state.pop('skipped'),
+                           'in_a_row': state.pop('consecutive_skips')}
         torch.save(state, path)
-    running.assert_one_line(resume(out), 'an earlier version began the run', '--init_from=')
+    assert resume(out).codes == [0]
+    same(straight, out)
 
 
 def test_a_finished_run_is_left_as_it_is_or_trained_on(

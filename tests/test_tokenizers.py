@@ -160,7 +160,7 @@ def test_the_same_texts_train_the_same_file(bpe: SentencePieceTokenizer, tmp_pat
 
 @pytest.mark.parametrize('vocab_size, text, message', [
     (60000, PAGES[0], r'expected at most bpe\d+'),
-    (512, 'a', 'expected at most bpe260'),
+    (512, 'a', 'expected more text'),
     (512, '', 'expected more text'),
     (512, ''.join(map(chr, range(0x4e00, 0x5400))), r'expected at least bpe\d+'),
 ])
