@@ -154,8 +154,8 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
         fail(f'config file {path}: not Python: {error}')
     given = {}
     for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # the docstring
+        if node is tree.body[0] and ast.get_docstring(tree) is not None:
+            continue
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)

@@ -432,11 +432,9 @@ def prepare(o: PrepareConfig) -> None:
 def is_prepared(o: PrepareConfig) -> bool:
     """Return whether o.out_dir was made with these options. UserError if it holds anything else."""
     meta = read_json(os.path.join(o.out_dir, 'meta.json'), 'choose another --out_dir')
-    if meta is None:
-        if os.path.exists(o.out_dir) and os.listdir(o.out_dir):
-            fail(f'{o.out_dir} holds other files: choose another --out_dir')
+    if meta is None and not (os.path.exists(o.out_dir) and os.listdir(o.out_dir)):
         return False
-    saved = meta.get('config')
+    saved = meta and meta.get('config')
     if not isinstance(saved, dict):
         fail(f'{o.out_dir} holds other files: choose another --out_dir')
     different = [f'{name}={saved.get(name)}, not {value}'

@@ -276,7 +276,7 @@ class Trainer:
             x, y = self.batch(split, local_ids[i:i + size])
             n_tokens = n_units = y.numel()
             if token_bytes is not None:
-                n_bytes = token_bytes.to(y.device)[y]
+                n_bytes = token_bytes[y]
                 y = y.masked_fill(n_bytes == 0, compute.NO_TARGET)
                 n_tokens, n_units = int((n_bytes > 0).sum()), int(n_bytes.sum())
             # Run a smaller last batch uncompiled: it is not worth a compilation
@@ -300,6 +300,7 @@ class Trainer:
         token_bytes = self.world.run_on_rank0(self.token_bytes)
         if token_bytes is None:
             return None
+        token_bytes = token_bytes.to(self.world.device)
         return self.evaluate(split, max_tokens, token_bytes) / math.log(2)
 
     def train(self, signals: runs.Signals) -> int:

@@ -143,7 +143,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int,
                 with_grad: bool) -> Tensor:
         loss, dx = 0, []
-        dW = torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32))
+        if with_grad:
+            dW = torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32))
         counts = (targets != NO_TARGET)[:, None]
         targets = targets[:, None].where(counts, 0)
         parts = zip(x.split(rows), targets.split(rows), counts.split(rows), strict=True)

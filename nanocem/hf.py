@@ -155,8 +155,8 @@ def write_json(path: Path, **values: Any) -> None:
 # Tokenizers
 
 # Texts on which tokenizers differ if they differ at all
-PROBE = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍', '\0\x7f\u00a0\u3000',
-         '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
+PROBE = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍',
+         '\0\x7f\u00a0\u3000', '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
 
 
 def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
