@@ -189,7 +189,7 @@ def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
         masked = masked | (j != i) & ~key_mask.bool()[:, None, None]
     mask = torch.zeros(masked.shape, **options).masked_fill_(masked, -torch.inf)
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
-    return Positions((i - j).abs(), mask, angle.cos(), angle.sin())
+    return Positions((i - j).abs().type_as(mask), mask, angle.cos(), angle.sin())
 
 
 def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
