@@ -166,6 +166,8 @@ class Trainer:
         self.skipped = self.consecutive_skips = 0  # steps without a finite loss and gradient
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # of the last validation
+        self.val_bits: float | None = None  # its bits per byte; None without a tokenizer
+        self.token_bytes: Tensor | None = None  # bytes of each token, (vocab_size,)
         self.start_time = time.monotonic()  # moved back by the duration of earlier sessions
         self.last_logged = 0  # step of the last line of the log
         self.train_time = 0.0  # seconds spent in steps since then
@@ -263,49 +265,48 @@ class Trainer:
         return loss, grad_norm
 
     @torch.no_grad()
-    def evaluate(self, split: str, max_tokens: int, token_bytes: Tensor | None = None) -> float:
+    def evaluate(self, split: str, max_tokens: int) -> tuple[float, float | None]:
         """Return the mean loss over at most `max_tokens` tokens of a split, the same evenly spaced
-        sequences every time. With token_bytes, the number of bytes of each token, return nats per
-        byte instead; tokens without bytes, such as BOS, are left out."""
+        sequences every time, and the bits per byte, or None if the data has no tokenizer. Tokens
+        without bytes, such as BOS, do not count in bits per byte."""
         data, world, size = self.data[split], self.world, self.micro_batch_size
         ids = evenly_spaced(len(data), max_tokens // data.length)
         local_ids = ids[world.rank::world.size]
-        sums = torch.zeros(2, dtype=torch.float64)  # nats, and tokens or bytes
+        sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens; nats of text, bytes of text
         self.raw_model.eval()
         for i in range(0, len(local_ids), size):
             x, y = self.batch(split, local_ids[i:i + size])
-            n_tokens = n_units = y.numel()
-            if token_bytes is not None:
-                n_bytes = token_bytes[y]
-                y = y.masked_fill(n_bytes == 0, compute.NO_TARGET)
-                n_tokens, n_units = int((n_bytes > 0).sum()), int(n_bytes.sum())
             # Run a smaller last batch uncompiled: it is not worth a compilation
             stance = compute.eager() if len(x) < size else contextlib.nullcontext()
             with self.autocast, stance:
-                loss = self.model(x, y)[1]
-            sums += torch.tensor([float(loss) * n_tokens if n_tokens else 0.0, n_units])
+                nats = float(self.model(x, y)[1]) * y.numel()
+                sums[:2] += torch.tensor([nats, y.numel()])
+                if self.token_bytes is None:
+                    continue
+                # Where a token has no bytes, compute the loss of the others again
+                n_bytes = self.token_bytes[y]
+                n_text = int((n_bytes > 0).sum())
+                if n_text < y.numel():
+                    text_y = y.masked_fill(n_bytes == 0, compute.NO_TARGET)
+                    nats = float(self.model(x, text_y)[1]) * n_text if n_text else 0.0
+                sums[2:] += torch.tensor([nats, int(n_bytes.sum())])
         self.raw_model.train()
-        nats, units = world.sum(sums).tolist()
-        return nats / units
+        nats, tokens, text_nats, text_bytes = world.sum(sums).tolist()
+        bits = text_nats / max(1, text_bytes) / math.log(2)
+        return nats / tokens, None if self.token_bytes is None else bits
 
-    def token_bytes(self) -> Tensor | None:
+    def count_token_bytes(self) -> Tensor | None:
         """Return the number of bytes of each token (vocab_size,); None without a tokenizer."""
         if self.tokenizer is None:
             return None
         token_bytes = self.tokenizer.token_bytes()
         return F.pad(token_bytes, (0, self.model_cfg.vocab_size - len(token_bytes)))
 
-    def bits_per_byte(self, split: str, max_tokens: int) -> float | None:
-        """Return the bits per byte of a split; None without a tokenizer."""
-        token_bytes = self.world.run_on_rank0(self.token_bytes)
-        if token_bytes is None:
-            return None
-        token_bytes = token_bytes.to(self.world.device)
-        return self.evaluate(split, max_tokens, token_bytes) / math.log(2)
-
     def train(self, signals: runs.Signals) -> int:
         """Train until the last step or a stop. Returns the exit code: 0, or STOPPED."""
         cfg, max_steps = self.cfg, self.max_steps
+        token_bytes = self.world.run_on_rank0(self.count_token_bytes)
+        self.token_bytes = None if token_bytes is None else token_bytes.to(self.world.device)
         stop_reason = self.stop_reason(signals)
         while self.step < max_steps and not stop_reason:
             # Take one optimizer step, and time it
@@ -370,13 +371,13 @@ class Trainer:
     def validate(self) -> None:
         """Evaluate on the validation split, report, and write best.pt if the loss is the lowest."""
         steps = self.max_steps
-        self.val_loss = self.evaluate('val', self.cfg.eval_tokens)
+        self.val_loss, self.val_bits = self.evaluate('val', self.cfg.eval_tokens)
         seconds = round((steps - self.step) * self.tokens_per_step / self.tokens_per_s)
         mfu = '' if self.mfu is None else f'MFU {self.mfu:.1%} | '
         self.report(f'step {self.step:>6,}/{steps:,} | loss {self.loss:.4f} | validation loss '
                     f'{self.val_loss:.4f}, perplexity {perplexity(self.val_loss):.3f} | '
                     f'{self.tokens_per_s:,.0f} tok/s | {mfu}ETA {timedelta(seconds=seconds)}',
-                    val_loss=self.val_loss)
+                    val_loss=self.val_loss, val_bits_per_byte=self.val_bits)
         if self.val_loss < self.best:
             self.best = self.val_loss
             self.checkpoint(best=True)
@@ -438,16 +439,15 @@ class Trainer:
     def finish(self) -> None:
         """Evaluate the last weights on the test split, write result.json, print a sample."""
         cfg, seconds = self.cfg, time.monotonic() - self.start_time
-        test_loss = self.evaluate('test', cfg.test_tokens)
+        test_loss, test_bits = self.evaluate('test', cfg.test_tokens)
         if self.val_loss is None:  # resumed after the last step
-            self.val_loss = self.evaluate('val', cfg.eval_tokens)
+            self.val_loss, self.val_bits = self.evaluate('val', cfg.eval_tokens)
         if not math.isfinite(test_loss):
             fail(f'test loss {test_loss}: try a lower learning_rate or init_std')
         self.report(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
                     f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token')
         result = {
-            'val_bits_per_byte': self.bits_per_byte('val', cfg.eval_tokens),
-            'test_bits_per_byte': self.bits_per_byte('test', cfg.test_tokens),
+            'val_bits_per_byte': self.val_bits, 'test_bits_per_byte': test_bits,
             'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
             'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
             'parameters': self.raw_model.num_params(), 'steps': self.step,
