@@ -167,12 +167,12 @@ class Trainer:
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # of the last validation
         self.val_bits: float | None = None  # its bits per byte; None without a tokenizer
-        self.token_bytes: Tensor | None = None  # bytes of each token, (vocab_size,)
         self.start_time = time.monotonic()  # moved back by the duration of earlier sessions
         self.last_logged = 0  # step of the last line of the log
         self.train_time = 0.0  # seconds spent in steps since then
         self.log: runs.Log | None = None  # only on rank 0
         self.tokenizer: Any = None  # only on rank 0, and None there if the data has none
+        self.token_bytes = self.count_token_bytes().to(world.device)
         self.bar = tqdm(disable=True)
 
     def identity(self) -> dict[str, Any]:
@@ -267,46 +267,44 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, split: str, max_tokens: int) -> tuple[float, float | None]:
         """Return the mean loss over at most `max_tokens` tokens of a split, the same evenly spaced
-        sequences every time, and the bits per byte, or None if the data has no tokenizer. Tokens
-        without bytes, such as BOS, do not count in bits per byte."""
+        sequences every time, and the bits per byte, or None without a tokenizer. Tokens without
+        bytes, such as BOS, do not count in bits per byte."""
         data, world, size = self.data[split], self.world, self.micro_batch_size
-        ids = evenly_spaced(len(data), max_tokens // data.length)
-        local_ids = ids[world.rank::world.size]
-        sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens; nats of text, bytes of text
+        ids = evenly_spaced(len(data), max_tokens // data.length)[world.rank::world.size]
+        sums = torch.zeros(2, 3, dtype=torch.float64)  # text, other tokens: nats, tokens, bytes
         self.raw_model.eval()
-        for i in range(0, len(local_ids), size):
-            x, y = self.batch(split, local_ids[i:i + size])
-            # Run a smaller last batch uncompiled: it is not worth a compilation
-            stance = compute.eager() if len(x) < size else contextlib.nullcontext()
-            with self.autocast, stance:
-                nats = float(self.model(x, y)[1]) * y.numel()
-                sums[:2] += torch.tensor([nats, y.numel()])
-                if self.token_bytes is None:
-                    continue
-                # Where a token has no bytes, compute the loss of the others again
+        # First the text; then the other tokens, of the sequences that have any
+        for row, is_text in enumerate((True, False)):
+            has_others = np.zeros(len(ids), dtype=bool)
+            for i in range(0, len(ids), size):
+                x, y = self.batch(split, ids[i:i + size])
                 n_bytes = self.token_bytes[y]
-                n_text = int((n_bytes > 0).sum())
-                if n_text < y.numel():
-                    text_y = y.masked_fill(n_bytes == 0, compute.NO_TARGET)
-                    nats = float(self.model(x, text_y)[1]) * n_text if n_text else 0.0
-                sums[2:] += torch.tensor([nats, int(n_bytes.sum())])
+                counts = (n_bytes > 0) == is_text
+                has_others[i:i + size] = (~counts).any(dim=1).cpu()
+                # Run a smaller last batch uncompiled: it is not worth a compilation
+                stance = compute.eager() if len(x) < size else contextlib.nullcontext()
+                with self.autocast, stance:
+                    loss = self.model(x, y.masked_fill(~counts, compute.NO_TARGET))[1]
+                n = int(counts.sum())
+                sums[row] += torch.tensor([float(loss) * n if n else 0.0, n, int(n_bytes.sum())])
+            ids = ids[has_others]
         self.raw_model.train()
-        nats, tokens, text_nats, text_bytes = world.sum(sums).tolist()
+        sums = world.sum(sums)
+        (text_nats, _, text_bytes), (nats, tokens, _) = sums[0].tolist(), sums.sum(dim=0).tolist()
         bits = text_nats / max(1, text_bytes) / math.log(2)
-        return nats / tokens, None if self.token_bytes is None else bits
+        return nats / tokens, bits if self.tokenizer else None
 
-    def count_token_bytes(self) -> Tensor | None:
-        """Return the number of bytes of each token (vocab_size,); None without a tokenizer."""
+    def count_token_bytes(self) -> Tensor:
+        """Return the number of bytes of each token, (vocab_size,); 1 without a tokenizer."""
         if self.tokenizer is None:
-            return None
+            return torch.ones(self.model_cfg.vocab_size, dtype=torch.long)
         token_bytes = self.tokenizer.token_bytes()
         return F.pad(token_bytes, (0, self.model_cfg.vocab_size - len(token_bytes)))
 
     def train(self, signals: runs.Signals) -> int:
         """Train until the last step or a stop. Returns the exit code: 0, or STOPPED."""
         cfg, max_steps = self.cfg, self.max_steps
-        token_bytes = self.world.run_on_rank0(self.count_token_bytes)
-        self.token_bytes = None if token_bytes is None else token_bytes.to(self.world.device)
+        self.token_bytes = self.world.run_on_rank0(self.count_token_bytes).to(self.world.device)
         stop_reason = self.stop_reason(signals)
         while self.step < max_steps and not stop_reason:
             # Take one optimizer step, and time it
