@@ -1,3 +1,4 @@
 """The baseline: Llama, with rotary positions."""
 attn = 'llama'
 mlp = 'llama'
+positions = 'rope'
