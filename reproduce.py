@@ -313,7 +313,9 @@ def judge(found: Results, losses: dict[str, Losses]) -> list[Verdict]:
         effects = [effect for size in sizes if (effect := measure(claim, size, found, losses))]
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
         words = [word for effect in effects if (word := decide(effect, above, below))]
-        word = ('one seed' if effects else 'not run') if claim['unit'] else 'see results/gp'
+        word = 'not run' if claim['unit'] else 'see results/gp'
+        if effects:
+            word = 'one seed'
         if words:
             word = words[-1]
             if claim['id'].startswith('s') and words != [word] * len(sizes):

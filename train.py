@@ -166,13 +166,12 @@ class Trainer:
         self.skipped = self.consecutive_skips = 0  # steps without a finite loss and gradient
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # of the last validation
-        self.val_bits: float | None = None  # its bits per byte; None without a tokenizer
+        self.val_bits: float | None = None  # its bits per byte, after the last step
         self.start_time = time.monotonic()  # moved back by the duration of earlier sessions
         self.last_logged = 0  # step of the last line of the log
         self.train_time = 0.0  # seconds spent in steps since then
         self.log: runs.Log | None = None  # only on rank 0
         self.tokenizer: Any = None  # only on rank 0, and None there if the data has none
-        self.token_bytes = self.count_token_bytes().to(world.device)
         self.bar = tqdm(disable=True)
 
     def identity(self) -> dict[str, Any]:
@@ -265,11 +264,15 @@ class Trainer:
         return loss, grad_norm
 
     @torch.no_grad()
-    def evaluate(self, split: str, max_tokens: int) -> tuple[float, float | None]:
+    def evaluate(self, split: str, max_tokens: int, with_bits: bool = False,
+                 ) -> tuple[float, float | None]:
         """Return the mean loss over at most `max_tokens` tokens of a split, the same evenly spaced
-        sequences every time, and the bits per byte, or None without a tokenizer. Tokens without
-        bytes, such as BOS, do not count in bits per byte."""
+        sequences every time; and, `with_bits`, the bits per byte, else or without a tokenizer None.
+        Tokens without bytes, such as BOS, do not count in bits per byte."""
         data, world, size = self.data[split], self.world, self.micro_batch_size
+        token_bytes = world.run_on_rank0(self.token_bytes) if with_bits else None
+        if token_bytes is not None:
+            token_bytes = token_bytes.to(world.device)
         ids = evenly_spaced(len(data), max_tokens // data.length)[world.rank::world.size]
         sums = torch.zeros(2, 3, dtype=torch.float64)  # text, other tokens: nats, tokens, bytes
         self.raw_model.eval()
@@ -278,7 +281,7 @@ class Trainer:
             has_others = np.zeros(len(ids), dtype=bool)
             for i in range(0, len(ids), size):
                 x, y = self.batch(split, ids[i:i + size])
-                n_bytes = self.token_bytes[y]
+                n_bytes = torch.ones_like(y) if token_bytes is None else token_bytes[y]
                 counts = (n_bytes > 0) == is_text
                 has_others[i:i + size] = (~counts).any(dim=1).cpu()
                 # Run a smaller last batch uncompiled: it is not worth a compilation
@@ -292,19 +295,18 @@ class Trainer:
         sums = world.sum(sums)
         (text_nats, _, text_bytes), (nats, tokens, _) = sums[0].tolist(), sums.sum(dim=0).tolist()
         bits = text_nats / max(1, text_bytes) / math.log(2)
-        return nats / tokens, bits if self.tokenizer else None
+        return nats / tokens, None if token_bytes is None else bits
 
-    def count_token_bytes(self) -> Tensor:
-        """Return the number of bytes of each token, (vocab_size,); 1 without a tokenizer."""
+    def token_bytes(self) -> Tensor | None:
+        """Return the number of bytes of each token (vocab_size,); None without a tokenizer."""
         if self.tokenizer is None:
-            return torch.ones(self.model_cfg.vocab_size, dtype=torch.long)
+            return None
         token_bytes = self.tokenizer.token_bytes()
         return F.pad(token_bytes, (0, self.model_cfg.vocab_size - len(token_bytes)))
 
     def train(self, signals: runs.Signals) -> int:
         """Train until the last step or a stop. Returns the exit code: 0, or STOPPED."""
         cfg, max_steps = self.cfg, self.max_steps
-        self.token_bytes = self.world.run_on_rank0(self.count_token_bytes).to(self.world.device)
         stop_reason = self.stop_reason(signals)
         while self.step < max_steps and not stop_reason:
             # Take one optimizer step, and time it
@@ -369,13 +371,14 @@ class Trainer:
     def validate(self) -> None:
         """Evaluate on the validation split, report, and write best.pt if the loss is the lowest."""
         steps = self.max_steps
-        self.val_loss, self.val_bits = self.evaluate('val', self.cfg.eval_tokens)
+        last = self.step == steps
+        self.val_loss, self.val_bits = self.evaluate('val', self.cfg.eval_tokens, with_bits=last)
         seconds = round((steps - self.step) * self.tokens_per_step / self.tokens_per_s)
         mfu = '' if self.mfu is None else f'MFU {self.mfu:.1%} | '
         self.report(f'step {self.step:>6,}/{steps:,} | loss {self.loss:.4f} | validation loss '
                     f'{self.val_loss:.4f}, perplexity {perplexity(self.val_loss):.3f} | '
                     f'{self.tokens_per_s:,.0f} tok/s | {mfu}ETA {timedelta(seconds=seconds)}',
-                    val_loss=self.val_loss, val_bits_per_byte=self.val_bits)
+                    val_loss=self.val_loss)
         if self.val_loss < self.best:
             self.best = self.val_loss
             self.checkpoint(best=True)
@@ -437,9 +440,9 @@ class Trainer:
     def finish(self) -> None:
         """Evaluate the last weights on the test split, write result.json, print a sample."""
         cfg, seconds = self.cfg, time.monotonic() - self.start_time
-        test_loss, test_bits = self.evaluate('test', cfg.test_tokens)
+        test_loss, test_bits = self.evaluate('test', cfg.test_tokens, with_bits=True)
         if self.val_loss is None:  # resumed after the last step
-            self.val_loss, self.val_bits = self.evaluate('val', cfg.eval_tokens)
+            self.val_loss, self.val_bits = self.evaluate('val', cfg.eval_tokens, with_bits=True)
         if not math.isfinite(test_loss):
             fail(f'test loss {test_loss}: try a lower learning_rate or init_std')
         self.report(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
