@@ -131,15 +131,16 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
     keeps every character of a text; rare ones are encoded as their bytes. No piece contains a line
     end. UserError if the texts are too few."""
     from sentencepiece import SentencePieceTrainer
-    lines = (line[at:at + LINE] for text in texts for line in text.splitlines()
-             for at in range(0, len(line), LINE))
+    lines = [line[at:at + LINE] for text in texts for line in text.splitlines()
+             for at in range(0, len(line), LINE)]
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=lines, model_writer=model, model_type='bpe', vocab_size=vocab_size,
-            byte_fallback=True, split_digits=True, normalization_rule_name='identity',
-            add_dummy_prefix=False, remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True, character_coverage=0.9995,
+            sentence_iterator=iter(lines), model_writer=model, model_type='bpe',
+            vocab_size=vocab_size, byte_fallback=True, split_digits=True,
+            normalization_rule_name='identity', add_dummy_prefix=False,
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
+            character_coverage=0.9995,
             num_threads=1,  # The file stores this number, and shall be the same everywhere.
             max_sentence_length=4 * LINE, minloglevel=2)
     except RuntimeError as error:

@@ -5,6 +5,7 @@ import hashlib
 import io
 import os
 import random
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,14 @@ def test_a_vocabulary_that_does_not_suit_the_text(
     with pytest.raises(UserError, match=f'tokenizer=bpe{vocab_size} does not suit .*{message}'):
         train_bpe(str(tmp_path / 'a.model'), vocab_size, [text])
     assert not os.listdir(tmp_path)
+
+
+def test_ctrl_c_is_not_taken_for_an_unsuitable_text(tmp_path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield PAGES[0]
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        train_bpe(str(tmp_path / 'a.model'), 512, texts())
 
 
 @pytest.mark.parametrize('options, bos', [
