@@ -26,8 +26,8 @@ WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
 
 
 class UserError(ValueError):
-    """An error that the user can mend: it ends a script with one line. In a run of many processes
-    the first on each machine prints it. With `everywhere` all do: the first may have no error."""
+    """An error that the user can fix: it ends a script with one line. In a run of many processes
+    only the first on each machine prints it. With `everywhere` all do: the first may have none."""
     def __init__(self, message: str, everywhere: bool = False):
         super().__init__(message)
         self.everywhere = everywhere
@@ -119,7 +119,8 @@ def require(ok: bool, otherwise: str) -> None:
 
 
 def require_values(options: Any, unless: str, **values: Any) -> None:
-    """UserError unless these options have these values. `unless` is what other values need."""
+    """UserError unless these options have these values. `unless` names the setting with which other
+    values have an effect."""
     for name, value in values.items():
         given = getattr(options, name)
         require(given == value,

@@ -495,7 +495,7 @@ class Transformer(nn.Module):
             block.mlp.T = mlp_steps or block.mlp.T
 
     def set_attn_impl(self, impl: str) -> None:
-        """Choose how attention is computed: auto, readable, sdpa or triton (nanocem/fast.py)."""
+        """Choose how attention is computed: one of train.py's attn_impl (nanocem/fast.py)."""
         for block in self.blocks:
             block.attn.impl = impl
 

@@ -53,12 +53,12 @@ LIBRARY = sysconfig.get_paths()['stdlib']
 SPLITS = ('train', 'val', 'test')
 SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'test': 'test'}
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
-PART = 1 << 16  # A longer document is tokenized in parts of at least so many characters.
-LONGEST_PART = 1 << 20  # A part that has no space up to here ends inside a word.
-BATCH = 1 << 21  # Threads tokenize at least so many characters together.
-BPE_TEXT = 32_000_000  # A tokenizer is trained on at most so many bytes.
+PART = 1 << 16  # A longer document is tokenized in parts of at least this many characters.
+LONGEST_PART = 1 << 20  # A part of a .txt file that has no space up to here ends inside a word.
+BATCH = 1 << 21  # Threads tokenize at least this many characters together.
+BPE_TEXT = 32_000_000  # A tokenizer is trained on at most this many bytes.
 TOKEN_BYTES = 8  # No tokenizer has more bytes per token on average.
-MANY = 2000  # A text of so many documents is split by their hashes, one of fewer at its end.
+MANY = 2000  # A text of this many documents is split by their hashes, a smaller one by position.
 TOO_FEW = 4096  # The perplexity of a val or test split of fewer tokens says little.
 
 
@@ -70,7 +70,7 @@ class PrepareConfig:
     tokens: int | None = None  # training tokens at most; default 3.3B
     size: Literal['86m', '108m', '134m', '162m', '256m'] | None = None  # tokens: 20 per parameter
     tokenizer: str | None = None  # llama, gpt2, byte, bpe2048 (trained), FILE.model; default llama
-    held_out: float | None = None  # fraction for val, again for test; default 0.005, builtin 0.05
+    held_out: float | None = None  # val's share, and test's; 0.005, builtin 0.05, corpus 0.01
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
     workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores
 
@@ -95,7 +95,7 @@ class PrepareConfig:
             model = make_tokenizer('sentencepiece', self.model_file)
             self.tokenizer = 'llama' if model.name == 'llama' else f'{model.name} {model.sha256:.8}'
 
-        name = os.path.basename(self.input).partition('.')[0] or 'text'
+        name = os.path.basename(os.path.abspath(self.input)).partition('.')[0] or 'text'
         if self.input == SLIMPAJAMA:
             name = 'slimpajama'
         elif self.input.startswith(HUB):
@@ -124,7 +124,7 @@ class Source(NamedTuple):
         """Return the path of a file, after downloading it if it is on the Hub."""
         if not self.name.startswith(HUB):
             return os.path.join(self.folder, file)
-        repository, commit = self.name.removeprefix(HUB).split('@')
+        repository, commit = self.name.removeprefix(HUB).split('@', 1)
         with hub() as hf:
             return hf.HfApi().hf_hub_download(repository, file, repo_type='dataset',
                                               revision=commit.split('/')[0])
@@ -172,7 +172,8 @@ def list_files(root: str) -> list[str]:
         visited.add(real)
         subfolders[:] = sorted(name for name in subfolders if name[0] != '.')
         paths = [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
-        names += [os.path.relpath(path, root) for path in paths if os.path.isfile(path)]
+        names += [os.path.relpath(path, root).replace(os.sep, '/') for path in paths
+                  if os.path.isfile(path)]
     return names
 
 
@@ -309,10 +310,12 @@ def read_parts(o: PrepareConfig, source: Source, skip: Callable[[str], bool]) ->
     ends = source.ends
     position = 0  # bytes of the text that have been read
     for file, file_split in source.files.items():
-        if skip(file_split or 'train'):
+        held_out = file_split if file_split in ('val', 'test') else None
+        # Where splits are positions in the text, val and test come after the train split is full
+        if skip(file_split or 'train') and (held_out or not ends):
             continue
         for chunks in read_documents(source.path(file), o.column):
-            split = file_split if file_split in ('val', 'test') else None
+            split = held_out
             if split is None and not ends:
                 chunks = list(chunks)
                 split = split_by_hash(''.join(chunks), o.held_out)
@@ -336,8 +339,8 @@ def split_by_hash(text: str, held_out: float) -> str:
 
 def split_by_position(text: str, begins: bool, position: int,
                       ends: dict[str, int]) -> Iterator[Part]:
-    """Cut a text that begins at byte `position` after the word in which a split ends. What comes
-    after the last end is left out."""
+    """Cut a text, which begins at byte `position`, after the word in which each split ends. What
+    comes after the last split is left out."""
     for split, end in ends.items():
         before = text.encode()[:max(0, end - position)].decode(errors='ignore')
         word_end = WORD_END.search(text, len(before)) if before else None
@@ -508,7 +511,7 @@ def sample_train(o: PrepareConfig, source: Source) -> list[str]:
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -> None:
     """Write the tokens of all documents, until the train split has o.tokens of them."""
     limit = dict.fromkeys(SPLITS, sys.maxsize) | {'train': o.tokens}
-    for split in ('val', 'test'):
+    for split in ('val', 'test'):  # a split by hash needs no limit: it grows with train
         if source.ends or split in source.files.values():
             limit[split] = round(o.tokens * o.held_out)
 
@@ -532,8 +535,8 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
 
 
 def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[Part]]:
-    """Group parts for encode_parts. A batch has BATCH characters, or as many as the split of its
-    last part has room for tokens. Parts of full splits are left out."""
+    """Group parts for encode_parts. A batch has BATCH characters, or fewer: one for each token that
+    the split of its last part still lacks. Parts of full splits are left out."""
     batch: list[Part] = []
     size = 0
     for part in parts:
@@ -569,7 +572,7 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
 
 def prepare_text(path: str, tokenizer: str | None) -> str:
     """Prepare a user's file or folder of text, and return the data folder. Its name contains a hash
-    of the text and the tokenizer, so that a changed text is prepared anew."""
+    of path, text and tokenizer, so that a changed text is prepared anew."""
     source = find_source(os.path.abspath(path))
     size = sum(os.path.getsize(source.path(file)) for file in source.files)
     tokenizer = tokenizer or next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)

@@ -75,8 +75,8 @@ class TrainConfig:
     keep_checkpoints: int = 2  # number of checkpoints to keep, besides the best by validation
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: the faster
-    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # of attention
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # matrix products; auto: the faster
+    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # see fast.py
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     activation_checkpointing: bool = False  # recompute activations in the backward pass
     timeout_minutes: float = 10.0  # how long a process waits for the others
@@ -91,7 +91,8 @@ class TrainConfig:
         in_range(self, 1, 10**15, 'tokens eval_tokens test_tokens')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip timeout_minutes')
         in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
-        in_range(self, 0, 0.9999, 'warmup final_lr beta1 beta2')
+        in_range(self, 0, 0.9999, 'warmup beta1 beta2')
+        in_range(self, 0, 1, 'final_lr')
         in_range(self, 0, 2**63 - 1, 'seed')
 
 
@@ -147,14 +148,16 @@ class Trainer:
         self.dtype, compiled, reason = world.run_on_rank0(
             compute.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
-        self.precision = str(self.dtype).removeprefix('torch.') + ', compiled' * compiled
+        self.precision = str(self.dtype).removeprefix('torch.') + (', compiled' if compiled else '')
         self.autocast = torch.autocast(
             world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
         self.attention = fast.attention_path(self.raw_model, world.device, self.dtype, compiled)
         if world.rank == 0 and world.device.type == 'cuda' and not compiled:
             warning = compute.memory_warning(
                 self.raw_model, self.micro_batch_size, world.device, self.dtype)
-            say('\n'.join([f'Not compiled: {reason or "compile=False"}', *warning]))
+            say(f'Not compiled: {reason or "compile=False"}')
+            if warning:
+                say(warning)
         self.model = self.raw_model
         if compiled:  # on a CPU this compiles the blocks of raw_model in place
             self.model = compute.compile_for(world.device, self.raw_model, self.attention)
@@ -163,6 +166,8 @@ class Trainer:
 
         # The state of the run
         self.step = 0  # steps done
+        self.loss = self.grad_norm = self.lr = math.nan  # of the last step
+        self.tokens_per_s, self.mfu = math.nan, None  # since the last line of the log
         self.skipped = self.consecutive_skips = 0  # steps without a finite loss and gradient
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # of the last validation
@@ -266,17 +271,17 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, split: str, max_tokens: int, with_bits: bool = False,
                  ) -> tuple[float, float | None]:
-        """Return the mean loss over at most `max_tokens` tokens of a split, the same evenly spaced
-        sequences every time; and, `with_bits`, the bits per byte, else or without a tokenizer None.
-        Tokens without bytes, such as BOS, do not count in bits per byte."""
+        """Return a split's mean loss over at most `max_tokens` tokens, in the same evenly spaced
+        sequences every time, and its bits per byte: None unless `with_bits`, or without a
+        tokenizer. Tokens without bytes, such as BOS, do not count in bits per byte."""
         data, world, size = self.data[split], self.world, self.micro_batch_size
-        token_bytes = world.run_on_rank0(self.token_bytes) if with_bits else None
+        token_bytes = world.run_on_rank0(self.padded_token_bytes) if with_bits else None
         if token_bytes is not None:
             token_bytes = token_bytes.to(world.device)
         ids = evenly_spaced(len(data), max_tokens // data.length)[world.rank::world.size]
-        sums = torch.zeros(2, 3, dtype=torch.float64)  # text, other tokens: nats, tokens, bytes
+        sums = torch.zeros(2, 3, dtype=torch.float64)  # (text, others) x (nats, tokens, bytes)
         self.raw_model.eval()
-        # First the text; then the other tokens, of the sequences that have any
+        # The model returns a mean: so first the text, then the others, in sequences that have any
         for row, is_text in enumerate((True, False)):
             has_others = np.zeros(len(ids), dtype=bool)
             for i in range(0, len(ids), size):
@@ -297,7 +302,7 @@ class Trainer:
         bits = text_nats / max(1, text_bytes) / math.log(2)
         return nats / tokens, None if token_bytes is None else bits
 
-    def token_bytes(self) -> Tensor | None:
+    def padded_token_bytes(self) -> Tensor | None:
         """Return the number of bytes of each token (vocab_size,); None without a tokenizer."""
         if self.tokenizer is None:
             return None
@@ -348,7 +353,7 @@ class Trainer:
                     event='skipped', loss=self.loss, grad_norm=self.grad_norm)
         if self.consecutive_skips > MAX_SKIPPED:
             fail(f'{self.consecutive_skips} consecutive steps without a finite loss and gradient, '
-                 f'up to batch {self.step - 1}: try a lower learning_rate')
+                 f'up to step {self.step}: try a lower learning_rate')
 
     def measure_speed(self) -> None:
         """Measure tokens per second and, if the GPU's peak is known, model FLOPs utilization."""
@@ -474,9 +479,10 @@ def main(argv: list[str]) -> int:
         compute.keep_freed_memory()
 
         # Find or prepare the data before the processes connect: it may take longer than they wait.
-        # One of them prepares it, the others wait for its lock. Only rank 0 prints.
+        # One of them prepares it, the others wait for its lock. Only rank 0 prints. A resumed run
+        # keeps its data.
         if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-            fine_tuning = cfg.text and cfg.init_from != 'scratch'  # with the tokenizer of that run
+            fine_tuning = cfg.text and cfg.init_from != 'scratch'  # then with that run's tokenizer
             with contextlib.redirect_stdout(None if world.rank else sys.stdout):
                 cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer,
                                      runs.read_run(cfg.init_from) if fine_tuning else None)

@@ -17,7 +17,7 @@ from configurator import fail
 
 WORTH_COMPILING = 2e12  # FLOPs of a run; a shorter one (a minute on a CPU) is not compiled
 LOGITS_AT_ONCE = 2 ** 26  # with more logits than this, the loss is computed a few rows at a time
-LOGITS_IN_CACHE = 2 ** 20  # on a CPU: so many fit the processor's cache
+LOGITS_IN_CACHE = 2 ** 20  # on a CPU: this many fit into the processor's cache
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 
 
@@ -71,7 +71,7 @@ def activation_bytes(model: Any, batch_size: int, device: torch.device, dtype: t
     """Count the bytes that autograd saves for the backward pass if the model is not compiled. Fake
     tensors hold no data, so this takes a second and no memory. Call fast.attention_path first: it
     tries the kernels, which needs real tensors."""
-    saved: dict[int, torch.UntypedStorage] = {}
+    saved: dict[int, torch.UntypedStorage] = {}  # by address, so that views count once
 
     def pack(x: Tensor) -> Tensor:
         saved[x.untyped_storage()._cdata] = x.untyped_storage()
@@ -84,28 +84,27 @@ def activation_bytes(model: Any, batch_size: int, device: torch.device, dtype: t
         ids = torch.zeros(batch_size, model.cfg.context_length, dtype=torch.long)
         fake(ids, ids)
     parameters = {p.untyped_storage()._cdata for p in fake.parameters()}
-    return sum(x.nbytes() for name, x in saved.items() if name not in parameters)
+    return sum(x.nbytes() for address, x in saved.items() if address not in parameters)
 
 
 def memory_warning(model: Any, batch_size: int, device: torch.device, dtype: torch.dtype,
-                   ) -> list[str]:
-    """Return the lines to print, one or none: a warning if a micro-batch of the uncompiled model
-    will not fit on this GPU."""
+                   ) -> str:
+    """Return a warning if a micro-batch of the uncompiled model will not fit on this GPU, or ''."""
     room = torch.cuda.get_device_properties(device).total_memory
     weights = 16 * model.num_params()  # with gradients and AdamW's two moments, in float32
     needed = weights + activation_bytes(model, batch_size, device, dtype)
     if needed < room:
-        return []
-    return [f'without torch.compile a micro-batch of {batch_size} needs some {needed / 1e9:.0f} GB '
+        return ''
+    return (f'without torch.compile a micro-batch of {batch_size} needs some {needed / 1e9:.0f} GB '
             f'and the GPU has {room / 1e9:.0f}: install a C compiler, give a smaller '
-            'micro_batch_size, or set --activation_checkpointing']
+            'micro_batch_size, or set --activation_checkpointing')
 
 
 def keep_freed_memory() -> None:
     """Let new tensors on a CPU reuse the memory of freed ones. glibc would return it to Linux,
     which clears every page that it hands out again. Other C libraries are left as they are."""
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
-    with contextlib.suppress(AttributeError, OSError):
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(mmap_threshold, 2**25)  # bytes, the largest that glibc accepts
         mallopt(trim_threshold, 2**31 - 1)
@@ -126,7 +125,7 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
         raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
     x, targets = x.flatten(0, 1), targets.flatten()
     most = at_once = LOGITS_AT_ONCE
-    if x.device.type == 'cpu':  # a few times as many are as fast in one piece
+    if x.device.type == 'cpu':  # up to four times as many are as fast in one piece
         most, at_once = 4 * LOGITS_IN_CACHE, LOGITS_IN_CACHE
     if len(x) * len(W) <= most:
         logits = F.linear(x, W)
@@ -154,8 +153,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             log_p = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
             loss = loss - log_p.gather(-1, target).where(count, 0).sum()
             if with_grad:
-                # The gradient of the logits is p - one-hot. The compiler makes a comparison in the
-                # same loop as p; without it, changing one element in a row is faster.
+                # The gradient of the logits is p - one-hot. The compiler fuses a comparison with p;
+                # uncompiled, changing one element of each row is faster.
                 if torch.compiler.is_compiling():
                     one_hot = torch.arange(len(W), device=x.device) == target
                     d = log_p.exp() - one_hot.to(log_p.dtype)
@@ -209,8 +208,8 @@ MFU_ESTIMATE = {'llama': 0.37, 'cem': 0.29}
 
 def flops_per_token(model: Any, training: bool = True) -> float:
     """Count the FLOPs per token at full context. A multiply-add is 2, and a backward pass counts as
-    two forward passes. Counted in every step are the projections, scores, weighted values and the
-    diagonal's scores, and once the head. The masked half of attention does not count."""
+    two forward passes. Each step counts projections, scores, weighted values and the diagonal's
+    scores; the head counts once. The masked half of attention does not count."""
     cfg, D = model.cfg, model.cfg.d_model
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
     macs = cfg.vocab_size * D

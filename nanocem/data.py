@@ -46,8 +46,8 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.m
 
 
 class TokenDataset:
-    """A split as sequences of `length` tokens. The inputs of sequence n of a shard are its tokens
-    from n * length on, and the targets are one token later. UserError if the data is damaged."""
+    """A split as sequences of `length` tokens. In each shard the inputs of sequence n begin at
+    token n * length, and its targets one token later. UserError if the data is damaged."""
     def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
         self.meta = read_meta(folder)
         self.length = length

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SHORT_CONTEXT = 256  # up to here, blockwise attention compiled for a CPU is faster than sdpa
-BLOCK = 64  # queries in a block of blockwise attention at least
+BLOCK = 64  # the smallest block of queries in blockwise attention
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 

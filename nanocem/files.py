@@ -1,7 +1,6 @@
 """Write files completely or not at all, read them, lock them, and print without failing."""
 import codecs
 import contextlib
-import io
 import json
 import math
 import os
@@ -21,11 +20,12 @@ def say(text: str, end: str = '\n') -> None:
     line = (text + end).encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
         stream.flush()
-        try:
-            while line:
-                line = line[os.write(stream.fileno(), line):]
-        except io.UnsupportedOperation:  # a notebook's or a test's stdout
+        if stream is not sys.__stdout__:  # a notebook's or a test's
             stream.write(line.decode(stream.encoding or 'utf-8'))
+            stream.flush()
+            return
+        while line:
+            line = line[os.write(stream.fileno(), line):]
 
 
 def on_terminal() -> bool:
@@ -78,15 +78,15 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """Encode as JSON. NaN and infinity become null, because JSON has neither."""
+    """Encode as JSON. Values that are NaN or infinite become null, because JSON has neither."""
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
 
 
 def lock(path: str, wait: bool = False) -> contextlib.AbstractContextManager[Any] | None:
-    """Lock the file `path`, which is created, until the returned context or this process ends.
-    Return None if another process holds the lock. Where files cannot be locked, nothing is."""
+    """Create and lock the file `path` until the returned context or this process ends. Return None
+    if another process holds the lock. Where files cannot be locked, do nothing."""
     try:
         return FileLock(path, timeout=-1 if wait else 0).acquire()
     except Timeout:

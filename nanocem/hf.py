@@ -13,7 +13,7 @@ from torch import Tensor
 from configurator import UserError, fail
 from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import read_json, say, write_atomic
-from nanocem.tokenizers import tokenizer_of
+from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
@@ -46,10 +46,10 @@ LLAMA_WORDS = """This is a plain LlamaForCausalLM. It needs no code of nanoCEM's
 REMOTE_WORDS = """It needs torch, transformers 4.46 or later, numpy and scipy. It runs this folder's
 code: transformers has neither CEM's layers nor a Llama with ALiBi or with reused sublayers.
 
-There is: generate on batches and with beams, attention_mask with padding on the left or right,
+Supported: generate on batches and with beams, attention_mask with padding on the left or right,
 labels, the Trainer, gradient checkpointing, resize_token_embeddings, torch.compile, bfloat16.
 There is no cache: each new token reads the whole text again (nanoCEM's sample.py has a cache).
-Refused in one line: past_key_values, use_cache, inputs_embeds, position_ids other than the
+Refused: past_key_values, use_cache, inputs_embeds, position_ids other than the
 default, output_hidden_states, output_attentions, return_dict=False, masks of four dimensions.
 """
 
@@ -133,8 +133,8 @@ def read_export(folder: str) -> dict[str, Any]:
         # transformers may have resized the vocabulary
         config = {**config, **config['nanocem'], 'vocab_size': config['vocab_size']}
         with torch.device('meta'):
-            names = Transformer(ModelConfig(**{name: config[name] for name in config['nanocem']}))
-        weights = from_llama_weights(weights, names.state_dict())
+            model = Transformer(ModelConfig(**{name: config[name] for name in config['nanocem']}))
+        weights = from_llama_weights(weights, model.state_dict())
     return {**config.get('run', {}), 'folder': folder, 'exported': True,
             'model': {name.removeprefix(PREFIX): w.float() for name, w in weights.items()},
             'model_config': config}
@@ -169,7 +169,7 @@ def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
         say(f'WARNING: no tokenizer in {path}: {error}')
         return None
     if tokenizer.path:
-        shutil.copyfile(tokenizer.path, path / 'tokenizer.model')
+        shutil.copyfile(tokenizer.path, path / MODEL_FILE)
     content, special = tokenizer_json(tokenizer)
     if not same_ids(tokenizer, content):
         say(f'WARNING: {path} has no tokenizer.json: transformers would give other ids. Its '
@@ -203,7 +203,7 @@ def tokenizer_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a tokenizer as Hugging Face's tokenizer.json, and its special tokens by role."""
     if tokenizer.path:
         return sentencepiece_json(tokenizer)
-    # Bytes are spelled by letters: those that can be printed by themselves, the others by 256, ...
+    # Bytes become letters as in GPT-2: printable ones stay, the others are 256, 257, ...
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [i for i in range(256) if i not in printed]
     letters = [chr(i) if i in printed else chr(256 + others.index(i)) for i in range(256)]
@@ -227,8 +227,8 @@ def sentencepiece_json(tokenizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
     sp = tokenizer.model
     proto = sentencepiece_model_pb2.ModelProto.FromString(sp.serialized_model_proto())
     spec = proto.normalizer_spec
-    # A model that keeps spaces apart from U+2581 gets pieces with spaces in them
-    space = '\u2581' if tokenizer.sign is None else ' '
+    # If the model can encode U+2581 itself, its pieces spell a space as ' '
+    space = '\u2581' if tokenizer.u2581 is None else ' '
     pieces = [sp.id_to_piece(i).replace('\u2581', space) for i in range(tokenizer.vocab_size)]
     normal = [i for i in range(tokenizer.vocab_size)
               if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i) or sp.is_unused(i))]

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from configurator import fail
 from model import ModelConfig, Transformer
 
-# transformers copies only the files that such a line names
+# so that transformers copies these files as well
 from nanocem.compute import cross_entropy  # noqa: F401
 from nanocem.fast import select_impl  # noqa: F401
 from nanocem.triton_attention import attention  # noqa: F401

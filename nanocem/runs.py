@@ -33,8 +33,9 @@ def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bo
     A run is resumed by init_from=resume, or when torchrun --max-restarts restarts it. UserError if
     the run's folder cannot be found."""
     if init_from == 'resume':
-        return out_dir or newest_run() or fail('init_from=resume: no run in out/; --out_dir=FOLDER '
-                                               'resumes a run elsewhere'), True
+        out_dir = out_dir or newest_run() or fail(
+            'init_from=resume: no run in out/; --out_dir=FOLDER resumes a run elsewhere')
+        return out_dir, True
     if int(os.environ.get('TORCHELASTIC_MAX_RESTARTS') or 0) and out_dir is None:
         fail('torchrun --max-restarts needs --out_dir=FOLDER, to find the run again')
     return out_dir, restarted() and read_config(out_dir) is not None
@@ -63,8 +64,8 @@ def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStac
             break
     lock_folder(path, locks)
     if checkpoints(path) or {'config.json', 'result.json', 'best.pt'} & set(os.listdir(path)):
-        fail(f'out_dir={path} holds a run already, or another config.json: --init_from=resume goes '
-             'on with a run, another --out_dir starts beside it')
+        fail(f'out_dir={path} holds a run already, or another config.json: --init_from=resume '
+             'continues a run, another --out_dir starts a new one')
     return path
 
 
@@ -102,7 +103,7 @@ def new_options(given: dict[str, Any]) -> dict[str, Any]:
     source = {} if origin == 'scratch' else read_run(origin)['model_config']
     for name in ('size', 'attn', 'mlp'):
         if source and given.get(name, source[name]) != source[name]:
-            fail(f'init_from={origin} is of another {name}: {source[name]} (now {given[name]})')
+            fail(f'init_from={origin} has another {name}: {source[name]} (now {given[name]})')
     return merge(source, given)
 
 
@@ -123,7 +124,8 @@ def resumed_options(out_dir: str, given: dict[str, Any], cls: type) -> dict[str,
         elif name != 'data' or not os.path.isdir(now):  # the data may have moved
             fail(f'{name}={now}: the run in {out_dir} has {name}={before}, and a resumed run keeps '
                  'its data; another --out_dir starts a new run')
-    return {**merge({**saved, 'stop_step': None}, given), 'init_from': saved['init_from']}
+    return {**merge({**saved, 'stop_step': None}, given),
+            'init_from': saved.get('init_from', 'scratch')}
 
 
 def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
@@ -171,13 +173,13 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
             os.remove(old)
     except OSError as error:
         say(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier checkpoints '
-            'are whole')
+            'are intact')
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
     """Read a checkpoint, or an exported folder as if it were one. Checksums are verified, only
     tensors and plain values are loaded, and model_config gets the default of every option that it
-    lacks. UserError if it is damaged."""
+    lacks. UserError if it is damaged, PermissionError if it cannot be read."""
     try:
         if os.path.isdir(path):
             state = hf.read_export(path)
@@ -199,6 +201,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             # make later calls assign as well
             Transformer(cfg).load_state_dict(dict(state['model']), assign=True)
         return {**state, 'model_config': asdict(cfg)}
+    except (PermissionError, MemoryError):  # the file may be intact
+        raise
     except Exception as error:  # a damaged file can fail in any way
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'{path} is damaged ({reason})') from None
@@ -236,11 +240,12 @@ def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[st
 
 def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
     """Read the checkpoint from which the run described by `now` continues; None if it stopped
-    before its first one. Later ones, all damaged, are renamed. UserError if it does not match."""
+    before its first one. Later checkpoints, all damaged, are renamed. UserError if `now` does not
+    match the checkpoint."""
     state = last_checkpoint(out_dir)
     if state is None:
         if checkpoints(out_dir) or os.path.exists(f'{out_dir}/result.json'):
-            fail(f'out_dir={out_dir}: the run has no whole checkpoint to go on from')
+            fail(f'out_dir={out_dir}: the run has no intact checkpoint to go on from')
         say(f'No checkpoint in {out_dir} yet: starting from step 0')
         return None
     new_run = (f'--init_from={shlex.quote(out_dir)} with another --out_dir starts a new run from '
@@ -252,7 +257,7 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
         state.update(skipped=health['skipped'], consecutive_skips=health['in_a_row'])
     for part in ('model_config', 'data', 'recipe'):
         if different := changed_fields(state[part], now[part]):
-            fail(f'the checkpoint in {out_dir} is of another {part}: {different}; {new_run}')
+            fail(f'the checkpoint in {out_dir} has another {part}: {different}; {new_run}')
     for path in checkpoints(out_dir):
         if os.path.basename(path) > f'step_{state["step"]:08d}.pt':
             os.replace(path, f'{path}.damaged')  # or save_checkpoint would keep it as a later one
@@ -296,10 +301,11 @@ class Log:
     so and the run goes on."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
         self.path, self.writer, self.warned = os.path.join(out_dir, 'log.jsonl'), None, False
-        if os.path.exists(self.path):  # drop damaged lines, and those of steps after `step`
-            lines = [line for line in read_json_lines(self.path)
-                     if isinstance(line.get('step'), int) and line['step'] <= step]
-            write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
+        with self.warn_once():
+            if os.path.exists(self.path):  # drop damaged lines, and those of steps after `step`
+                lines = [line for line in read_json_lines(self.path)
+                         if isinstance(line.get('step'), int) and line['step'] <= step]
+                write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
         with self.warn_once():
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -328,8 +334,8 @@ class Log:
 
 
 class Signals:
-    """SIGTERM, SIGHUP and SIGINT (Ctrl-C) ask for a stop after the current step, which is slow if
-    it compiles; `announce` prints a line about it. A second SIGINT ends the process at once."""
+    """SIGTERM, SIGHUP and SIGINT (Ctrl-C) ask for a stop after the current step. With `announce` a
+    line says so, because a step that compiles is slow. A second SIGINT ends the process at once."""
     def __init__(self, announce: bool = True) -> None:
         self.received: str | None = None
         self.announce = announce

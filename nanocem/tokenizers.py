@@ -15,7 +15,7 @@ from nanocem.files import say
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
-LINE = 4096  # A tokenizer is trained on lines of at most so many characters.
+LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
 # The last character of a word before a space or line end. No token holds it and the space, so the
 # texts on both sides can be tokenized separately. (A user's SentencePiece model may differ.)
 WORD_END = re.compile('[^\\s\u2581](?=[ \\n])')
@@ -92,18 +92,18 @@ class SentencePieceTokenizer:
         # SentencePiece writes a space as U+2581. A U+2581 in a text is encoded as its three bytes,
         # if the model has bytes and puts no space before a text.
         adds_space = self.model.encode('a', out_type=str)[0].startswith('\u2581')
-        sign = [self.model.piece_to_id(f'<0x{byte:02X}>') for byte in '\u2581'.encode()]
-        self.sign = sign if not adds_space and all(map(self.model.is_byte, sign)) else None
+        ids = [self.model.piece_to_id(f'<0x{byte:02X}>') for byte in '\u2581'.encode()]
+        self.u2581 = ids if not adds_space and all(map(self.model.is_byte, ids)) else None
 
     def encode(self, text: str) -> list[int]:
         text = text.encode('utf-8', 'replace').decode()  # half a surrogate pair becomes "?"
-        if self.sign is None:
+        if self.u2581 is None:
             return self.model.encode(text)
         first, *others = self.model.encode(text.split('\u2581'))
-        return first + [i for ids in others for i in (*self.sign, *ids)]
+        return first + [i for ids in others for i in (*self.u2581, *ids)]
 
     def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        if self.sign is not None and any('\u2581' in part.text for part in parts):
+        if self.u2581 is not None and any('\u2581' in part.text for part in parts):
             return [np.array(self.encode(part.text), np.int32) for part in parts]
         # Llama's model puts a space before every text, but not after a newline. So the later parts
         # of a document are encoded with a newline before them, whose tokens are then removed.
@@ -141,7 +141,7 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
             normalization_rule_name='identity', add_dummy_prefix=False,
             remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
             character_coverage=0.9995,
-            num_threads=1,  # The file stores this number, and shall be the same everywhere.
+            num_threads=1,  # The file stores this number, and must be the same everywhere.
             max_sentence_length=4 * LINE, minloglevel=2)
     except RuntimeError as error:
         most = re.search(r'<= (\d+)', str(error))

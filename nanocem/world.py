@@ -64,8 +64,8 @@ class Distributed:
         return float(self.sum(torch.tensor(float(flag)))) > 0
 
     def run_on_rank0(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run function(*args) on rank 0 and return its result in every process. If it fails, all
-        processes end."""
+        """Run function(*args) on rank 0 and return its result in every process. If it raises
+        UserError or OSError, all processes end."""
         result, error = None, None
         if self.rank == 0:
             try:
@@ -129,8 +129,8 @@ def divide_batch(batch_size: int, micro_batch_size: int | None, processes: int, 
 
 @contextlib.contextmanager
 def report_errors(world: Distributed) -> Iterator[None]:
-    """Turn running out of memory and losing other processes into errors of one line. If the first
-    process on this machine prints the same line, this one ends without it."""
+    """Turn running out of memory and losing other processes into errors of one line. Only the first
+    process on each machine prints such a line, unless the error has `everywhere`."""
     try:
         yield
     except BaseException as raised:
@@ -150,13 +150,15 @@ def report_errors(world: Distributed) -> Iterator[None]:
 
 
 def explain(error: BaseException, world: Distributed) -> BaseException:
-    """Return a UserError if memory ran out or processes are lost, any other error as it is."""
+    """Return a UserError if memory ran out or processes are lost, and any other error as it is."""
     reason = str(error).partition('\n')[0]
     no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if no_memory or (isinstance(error, RuntimeError) and 'allocate memory' in reason):
         return UserError('out of memory: halve micro_batch_size, or set --activation_checkpointing '
                          f'({reason})', everywhere=True)
-    if isinstance(error, RuntimeError) and dist.is_initialized():
+    # gloo raises a plain RuntimeError, which names its source file
+    by_gloo = isinstance(error, RuntimeError) and 'gloo' in reason
+    if (by_gloo or isinstance(error, dist.DistError)) and dist.is_initialized():
         return UserError(f'process {world.rank} of {world.size} failed or lost the others: '
                          f'{reason}; once all can run again, go on with --init_from=resume',
                          everywhere=True)

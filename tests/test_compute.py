@@ -135,8 +135,8 @@ def test_memory_is_known_before_the_first_step(monkeypatch: pytest.MonkeyPatch) 
     for total, fits in ((needed + 1, True), (needed, False)):
         monkeypatch.setattr(torch.cuda, 'get_device_properties',
                             lambda device, total=total: SimpleNamespace(total_memory=total))
-        lines = compute.memory_warning(*case)
-        assert lines == [] if fits else 'a micro-batch of 3 needs' in lines[0]
+        warning = compute.memory_warning(*case)
+        assert warning == '' if fits else 'a micro-batch of 3 needs' in warning
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='only glibc is told to keep memory')

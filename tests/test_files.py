@@ -1,4 +1,5 @@
 """Files that are written completely or not at all, and printing that cannot end a program."""
+import io
 import json
 import math
 import os
@@ -37,6 +38,17 @@ def test_a_line_that_cannot_be_printed_ends_nothing(capsys: pytest.CaptureFixtur
     assert done.returncode == 0 and not done.stderr
     say('to a captured screen')
     assert capsys.readouterr().out == 'to a captured screen\n'
+
+
+def test_a_notebooks_lines_are_in_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its stdout has a file descriptor, which is that of the server's terminal."""
+    class Notebook(io.StringIO):
+        def fileno(self) -> int:
+            return 2
+
+    monkeypatch.setattr(sys, 'stdout', Notebook())
+    say('caf\u00e9')
+    assert sys.stdout.getvalue() == 'caf\u00e9\n'
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:

@@ -189,6 +189,26 @@ def test_text_files_are_split_by_position(tmp_path: Path, text: str) -> None:
     assert text.startswith(texts[0]) and texts[1] in text
 
 
+def test_val_and_test_come_after_a_limited_train_split_of_several_files(tmp_path: Path) -> None:
+    texts = [book(2000, seed=seed) for seed in range(10)]
+    (tmp_path / 'in').mkdir()
+    for n, text in enumerate(texts):
+        (tmp_path / f'in/{n}.txt').write_text(text)
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--tokens=20K', '--held_out=0.05')
+    assert [made['splits'][split]['tokens'] for split in prep.SPLITS] == [20_000, 1000, 1000]
+    assert made['train_00000.bin'] == train_of(texts)[:40_000]
+    assert made['test.bin'] in train_of(texts) and made['val.bin'] in train_of(texts)
+
+
+def test_the_folder_is_named_after_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ('books', './books/', f'{tmp_path}/books.jsonl.zst'):
+        assert prep.PrepareConfig(input=name).out_dir == 'data/books'
+    assert prep.PrepareConfig(input='/').out_dir == 'data/text'
+
+
 # A trained tokenizer
 
 @pytest.mark.parametrize('name', ['a.jsonl', 'a.txt'])

@@ -51,7 +51,7 @@ train               --init_from=resume --out_dir=none      no run in none
 train               --init_from=resume --out_dir=cutrun    cutrun/config.json is damaged: the
 train               --init_from=none                       no checkpoint in none
 train               --init_from=llama/config.json          expected the folder of a run or an export
-train               --init_from=llama --attn=cem           llama is of another attn: llama (now cem)
+train               --init_from=llama --attn=cem           llama has another attn: llama (now cem)
 train               --init_from=resume --out_dir=run --tokenizer=byte   the run in run has tokenizer
 train               --init_from=resume --out_dir=run --text=a.txt   the run in run has text=b.txt
 train               --init_from=resume --out_dir=run config/nano.py   has data=data/b

@@ -79,13 +79,13 @@ def test_what_would_bend_a_run_is_refused_by_name(
     for part, changes in (('recipe', OTHER), ('model_config', MODEL)):
         for name, value in changes.items():
             other = {**now, part: {**now[part], name: value}}
-            with pytest.raises(UserError, match=f'of another .*: {name}=.* another --out_dir'):
+            with pytest.raises(UserError, match=f'has another .*: {name}=.* another --out_dir'):
                 resumed_state(out, other)
     for name in ('val.bin', 'test.bin', 'train_00001.bin'):
         content = (data / name).read_bytes()
         split = name.removesuffix('.bin').partition('_')[0]
         (data / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        with pytest.raises(UserError, match=f'of another data: {split} fingerprint='):
+        with pytest.raises(UserError, match=f'has another data: {split} fingerprint='):
             resumed_state(out, make_trainer(data, halves[1], learning_rate=8e-3).identity())
         (data / name).write_bytes(content)
 

@@ -19,7 +19,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from configurator import UserError
 from model import ModelConfig
-from nanocem.runs import Log, checkpoints, load_run, new_folder, read_checkpoint, save_checkpoint
+from nanocem.runs import (
+    Log,
+    checkpoints,
+    last_checkpoint,
+    load_run,
+    new_folder,
+    read_checkpoint,
+    save_checkpoint,
+)
 
 # Checkpoints
 
@@ -59,6 +67,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert run.codes == [0] and f'{newest} is damaged' in run.text and 'after step 4' in run.text
     assert not (tmp_path / 'harm').exists() and Path(f'{newest}.damaged').exists()
     same(halves[0], out)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
+    halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(shutil.copytree(halves[1], tmp_path / 'o'))
+
+    def denied(path: str) -> None:
+        raise PermissionError(13, 'Permission denied', path)
+    monkeypatch.setattr('zipfile.ZipFile', denied)
+    with pytest.raises(PermissionError):
+        last_checkpoint(out)
 
 
 SIZES = dict(d_model=10**6, n_layer=10**6, extra_layers=10**6, d_mlp=10**6, mlp_rank=10**6,

@@ -1,5 +1,6 @@
 """Training: what it computes, and what happens when things break. Runs are real processes, and the
 damage is real."""
+import ctypes
 import importlib
 import itertools
 import math
@@ -54,6 +55,8 @@ def test_schedule_and_budget_are_the_papers(data: Path, tmp_path: Path) -> None:
     assert rates[-1] == pytest.approx(2e-4)
     assert rates[525] == pytest.approx(1.1e-3, rel=1e-2)  # half way down the cosine
     assert learning_rate(TrainConfig(), 0, steps=1) == 2e-3
+    constant = TrainConfig(warmup=0, final_lr=1)
+    assert {learning_rate(constant, step, steps=9) for step in range(9)} == {2e-3}
     expected = {'86m': 6590, '108m': 8244, '134m': 10_232, '162m': 12_422}
     for size, n in expected.items():
         with torch.device('meta'):
@@ -308,7 +311,9 @@ def interrupt_the_first_step() -> None:
 @pytest.mark.parametrize('error, local_rank, says', [
     (UserError('no such file'), 0, 'no such file'), (UserError('no such file'), 1, ''),
     (UserError('no GPU', everywhere=True), 1, 'no GPU'), (KeyboardInterrupt(), 0, 'stopped'),
-    (RuntimeError('NCCL timed out'), 1, 'process 1 of 2 failed or lost the others: NCCL timed out'),
+    (torch.distributed.DistBackendError('NCCL timed out'), 1,
+     'process 1 of 2 failed or lost the others: NCCL timed out'),
+    (RuntimeError('shapes cannot be multiplied'), 1, 'RuntimeError: shapes cannot be multiplied'),
     (torch.OutOfMemoryError('CUDA'), 1, 'out of memory: halve micro_batch_size'),
     (ZeroDivisionError('a bug'), 1, 'ZeroDivisionError: a bug')])
 def test_with_nccl_an_error_ends_the_process_without_destructors(
@@ -324,12 +329,14 @@ def test_with_nccl_an_error_ends_the_process_without_destructors(
         raise error
     said = capfd.readouterr().err
     assert codes == [1] and says in said and bool(says) == bool(said)
-    assert ('Traceback' in said) == isinstance(error, ZeroDivisionError)
+    assert ('Traceback' in said) == (type(error) in (RuntimeError, ZeroDivisionError))
 
 
 def without_unix() -> None:
-    """As on native Windows: neither fcntl nor SIGHUP."""
+    """As on native Windows: neither fcntl nor SIGHUP, and no library without a name."""
     sys.modules['fcntl'] = None
+    original = ctypes.CDLL
+    ctypes.CDLL = lambda name, *args, **given: original(name + '', *args, **given)
     for name in [name for name in sys.modules if name.startswith(('nanocem', 'train', 'filelock'))]:
         del sys.modules[name]
     del signal.SIGHUP
@@ -445,7 +452,7 @@ def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_ru
     run = Run(tmp_path, *options, world=2, damage=BadNumbers(5, 6, 7, *range(21, 40))).wait()
     assert run.codes == [1, 1] and 'Traceback' not in run.text
     line = run.text.splitlines()[-1]
-    assert '11 consecutive steps' in line and 'batch 31' in line
+    assert '11 consecutive steps' in line and 'step 32' in line
     skipped = [line['step'] for line in log(out) if line.get('event') == 'skipped']
     assert skipped == [6, 7, 8, *range(22, 33)]
     assert [s for s, loss in enumerate(losses(out), 1) if loss is None] == skipped[:-1]  # null
