@@ -3,7 +3,7 @@ Measure speed, memory and FLOPs of Llama, CEM and their peers.
 
     python bench.py                       training, attention, decoding: 134m on a GPU, else mini
     python bench.py --what=train          the training table alone
-    python bench.py --what=gpu            every table, at 134m and 162m
+    python bench.py --what=gpu            every table at 134m; training, attention also at 162m
 
 The rows of a table take turns, for `repeats` rounds after a warm-up, so that other work on the
 machine slows all of them alike. The table shows medians. If transformers is installed, its Llama
@@ -52,7 +52,7 @@ TABLE_NAMES = ('train', 'attention', 'decode')
 @dataclass
 class BenchConfig:
     """What to measure, and how often."""
-    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES  # gpu: all, 134m and 162m
+    what: tuple[Literal[*TABLE_NAMES, 'gpu'], ...] = TABLE_NAMES  # gpu: see above
     size: Literal[tuple(SIZES)] | None = None  # default: 134m on a GPU, else mini
     vocab_size: int | None = None  # default: 32,000, or 257 at mini and below
     context_length: int | None = None  # default: 2048 on a GPU, else 128

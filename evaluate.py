@@ -9,7 +9,7 @@ Evaluate a trained model.
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their curves
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables and pictures go into the run's folder, under names that have every option: loss.md,
+Tables and pictures go into the run's folder, under names that have the options given: loss.md,
 loss-text=book.txt.md, energies-split=val.png. --out_dir can also name an exported folder; its
 tables and pictures go into a folder in out/results, those of --compare into out/results/compare.
 """

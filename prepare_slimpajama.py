@@ -1,7 +1,7 @@
 """
 Turn SlimPajama, or any text, into token shards that train.py reads.
 
-    python prepare_slimpajama.py                      the paper's subset: 3.3 B tokens, from the Hub
+    python prepare_slimpajama.py                      its first 3.3 B tokens, from the Hub
     python prepare_slimpajama.py --size=86m           as much as one model needs
     python prepare_slimpajama.py --input=FOLDER       your .parquet, .jsonl (.zst, .gz), .txt files
     python prepare_slimpajama.py --input=FOLDER --tokenizer=bpe2048

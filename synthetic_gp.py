@@ -210,7 +210,7 @@ def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
 def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
     """Predict values (R, N, 1) at inputs (R, N, 10): Linear, LayerNorm, a residual block, Linear.
     The block's weights tell which model it is; T is for CEM alone. The residual stream is the
-    normed h, as in Algorithm 1."""
+    normed h, as in Algorithm 1; unlike there, a step has no norm and no P, and its size is 1."""
     def linear(name: str, x: Tensor) -> Tensor:
         return torch.baddbmm(w[name + '_bias'], x, w[name].mT)
     h = torch.addcmul(w['ln_bias'], F.layer_norm(linear('in', x), (D,)), w['ln_gain'])

@@ -1,4 +1,5 @@
-"""Fine-tune a run or an exported model on a text: small batches, a low learning rate, 1 M tokens.
+"""Fine-tune a run or an exported model on a text: small batches, 1 M tokens, and an eighth of
+config/mini.py's learning rate.
 
     python train.py config/finetune.py --init_from=pretrained/cem --text=book.txt
 """

@@ -1,4 +1,4 @@
-"""A look in half a minute: the smallest size, for any of the models."""
+"""The smallest size, for any of the models: a first run takes half a minute."""
 size = 'nano'
 context_length = 64
 data = 'data/builtin'

@@ -1,8 +1,9 @@
 """
 The rule for verdicts (results/tokens/RULE.md), as functions of the losses y of one size's runs.
 
-The runs are a table of models by seeds, to which a mean for each model and each seed is fitted.
-s is the root mean square of the residuals, with f degrees of freedom. d is the mean of y(A) - y(B)
+y is a run's loss in nats per Llama token. The runs are a table of models by seeds, to which a mean
+for each model and each seed is fitted. s is the standard deviation of the residuals, with f degrees
+of freedom. d is the mean of y(A) - y(B)
 over the n seeds that both models have. Its interval is
 
     d +- t(1 - 0.025 / m; f) s sqrt(2 / n)      m: the number of comparisons (Bonferroni)
@@ -49,7 +50,7 @@ def split_failed(y: Losses) -> tuple[Losses, set[str]]:
 
 
 def residual_error(y: Losses) -> tuple[float, int]:
-    """Fit a mean for each model and each seed. Return the root mean square of the residuals, and
+    """Fit a mean for each model and each seed. Return the standard deviation of the residuals, and
     its degrees of freedom."""
     models = sorted({model for model, _ in y})
     seeds = sorted({seed for _, seed in y})
