@@ -348,7 +348,7 @@ def verdict_table(losses: dict[str, Losses], verdicts: list[Verdict]) -> str:
             for claim, effects, word in verdicts]
     header = [*names, 'A over B', 'equal Llama with ALiBi', 'verdict']
     return ('A over B: how much higher the perplexity per Llama token of A is than that of B, and '
-            f'the interval over seeds.\n\n{table(header, rows)}\n')
+            f'the interval over seeds, and each seed alone.\n\n{table(header, rows)}\n')
 
 
 # Pictures

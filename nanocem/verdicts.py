@@ -13,6 +13,7 @@ otherwise undecided. If a run failed, the claim does not hold.
 """
 import math
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +23,12 @@ Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one
 
 
 class Effect(NamedTuple):
-    """The difference d of the y of A and B at a size, and half of its interval. d is infinite if a
-    run failed; without an interval, half is NaN."""
+    """The difference d of the y of A and B at a size, half of its interval, and the differences of
+    the seeds. d is infinite if a run failed; without an interval, half is NaN."""
     size: str
     d: float
     half: float = math.nan
+    by_seed: Sequence[float] = ()
 
     def percent(self) -> list[float]:
         """Return the change in perplexity and the ends of its interval."""
@@ -34,7 +36,8 @@ class Effect(NamedTuple):
 
     def __str__(self) -> str:
         d, low, high = self.percent()
-        interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f})'
+        seeds = ', '.join(f'{100 * math.expm1(x):+.1f}' for x in self.by_seed)
+        interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f}; seeds {seeds})'
         return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
 
 
@@ -80,7 +83,7 @@ def compare(y: Losses, A: str, B: str, size: str, m: int) -> Effect | None:
         return Effect(size, d[0]) if d else None
     s, freedom = residual_error(finished)
     half = student.ppf(1 - 0.025 / m, freedom) * s * math.sqrt(2 / len(d))
-    return Effect(size, statistics.fmean(d), float(half))
+    return Effect(size, statistics.fmean(d), float(half), d)
 
 
 def decide(effect: Effect, above: float, below: float) -> str:

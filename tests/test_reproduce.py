@@ -75,6 +75,9 @@ def test_failed_missing_and_single_runs() -> None:
     one_seed = {cell: value for cell, value in y.items() if cell[1] == 0}
     assert math.isnan(compare(one_seed, 'm1', 'm0', 'M', 1).half)
     assert str(compare(one_seed, 'm1', 'm0', 'M', 1)).startswith('M +')
+    d = [y['m1', seed] - y['m0', seed] for seed in range(3)]
+    assert str(compare(y, 'm1', 'm0', 'XS', 1)).endswith(
+        '; seeds ' + ', '.join(f'{100 * math.expm1(x):+.1f}' for x in d) + ')')
     assert compare(clean, 'm4', 'm0', 'XS', 1) is None
 
 
