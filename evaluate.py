@@ -32,7 +32,7 @@ from torch import Tensor
 from configurator import build, command_line, convert_types, fail, in_range, read_options, require
 from model import CEMMLP, BaseAttention, CEMAttention, Transformer
 from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
-from nanocem.data import TokenDataset, evenly_spaced
+from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
@@ -93,7 +93,7 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, l
             f'{folder}, which the model was trained on, is not here: --text=FILE evaluates on a '
             'text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
-    for name in ('tokenizer', 'tokenizer_sha256', 'vocab_size'):
+    for name in TOKENIZER_KEYS:
         require(data.identity[name] == state['data'][name],
                 f'data={folder}: its {name} is {data.identity[name]}, that of the run '
                 f'{state["data"][name]}; expected data of the same tokenizer')

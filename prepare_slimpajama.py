@@ -68,7 +68,7 @@ class PrepareConfig:
     input: str = SLIMPAJAMA  # path, builtin, corpus, hf://datasets/OWNER/NAME[@REV][/FOLDER]
     out_dir: str | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int | None = None  # training tokens at most; default 3.3B
-    size: Literal['86m', '108m', '134m', '162m', '256m'] | None = None  # tokens: 20 per parameter
+    size: Literal[tuple(SIZES)] | None = None  # tokens: 20 per parameter of this model
     tokenizer: str | None = None  # llama, gpt2, byte, bpe2048 (trained), FILE.model; default llama
     held_out: float | None = None  # val's share, and test's; 0.005, builtin 0.05, corpus 0.01
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text

@@ -11,6 +11,7 @@ from configurator import fail, require
 from nanocem.files import read_json
 
 FORMAT = 1  # the version of meta.json
+TOKENIZER_KEYS = ('tokenizer', 'tokenizer_sha256', 'vocab_size')  # entries about the tokenizer
 
 
 def read_meta(folder: str) -> dict[str, Any]:
@@ -65,8 +66,7 @@ class TokenDataset:
                 fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
         # The index of the first sequence of each shard, and at the end the number of sequences
         self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
-        names = ('tokenizer', 'tokenizer_sha256', 'vocab_size')
-        self.identity = {name: self.meta.get(name) for name in names} | {
+        self.identity = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {
             f'{split} tokens': sum(map(len, self.shards)), f'{split} fingerprint': fingerprint}
 
     def __len__(self) -> int:

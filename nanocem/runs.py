@@ -17,13 +17,13 @@ import torch
 from configurator import UserError, build, check_values, fail, merge, require
 from model import ModelConfig, Transformer
 from nanocem import hf
+from nanocem.data import TOKENIZER_KEYS
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
 from nanocem.tokenizers import MODEL_FILE
 from nanocem.world import find_device
 
-# Keys that a checkpoint or an exported folder must have, and keys that its 'data' must have
+# Keys that a checkpoint or an exported folder must have; its 'data' must have TOKENIZER_KEYS
 CHECKPOINT_KEYS = {'model', 'model_config', 'step', 'data', 'data_dir'}
-TOKENIZER_KEYS = ('tokenizer', 'tokenizer_sha256', 'vocab_size')
 
 
 # Folders
