@@ -58,7 +58,7 @@ LONGEST_PART = 1 << 20  # A part of a .txt file that has no space up to here end
 BATCH = 1 << 21  # Threads tokenize at least this many characters together.
 BPE_TEXT = 32_000_000  # A tokenizer is trained on at most this many bytes.
 TOKEN_BYTES = 8  # No tokenizer has more bytes per token on average.
-MANY = 2000  # A text of this many documents is split by their hashes, a smaller one by position.
+MANY = 2000  # A text of fewer documents is split by position, others by hash: see find_ends.
 TOO_FEW = 4096  # The perplexity of a val or test split of fewer tokens says little.
 
 
@@ -102,6 +102,7 @@ class PrepareConfig:
             name = '-'.join(self.input.removeprefix(HUB).rstrip('/').split('/')[1:])
         elif self.input not in INSTALLED_TEXTS:
             self.input = os.path.abspath(self.input)
+            name += '-text' if name in INSTALLED_TEXTS else ''
         resolve_defaults(self, out_dir=f'data/{name}')
 
     def content_options(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Write files completely or not at all, read them, lock them, and print without failing."""
 import codecs
 import contextlib
+import io
 import json
 import math
 import os
@@ -17,13 +18,14 @@ def say(text: str, end: str = '\n') -> None:
     """Print a line immediately. A closed pipe, a full disk or a locale that lacks a character can
     lose the line, but never ends the program."""
     stream = sys.stdout
-    line = (text + end).encode(getattr(stream, 'encoding', None) or 'utf-8', 'backslashreplace')
+    encoding = getattr(stream, 'encoding', None) or 'utf-8'
+    line = (text + end).encode(encoding, 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
         stream.flush()
-        if stream is not sys.__stdout__:  # a notebook's or a test's
-            stream.write(line.decode(stream.encoding or 'utf-8'))
-            stream.flush()
-            return
+        # A notebook's or a test's stdout is no file, though a notebook's has a descriptor
+        if not isinstance(getattr(stream, 'buffer', None), io.BufferedWriter | io.FileIO):
+            stream.write(line.decode(encoding))
+            return stream.flush()
         while line:
             line = line[os.write(stream.fileno(), line):]
 

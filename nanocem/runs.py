@@ -1,5 +1,6 @@
 """Run folders: options, checkpoints, the log, and signals to stop."""
 import contextlib
+import errno
 import glob
 import io
 import itertools
@@ -179,7 +180,7 @@ def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, kee
 def read_checkpoint(path: str) -> dict[str, Any]:
     """Read a checkpoint, or an exported folder as if it were one. Checksums are verified, only
     tensors and plain values are loaded, and model_config gets the default of every option that it
-    lacks. UserError if it is damaged, PermissionError if it cannot be read."""
+    lacks. UserError if it is damaged, OSError if it cannot be read."""
     try:
         if os.path.isdir(path):
             state = hf.read_export(path)
@@ -201,9 +202,11 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             # make later calls assign as well
             Transformer(cfg).load_state_dict(dict(state['model']), assign=True)
         return {**state, 'model_config': asdict(cfg)}
-    except (PermissionError, MemoryError):  # the file may be intact
+    except PermissionError:  # the file may be intact
         raise
     except Exception as error:  # a damaged file can fail in any way
+        if isinstance(error, MemoryError) or 'allocate memory' in str(error):
+            raise OSError(errno.ENOMEM, 'out of memory', path) from None
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'{path} is damaged ({reason})') from None
 
@@ -298,14 +301,13 @@ def perplexity(loss: float) -> float:
 
 class Log:
     """log.jsonl and TensorBoard, with the same numbers. If they cannot be written, one warning says
-    so and the run goes on."""
+    so and the run goes on. OSError if the log of a resumed run cannot be read."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
         self.path, self.writer, self.warned = os.path.join(out_dir, 'log.jsonl'), None, False
-        with self.warn_once():
-            if os.path.exists(self.path):  # drop damaged lines, and those of steps after `step`
-                lines = [line for line in read_json_lines(self.path)
-                         if isinstance(line.get('step'), int) and line['step'] <= step]
-                write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
+        if os.path.exists(self.path):  # drop damaged lines, and those of steps after `step`
+            lines = [line for line in read_json_lines(self.path)
+                     if isinstance(line.get('step'), int) and line['step'] <= step]
+            write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
         with self.warn_once():
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter

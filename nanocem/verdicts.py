@@ -13,7 +13,7 @@ otherwise undecided. If a run failed, the claim does not hold.
 """
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ class Effect(NamedTuple):
     size: str
     d: float
     half: float = math.nan
-    by_seed: Sequence[float] = ()
+    by_seed: Mapping[int, float] = {}
 
     def percent(self) -> list[float]:
         """Return the change in perplexity and the ends of its interval."""
@@ -36,7 +36,7 @@ class Effect(NamedTuple):
 
     def __str__(self) -> str:
         d, low, high = self.percent()
-        seeds = ', '.join(f'{100 * math.expm1(x):+.1f}' for x in self.by_seed)
+        seeds = ', '.join(f'{n}: {100 * math.expm1(x):+.1f}' for n, x in self.by_seed.items())
         interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f}; seeds {seeds})'
         return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
 
@@ -67,10 +67,10 @@ def residual_error(y: Losses) -> tuple[float, int]:
     return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom or math.nan), freedom
 
 
-def differences(y: Losses, A: str, B: str) -> list[float]:
+def differences(y: Losses, A: str, B: str) -> dict[int, float]:
     """Return y(A) - y(B) for each seed that both models have."""
-    return [loss - y[B, seed] for (model, seed), loss in y.items()
-            if model == A and (B, seed) in y]
+    return {seed: loss - y[B, seed] for (model, seed), loss in y.items()
+            if model == A and (B, seed) in y}
 
 
 def compare(y: Losses, A: str, B: str, size: str, m: int) -> Effect | None:
@@ -80,10 +80,10 @@ def compare(y: Losses, A: str, B: str, size: str, m: int) -> Effect | None:
         return Effect(size, math.inf)
     d = differences(finished, A, B)
     if len(d) < 2:
-        return Effect(size, d[0]) if d else None
+        return Effect(size, *d.values()) if d else None
     s, freedom = residual_error(finished)
     half = student.ppf(1 - 0.025 / m, freedom) * s * math.sqrt(2 / len(d))
-    return Effect(size, statistics.fmean(d), float(half), d)
+    return Effect(size, statistics.fmean(d.values()), float(half), d)
 
 
 def decide(effect: Effect, above: float, below: float) -> str:

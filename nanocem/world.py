@@ -1,6 +1,7 @@
 """The processes of a run: their ranks and devices, how they communicate, and how they end."""
 import contextlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -150,15 +151,17 @@ def report_errors(world: Distributed) -> Iterator[None]:
 
 
 def explain(error: BaseException, world: Distributed) -> BaseException:
-    """Return a UserError if memory ran out or processes are lost, and any other error as it is."""
+    """Return a UserError if memory ran out, or if a GPU or other processes failed. Return any other
+    error as it is."""
     reason = str(error).partition('\n')[0]
     no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if no_memory or (isinstance(error, RuntimeError) and 'allocate memory' in reason):
+    if no_memory or re.search('allocate memory|ALLOC_FAILED', reason):
         return UserError('out of memory: halve micro_batch_size, or set --activation_checkpointing '
                          f'({reason})', everywhere=True)
     # gloo raises a plain RuntimeError, which names its source file
     by_gloo = isinstance(error, RuntimeError) and 'gloo' in reason
-    if (by_gloo or isinstance(error, dist.DistError)) and dist.is_initialized():
+    failures = (dist.DistError, torch.AcceleratorError)
+    if world.size > 1 and (by_gloo or isinstance(error, failures)):
         return UserError(f'process {world.rank} of {world.size} failed or lost the others: '
                          f'{reason}; once all can run again, go on with --init_from=resume',
                          everywhere=True)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from running import ROOT
@@ -49,6 +50,10 @@ def test_a_notebooks_lines_are_in_the_notebook(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, 'stdout', Notebook())
     say('caf\u00e9')
     assert sys.stdout.getvalue() == 'caf\u00e9\n'
+    lines: list[str] = []  # of a stdout that has no more than these two
+    monkeypatch.setattr(sys, 'stdout', SimpleNamespace(write=lines.append, flush=lambda: None))
+    say('caf\u00e9')
+    assert lines == ['caf\u00e9\n']
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ def test_the_folder_is_named_after_the_input(
     for name in ('books', './books/', f'{tmp_path}/books.jsonl.zst'):
         assert prep.PrepareConfig(input=name).out_dir == 'data/books'
     assert prep.PrepareConfig(input='/').out_dir == 'data/text'
+    assert prep.PrepareConfig(input='corpus/').out_dir == 'data/corpus-text'  # not the installed
 
 
 # A trained tokenizer

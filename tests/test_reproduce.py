@@ -77,7 +77,7 @@ def test_failed_missing_and_single_runs() -> None:
     assert str(compare(one_seed, 'm1', 'm0', 'M', 1)).startswith('M +')
     d = [y['m1', seed] - y['m0', seed] for seed in range(3)]
     assert str(compare(y, 'm1', 'm0', 'XS', 1)).endswith(
-        '; seeds ' + ', '.join(f'{100 * math.expm1(x):+.1f}' for x in d) + ')')
+        '; seeds ' + ', '.join(f'{n}: {100 * math.expm1(x):+.1f}' for n, x in enumerate(d)) + ')')
     assert compare(clean, 'm4', 'm0', 'XS', 1) is None
 
 

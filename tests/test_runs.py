@@ -79,6 +79,13 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
     monkeypatch.setattr('zipfile.ZipFile', denied)
     with pytest.raises(PermissionError):
         last_checkpoint(out)
+    monkeypatch.undo()
+
+    def full(*args: Any, **options: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate ...")
+    monkeypatch.setattr(torch, 'load', full)
+    with pytest.raises(OSError, match='out of memory'):
+        last_checkpoint(out)
 
 
 SIZES = dict(d_model=10**6, n_layer=10**6, extra_layers=10**6, d_mlp=10**6, mlp_rank=10**6,
