@@ -37,7 +37,16 @@ from nanocem.compute import DENSE_BF16, MFU_ESTIMATE, flops_per_token
 from nanocem.data import open_shard, read_meta
 from nanocem.files import read_json, read_json_lines, say, table, write_atomic
 from nanocem.tokenizers import SentencePieceTokenizer, load_tokenizer
-from nanocem.verdicts import Effect, Losses, compare, decide, differences, split_failed, vertex
+from nanocem.verdicts import (
+    Effect,
+    Losses,
+    compare,
+    decide,
+    differences,
+    residual_error,
+    split_failed,
+    vertex,
+)
 from train import MAX_SKIPPED, TrainConfig
 
 PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results/tokens')
@@ -347,8 +356,13 @@ def verdict_table(losses: dict[str, Losses], verdicts: list[Verdict]) -> str:
              equal_llama(losses, effects[-1].size, claim['A']) if effects else '', word]
             for claim, effects, word in verdicts]
     header = [*names, 'A over B', 'equal Llama with ALiBi', 'verdict']
-    return ('A over B: how much higher the perplexity per Llama token of A is than that of B, and '
-            f'the interval over seeds, and each seed alone.\n\n{table(header, rows)}\n')
+    lines = ['A over B: how much higher the perplexity per Llama token of A is than that of B, the '
+             'interval over seeds, and each seed alone.']
+    for size, y in losses.items():
+        s, freedom = residual_error(split_failed(y)[0])
+        if freedom:
+            lines.append(f'{size}: {len(y)} runs, s = {100 * math.expm1(s):.1f}%, f = {freedom}.')
+    return ' '.join(lines) + f'\n\n{table(header, rows)}\n'
 
 
 # Pictures

@@ -137,6 +137,7 @@ def test_a_grid_of_made_up_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for name, word in ({'g3': 'holds', 'j': 'holds'} | fails).items():
         assert re.search(rf'^\| {name} +\|.*\| {word} +\|$', table, re.M), name
     assert re.search(r'^\| d1 .*XS failed', table, re.M)
+    assert 'XS: 84 runs, s = 0.1%, f = 53.' in table  # 28 models and 3 seeds; one run failed
     assert len(list(Path(reproduce.OUT).glob('*.png'))) == 4
     monkeypatch.undo()
     monkeypatch.setattr(reproduce, 'PUBLISHED', str(tmp_path / reproduce.OUT))
