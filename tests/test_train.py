@@ -298,6 +298,7 @@ def test_a_stop_before_the_first_step_and_the_line_at_once(
 
 
 def interrupt_the_first_step() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the tests may ignore it
     original = train.Trainer.train_step
 
     def train_step(self: train.Trainer) -> Any:
