@@ -21,7 +21,7 @@ from nanocem import hf
 from nanocem.data import TOKENIZER_KEYS
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
 from nanocem.tokenizers import MODEL_FILE
-from nanocem.world import find_device
+from nanocem.world import find_device, out_of_memory
 
 # Keys that a checkpoint or an exported folder must have; its 'data' must have TOKENIZER_KEYS
 CHECKPOINT_KEYS = {'model', 'model_config', 'step', 'data', 'data_dir'}
@@ -205,7 +205,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     except PermissionError:  # the file may be intact
         raise
     except Exception as error:  # a damaged file can fail in any way
-        if isinstance(error, MemoryError) or 'allocate memory' in str(error):
+        if out_of_memory(error):
             raise OSError(errno.ENOMEM, 'out of memory', path) from None
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'{path} is damaged ({reason})') from None

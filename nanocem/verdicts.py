@@ -3,8 +3,7 @@ The rule for verdicts (results/tokens/RULE.md), as functions of the losses y of 
 
 y is a run's loss in nats per Llama token. The runs are a table of models by seeds, to which a mean
 for each model and each seed is fitted. s is the standard deviation of the residuals, with f degrees
-of freedom. d is the mean of y(A) - y(B)
-over the n seeds that both models have. Its interval is
+of freedom. d is the mean of y(A) - y(B) over the n seeds that both models have. Its interval is
 
     d +- t(1 - 0.025 / m; f) s sqrt(2 / n)      m: the number of comparisons (Bonferroni)
 

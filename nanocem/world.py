@@ -150,12 +150,19 @@ def report_errors(world: Distributed) -> Iterator[None]:
         os._exit(1)
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out. Some allocators raise a RuntimeError or OSError about it."""
+    first_line = str(error).partition('\n')[0]
+    says_so = isinstance(error, (RuntimeError, OSError)) and re.search(
+        'allocate memory|ALLOC_FAILED', first_line)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(says_so)
+
+
 def explain(error: BaseException, world: Distributed) -> BaseException:
     """Return a UserError if memory ran out, or if a GPU or other processes failed. Return any other
     error as it is."""
     reason = str(error).partition('\n')[0]
-    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if no_memory or re.search('allocate memory|ALLOC_FAILED', reason):
+    if out_of_memory(error):
         return UserError('out of memory: halve micro_batch_size, or set --activation_checkpointing '
                          f'({reason})', everywhere=True)
     # gloo raises a plain RuntimeError, which names its source file
