@@ -282,7 +282,8 @@ def print_todo(found: Results, text: str | None) -> None:
 
 
 def print_paper() -> None:
-    """Print the commands at the paper's sizes, with their A100-hours."""
+    """Print the commands at the paper's sizes, with their A100-hours. Figure 3a has five rates."""
+    figure_3a = {model: (5e-4, 1e-3, 2e-3, 4e-3, 8e-3) for model in ('llama', 'cem-2')}
     for size in ('86m', '108m', '134m', '162m', '256m'):
         tokens = 20 * meta_model(f'--size={size} {MODELS["llama"]["options"]}').num_params()
         for model in dict.fromkeys(run.model for run in planned({}, 'XS')[1]):
@@ -290,8 +291,10 @@ def print_paper() -> None:
             options = model_options(f'--size={size}{deeper} --tokens={tokens}', model)
             mfu = MFU_ESTIMATE['cem' if '=cem' in options else 'llama']
             hours = tokens * flops_per_token(meta_model(options)) / mfu / DENSE_BF16['A100'] / 3600
-            say(f'torchrun --nproc_per_node=8 train.py {options} --learning_rate=0.002 --seed=1 '
-                f'--out_dir=out/paper/{size}/{model}  # {hours:.0f} A100-hours')
+            for rate in figure_3a.get(model, (2e-3,)):
+                say(f'torchrun --nproc_per_node=8 train.py {options} --learning_rate={rate:g} '
+                    f'--seed=1 --out_dir=out/paper/{size}/{model}_rate={rate:g}'
+                    f'  # {hours:.0f} A100-hours')
 
 
 # Verdicts
@@ -403,7 +406,7 @@ def draw_lines(losses: dict[str, Losses], base: str, models: dict[str, str], xla
                       capsize=2, label=label)
     axes.legend(fontsize=8)
     axes.axhline(0, color='hotpink', lw=1)
-    axes.set(xscale='log', xlabel=xlabel, ylabel=f'perplexity a Llama token over {base}, %')
+    axes.set(xscale='log', xlabel=xlabel, ylabel=f'perplexity per Llama token over {base}, %')
     axes.set_xticks(ticks := [x for x, _ in points], [f'{x:,}' for x in ticks], minor=False)
     axes.minorticks_off()
     return figure
