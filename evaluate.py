@@ -158,7 +158,7 @@ def report_loss(model: Transformer, sequences: Tensor, token_bytes: Tensor,
     trained = {T for kind, T in ((cfg.attn, cfg.attn_steps), (cfg.mlp, cfg.mlp_steps))
                if kind == 'cem'}
     header = ['T', 'tokens', 'loss, nats a token', 'perplexity', 'bits per byte',
-              *['perplexity a Llama token'] * bool(llama_tokens)]
+              *['perplexity per Llama token'] * bool(llama_tokens)]
     rows, losses = [], []
     for T in steps or (None,):
         set_steps(model, T)
@@ -425,7 +425,6 @@ def main(argv: list[str]) -> None:
     if cfg.export:
         export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
         say(f'{cfg.export}: transformers loads it, as its README.md says')
-
 
 
 if __name__ == '__main__':

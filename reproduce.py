@@ -283,7 +283,7 @@ def print_todo(found: Results, text: str | None) -> None:
 
 def print_paper() -> None:
     """Print the commands at the paper's sizes, with their A100-hours. Figure 3a has five rates."""
-    figure_3a = {model: (5e-4, 1e-3, 2e-3, 4e-3, 8e-3) for model in ('llama', 'cem-2')}
+    figure_3a = dict.fromkeys(('llama', 'cem-2'), (0.0005, 0.001, 0.002, 0.004, 0.008))
     for size in ('86m', '108m', '134m', '162m', '256m'):
         tokens = 20 * meta_model(f'--size={size} {MODELS["llama"]["options"]}').num_params()
         for model in dict.fromkeys(run.model for run in planned({}, 'XS')[1]):
