@@ -200,7 +200,10 @@ def search_rates(found: Results, size: str, model: str) -> Trials:
         runs = [[Run(size, model, rate, seed) for seed in seeds] for rate in rates]
         if any(run not in found for row in runs for run in row):
             return Trials(rates)
-        losses = np.array([[found[run]['val_bpb'] for run in row] for row in runs])
+        y = {(str(run.rate), run.seed): found[run]['y'] for row in runs for run in row}
+        finished, _ = split_failed(y)
+        losses = np.array([[found[run]['val_bpb'] if (str(run.rate), run.seed) in finished
+                            else math.inf for run in row] for row in runs])
         mean = losses.mean(axis=1)
         best = int(mean.argmin())
         if 0 < best < len(rates) - 1 or len(rates) == 7:

@@ -93,8 +93,16 @@ def test_best_rates() -> None:
         assert len(tried) == expected
         for rate in tried:
             loss = (math.log2(rate / 0.014)) ** 2
-            found[Run('S', 'llama', rate, 101)] = {'val_bpb': loss}
+            found[Run('S', 'llama', rate, 101)] = {'val_bpb': loss, 'y': loss}
     assert reproduce.search_rates(found, 'S', 'llama').best == pytest.approx(0.014, rel=0.01)
+
+
+def test_beside_a_failed_trial_the_lowest_rate_is_taken_as_it_is() -> None:
+    found: Results = {}
+    for rate, losses in {0.0099: (1.9, 1.9), 0.014: (1.7, 1.7), 0.0198: (1.69, 2.7)}.items():
+        for seed, loss in zip((101, 102), losses, strict=True):
+            found[Run('XS', 'llama', rate, seed)] = {'val_bpb': loss, 'y': 3 * loss}
+    assert reproduce.search_rates(found, 'XS', 'llama').best == 0.014
 
 
 def test_claims_models_and_weights() -> None:
