@@ -102,7 +102,8 @@ class PrepareConfig:
             name = '-'.join(self.input.removeprefix(HUB).rstrip('/').split('/')[1:])
         elif self.input not in INSTALLED_TEXTS:
             self.input = os.path.abspath(self.input)
-            name += '-text' if name in INSTALLED_TEXTS else ''
+        if name in INSTALLED_TEXTS and self.input not in INSTALLED_TEXTS:
+            name += '-text'
         resolve_defaults(self, out_dir=f'data/{name}')
 
     def content_options(self) -> dict[str, Any]:

@@ -25,6 +25,9 @@ from nanocem.world import find_device, out_of_memory
 
 # Keys that a checkpoint or an exported folder must have; its 'data' must have TOKENIZER_KEYS
 CHECKPOINT_KEYS = {'model', 'model_config', 'step', 'data', 'data_dir'}
+# Errors of the disk, the network or the process: the file itself may be intact
+UNREADABLE = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE,
+              errno.ETIMEDOUT}
 
 
 # Folders
@@ -202,11 +205,11 @@ def read_checkpoint(path: str) -> dict[str, Any]:
             # make later calls assign as well
             Transformer(cfg).load_state_dict(dict(state['model']), assign=True)
         return {**state, 'model_config': asdict(cfg)}
-    except PermissionError:  # the file may be intact
-        raise
     except Exception as error:  # a damaged file can fail in any way
         if out_of_memory(error):
             raise OSError(errno.ENOMEM, 'out of memory', path) from None
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            raise
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'{path} is damaged ({reason})') from None
 

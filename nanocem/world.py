@@ -154,7 +154,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out. Some allocators raise a RuntimeError or OSError about it."""
     first_line = str(error).partition('\n')[0]
     says_so = isinstance(error, (RuntimeError, OSError)) and re.search(
-        'allocate memory|ALLOC_FAILED', first_line)
+        'allocate memory|ALLOC_FAILED|CUDA error: out of memory', first_line)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(says_so)
 
 
@@ -167,8 +167,9 @@ def explain(error: BaseException, world: Distributed) -> BaseException:
                          f'({reason})', everywhere=True)
     # gloo raises a plain RuntimeError, which names its source file
     by_gloo = isinstance(error, RuntimeError) and 'gloo' in reason
-    failures = (dist.DistError, torch.AcceleratorError)
-    if world.size > 1 and (by_gloo or isinstance(error, failures)):
+    failed = isinstance(error, dist.DistError | torch.AcceleratorError)
+    # An assert on the GPU, such as an index out of range, is a mistake in the code
+    if world.size > 1 and (by_gloo or failed) and 'device-side assert' not in reason:
         return UserError(f'process {world.rank} of {world.size} failed or lost the others: '
                          f'{reason}; once all can run again, go on with --init_from=resume',
                          everywhere=True)

@@ -197,7 +197,8 @@ def test_val_and_test_come_after_a_limited_train_split_of_several_files(tmp_path
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--tokens=20K', '--held_out=0.05')
     assert [made['splits'][split]['tokens'] for split in prep.SPLITS] == [20_000, 1000, 1000]
     assert made['train_00000.bin'] == train_of(texts)[:40_000]
-    assert made['test.bin'] in train_of(texts) and made['val.bin'] in train_of(texts)
+    rest = train_of(texts)[40_000:]
+    assert rest.index(made['val.bin']) < rest.index(made['test.bin'])
 
 
 def test_the_folder_is_named_after_the_input(
@@ -207,7 +208,8 @@ def test_the_folder_is_named_after_the_input(
     for name in ('books', './books/', f'{tmp_path}/books.jsonl.zst'):
         assert prep.PrepareConfig(input=name).out_dir == 'data/books'
     assert prep.PrepareConfig(input='/').out_dir == 'data/text'
-    assert prep.PrepareConfig(input='corpus/').out_dir == 'data/corpus-text'  # not the installed
+    for name in ('corpus/', 'hf://datasets/someone/corpus'):  # not the installed one
+        assert prep.PrepareConfig(input=name).out_dir == 'data/corpus-text'
 
 
 # A trained tokenizer

@@ -74,11 +74,12 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
 ) -> None:
     out = str(shutil.copytree(halves[1], tmp_path / 'o'))
 
-    def denied(path: str) -> None:
-        raise PermissionError(13, 'Permission denied', path)
-    monkeypatch.setattr('zipfile.ZipFile', denied)
-    with pytest.raises(PermissionError):
-        last_checkpoint(out)
+    for number in (errno.EACCES, errno.EIO):
+        def unreadable(path: str, number: int = number) -> None:
+            raise OSError(number, os.strerror(number), path)
+        monkeypatch.setattr('zipfile.ZipFile', unreadable)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            last_checkpoint(out)
     monkeypatch.undo()
 
     def full(*args: Any, **options: Any) -> None:
