@@ -453,7 +453,8 @@ class Transformer(nn.Module):
     """A causal language model: embedding, blocks, norm, untied head."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.cfg, self.activation_checkpointing = cfg, False
+        self.cfg = cfg
+        self.gradient_checkpointing = False  # transformers' switch sets the same attribute
         self.embedding = normal_param(cfg.vocab_size, cfg.d_model, std=EMBEDDING_STD)
         self.head = normal_param(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -472,7 +473,7 @@ class Transformer(nn.Module):
         x = F.embedding(idx, self.embedding)
         past = 0 if cache is None else cache.begin(idx)
         pos = make_positions(self.cfg, x, past, key_mask)
-        use_checkpointing = self.activation_checkpointing and self.training and cache is None
+        use_checkpointing = self.gradient_checkpointing and self.training and cache is None
         for block in self.blocks:
             if use_checkpointing:  # recompute activations in the backward pass
                 x = checkpoint(block, x, pos, use_reentrant=False)

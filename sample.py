@@ -13,7 +13,7 @@ import torch
 
 from configurator import build, command_line, convert_types, fail, in_range, read_options, require
 from nanocem.decode import generate
-from nanocem.files import on_terminal, read_text_file, say
+from nanocem.files import read_text_file, say
 from nanocem.runs import load_run
 from nanocem.tokenizers import stream_text, tokenizer_of
 
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     for prompt in prompts:
         say(sample_text(model, tokenizer_of(state), prompt, cfg.tokens, cfg.temperature, cfg.top_k,
-                        cfg.seed, cfg.num_samples, on_terminal()) + '\n---')
+                        cfg.seed, cfg.num_samples, live=sys.stdout.isatty()) + '\n---')
 
 
 if __name__ == '__main__':

@@ -139,7 +139,7 @@ class Trainer:
         # The model
         torch.manual_seed(cfg.seed)
         self.raw_model = Transformer(self.model_cfg).to(world.device)
-        self.raw_model.activation_checkpointing = cfg.activation_checkpointing
+        self.raw_model.gradient_checkpointing = cfg.activation_checkpointing
         self.raw_model.set_attn_impl(cfg.attn_impl)
         self.flops_per_token = compute.flops_per_token(self.raw_model)
 
@@ -153,11 +153,7 @@ class Trainer:
             world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
         self.attention = fast.attention_path(self.raw_model, world.device, self.dtype, compiled)
         if world.rank == 0 and world.device.type == 'cuda' and not compiled:
-            warning = compute.memory_warning(
-                self.raw_model, self.micro_batch_size, world.device, self.dtype)
-            say(f'Not compiled: {reason or "compile=False"}')
-            if warning:
-                say(warning)
+            say(f'Not compiled, which takes more memory: {reason or "compile=False"}')
         self.model = self.raw_model
         if compiled:  # on a CPU this compiles the blocks of raw_model in place
             self.model = compute.compile_for(world.device, self.raw_model, self.attention)

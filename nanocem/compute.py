@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from scipy.special import spence
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from configurator import fail
 
@@ -65,39 +63,6 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     for block in model.blocks:
         block.compile(dynamic=False)
     return model
-
-
-def activation_bytes(model: Any, batch_size: int, device: torch.device, dtype: torch.dtype) -> int:
-    """Count the bytes that autograd saves for the backward pass if the model is not compiled. Fake
-    tensors hold no data, so this takes a second and no memory. Call fast.attention_path first: it
-    tries the kernels, which needs real tensors."""
-    saved: dict[int, torch.UntypedStorage] = {}  # by address, so that views count once
-
-    def pack(x: Tensor) -> Tensor:
-        saved[x.untyped_storage()._cdata] = x.untyped_storage()
-        return x
-    with (FakeTensorMode(), torch.device(device), saved_tensors_hooks(pack, lambda x: x),
-          torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)):
-        fake = type(model)(model.cfg)
-        fake.set_attn_impl(model.blocks[0].attn.impl)
-        fake.activation_checkpointing = model.activation_checkpointing
-        ids = torch.zeros(batch_size, model.cfg.context_length, dtype=torch.long)
-        fake(ids, ids)
-    parameters = {p.untyped_storage()._cdata for p in fake.parameters()}
-    return sum(x.nbytes() for address, x in saved.items() if address not in parameters)
-
-
-def memory_warning(model: Any, batch_size: int, device: torch.device, dtype: torch.dtype,
-                   ) -> str:
-    """Return a warning if a micro-batch of the uncompiled model will not fit on this GPU, or ''."""
-    room = torch.cuda.get_device_properties(device).total_memory
-    weights = 16 * model.num_params()  # with gradients and AdamW's two moments, in float32
-    needed = weights + activation_bytes(model, batch_size, device, dtype)
-    if needed < room:
-        return ''
-    return (f'without torch.compile a micro-batch of {batch_size} needs some {needed / 1e9:.0f} GB '
-            f'and the GPU has {room / 1e9:.0f}: install a C compiler, give a smaller '
-            'micro_batch_size, or set --activation_checkpointing')
 
 
 def keep_freed_memory() -> None:

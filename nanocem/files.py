@@ -30,11 +30,6 @@ def say(text: str, end: str = '\n') -> None:
             line = line[os.write(stream.fileno(), line):]
 
 
-def on_terminal() -> bool:
-    """Return whether stdout is a terminal."""
-    return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
-
-
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Format a Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

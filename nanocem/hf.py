@@ -49,8 +49,8 @@ code: transformers has neither CEM's layers nor a Llama with ALiBi or with reuse
 Supported: generate on batches and with beams, attention_mask with padding on the left or right,
 labels, the Trainer, gradient checkpointing, resize_token_embeddings, torch.compile, bfloat16.
 There is no cache: each new token reads the whole text again (nanoCEM's sample.py has a cache).
-Refused: past_key_values, use_cache, inputs_embeds, position_ids other than the
-default, output_hidden_states, output_attentions, return_dict=False, masks of four dimensions.
+Refused: past_key_values, use_cache, inputs_embeds, position_ids, output_hidden_states,
+output_attentions, return_dict=False, masks of four dimensions, ignore_mismatched_sizes.
 """
 
 

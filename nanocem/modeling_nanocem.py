@@ -7,7 +7,6 @@ AutoModelForCausalLM finds it with trust_remote_code=True.
 from dataclasses import fields
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
@@ -48,16 +47,11 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """Load weights. Those of another shape (ignore_mismatched_sizes=True) get initial values.
-        RuntimeError if some are missing. transformers would leave both uninitialized."""
+        """Load weights. RuntimeError if some are missing or of another shape: transformers would
+        leave them uninitialized."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **options)
-        if info['missing_keys']:
-            raise RuntimeError(f'no weights for {", ".join(sorted(info["missing_keys"]))}')
-        if info['mismatched_keys']:
-            initial = Transformer(model.model.cfg).state_dict(prefix='model.')
-            for key in info['mismatched_keys']:
-                name = key if isinstance(key, str) else key[0]  # from transformers 5: with shapes
-                model.get_parameter(name).data.copy_(initial[name])
+        if missing := [*info['missing_keys'], *info['mismatched_keys']]:
+            raise RuntimeError(f'no weights of the right shape for {missing}')
         return (model, info) if output_loading_info else model
 
     def _init_weights(self, module: Any) -> None:
@@ -79,30 +73,16 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Linear) -> None:
         self.model.head = value.weight
 
-    def gradient_checkpointing_enable(self, *args: Any, **options: Any) -> None:
-        """Recompute the activations of every block in the backward pass, as train.py does, whatever
-        transformers' options say."""
-        self.model.activation_checkpointing = True
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.model.activation_checkpointing = False
-
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return self.model.activation_checkpointing
-
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
                 labels: Tensor | None = None, logits_to_keep: int = 0,
-                position_ids: Tensor | None = None, num_items_in_batch: Any = None,
-                return_dict: bool | None = None, **others: Any) -> CausalLMOutput:
+                num_items_in_batch: Any = None, return_dict: bool | None = None, **others: Any,
+                ) -> CausalLMOutput:
         """Map ids (B, I) to logits (B, I, vocabulary), those of the last `logits_to_keep` positions
         if that is not 0, and with labels (B, I) to their loss, too. attention_mask (B, I) is 0 at
         padding. UserError for an input that this model does not have."""
         names = [name for name, value in others.items() if value is not None and value is not False]
         if return_dict is False:
             names.append('return_dict=False')
-        if position_ids is not None and not default_positions(position_ids, attention_mask):
-            names.append('position_ids other than the default')
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             names.append(f'attention_mask {tuple(attention_mask.shape)}, not (batch, length)')
         if names:
@@ -127,14 +107,3 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         return dict(input_ids=input_ids, attention_mask=attention_mask, logits_to_keep=1,
                     past_key_values=past_key_values, output_attentions=output_attentions,
                     output_hidden_states=output_hidden_states)
-
-
-def default_positions(position_ids: Tensor, mask: Tensor | None) -> bool:
-    """Return whether the positions of a row are consecutive where its mask is not 0. Where they
-    start makes no difference: attention sees only differences of positions."""
-    start = position_ids - torch.arange(position_ids.shape[-1], device=position_ids.device)
-    if mask is None:
-        return bool((start == start[..., -1:]).all())
-    seen = mask.bool()
-    low = start.masked_fill(~seen, start.max()).amin(dim=-1)
-    return bool((low == start.masked_fill(~seen, start.min()).amax(dim=-1)).all())

@@ -117,7 +117,7 @@ def resumed_options(out_dir: str, given: dict[str, Any], cls: type) -> dict[str,
     `given` asks for other data, which is then not prepared."""
     config = read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir}')
     fields = {*cls.__dataclass_fields__, *ModelConfig.__dataclass_fields__}
-    saved = {**config['train'], **upgrade_config(config['model'])}
+    saved = {**config['train'], **config['model']}
     saved = check_values({k: v for k, v in saved.items() if k in fields},
                          f'{out_dir}/config.json', cls, ModelConfig)
     given = dict(given)
@@ -130,26 +130,6 @@ def resumed_options(out_dir: str, given: dict[str, Any], cls: type) -> dict[str,
                  'its data; another --out_dir starts a new run')
     return {**merge({**saved, 'stop_step': None}, given),
             'init_from': saved.get('init_from', 'scratch')}
-
-
-def upgrade_config(saved: dict[str, Any]) -> dict[str, Any]:
-    """Translate a ModelConfig that an earlier version saved. UserError if a removed option
-    had another value than its default."""
-    saved = dict(saved)
-    if saved.get('size') == '256m' and saved.get('extra_layers') == 2:
-        saved.update(size='256m_cem', n_layer=saved['n_layer'] + 2, extra_layers=0)
-    if saved.get('size') == 'micro':  # a removed size; the numbers that it stood for are saved, too
-        saved['size'] = 'mini'
-    removed = dict(extra_layers=0, kq_diag_init=0.0, embedding_std=1.0, norm_eps=1e-5)
-    for name, default in removed.items():
-        if saved.pop(name, default) != default:
-            fail(f'{name} is not an option any more, and the saved model has another value than '
-                 f'{default}: an earlier version of nanoCEM loads it')
-    if 'attn_reuse' not in saved:  # attn_steps and mlp_steps of Llama meant today's reuse
-        for kind in ('attn', 'mlp'):
-            if saved.get(kind) == 'llama':
-                saved[f'{kind}_reuse'] = saved.pop(f'{kind}_steps', 1)
-    return saved
 
 
 def changed_fields(saved: dict[str, Any], now: dict[str, Any]) -> str:
@@ -197,7 +177,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         if missing := (CHECKPOINT_KEYS - state.keys()
                        or set(TOKENIZER_KEYS) - state['data'].keys()):
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
-        cfg = build(ModelConfig, upgrade_config(state['model_config']))
+        cfg = build(ModelConfig, state['model_config'])
         if cfg.n_layer > len(state['model']):
             raise ValueError('its weights are not of its model_config')
         with torch.device('meta'):  # compare names and shapes before memory is used for them
@@ -256,11 +236,6 @@ def resumed_state(out_dir: str, now: dict[str, Any]) -> dict[str, Any] | None:
         return None
     new_run = (f'--init_from={shlex.quote(out_dir)} with another --out_dir starts a new run from '
                'its weights')
-    if 'optimizer' in state:  # of an earlier version: AdamW's state, or a dict with Muon's
-        optimizer, health = state.pop('optimizer'), state.pop('health')
-        both = 'muon' in optimizer
-        state['optimizers'] = [optimizer['adamw'], optimizer['muon']] if both else [optimizer]
-        state.update(skipped=health['skipped'], consecutive_skips=health['in_a_row'])
     for part in ('model_config', 'data', 'recipe'):
         if different := changed_fields(state[part], now[part]):
             fail(f'the checkpoint in {out_dir} has another {part}: {different}; {new_run}')

@@ -183,7 +183,7 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
 
 def tokenizer_of(state: dict[str, Any]) -> Any:
     """Load the tokenizer of a checkpoint or export. Its model file is beside it, or in the data
-    folder for a run of an earlier version. UserError."""
+    folder. UserError."""
     return load_tokenizer(state.get('folder', state['data_dir']), state['data'])
 
 

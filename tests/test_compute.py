@@ -4,7 +4,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
     plain = dict(kq_diag='none', preconditioner='none', attn_steps=1, mlp_steps=1)
     cfg = ModelConfig(**{**SMALL, 'n_layer': 1}, **plain)
     model, idx, results = Transformer(cfg), torch.randint(50, (3, 18)), []
-    model.activation_checkpointing = True
+    model.gradient_checkpointing = True
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     for at_once, call in ((2 ** 26, model), (350, model), (350, compiled)):
         monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', at_once)
@@ -112,31 +111,6 @@ def test_only_sdpa_with_a_bias_computes_it_again(attention: str, options: dict, 
         compute.compile_for(torch.device('cuda'), model, attention)
         assert config.ban_recompute_materialized_backward is keep_bias
         assert config.ban_recompute_used_far_apart is keep_bias
-
-
-def test_memory_is_known_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake tensors give the same count as real ones."""
-    cfg = ModelConfig(**SMALL)
-    model, ids, saved = Transformer(cfg), torch.zeros(3, 20, dtype=torch.long), {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage()._cdata] = x.untyped_storage()
-        return x
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        model(ids, ids)
-    for p in model.parameters():
-        saved.pop(p.untyped_storage()._cdata, None)
-    case = model, 3, torch.device('cpu'), torch.float32
-    count = compute.activation_bytes(*case)
-    assert count == sum(storage.nbytes() for storage in saved.values())
-    model.activation_checkpointing = True
-    assert compute.activation_bytes(*case) < count / 2
-    needed = 16 * model.num_params() + compute.activation_bytes(*case)
-    for total, fits in ((needed + 1, True), (needed, False)):
-        monkeypatch.setattr(torch.cuda, 'get_device_properties',
-                            lambda device, total=total: SimpleNamespace(total_memory=total))
-        warning = compute.memory_warning(*case)
-        assert warning == '' if fits else 'a micro-batch of 3 needs' in warning
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='only glibc is told to keep memory')

@@ -122,7 +122,7 @@ def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> Non
             ('past_key_values', cache), ('use_cache', True), ('return_dict', False),
             ('output_hidden_states', True), ('output_attentions', True),
             ('inputs_embeds', torch.ones(2, 6, 16)), ('attention_mask', torch.ones(2, 1, 6, 6)),
-            ('position_ids', torch.tensor([[0, 1, 2, 4, 5, 6]] * 2))]:
+            ('position_ids', torch.arange(6)[None])]:
         with pytest.raises(ValueError, match=f'does not take {name}'):
             model(idx, **{name: value})
     cache.update(torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 8), 0)
@@ -130,14 +130,9 @@ def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> Non
                     dict(output_hidden_states=True, return_dict_in_generate=True)):
         with pytest.raises(ValueError, match='does not take'):
             model.generate(idx, max_new_tokens=2, **options)
-    # The positions that transformers gives to padded texts are the default
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
-    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-    assert torch.equal(model(idx, mask, position_ids=positions).logits, model(idx, mask).logits)
-    # Weights of another shape are drawn anew; missing ones are an error
     options = dict(vocab_size=300, ignore_mismatched_sizes=True)
-    larger = NanocemForCausalLM.from_pretrained(tmp_path / 'hub', **options).model
-    assert 0.9 < larger.embedding.std() < 1.1 and 0.25 < larger.head.std() < 0.35
+    with pytest.raises(RuntimeError, match=r'right shape .*model\.embedding'):
+        NanocemForCausalLM.from_pretrained(tmp_path / 'hub', **options)
     weights = load_file(tmp_path / 'hub/model.safetensors')
     del weights['model.blocks.1.mlp.V']
     save_file(weights, tmp_path / 'hub/model.safetensors', {'format': 'pt'})

@@ -92,32 +92,6 @@ def test_what_would_bend_a_run_is_refused_by_name(
 
 # Another length
 
-def test_the_model_config_of_an_earlier_version_is_translated() -> None:
-    model = dict(size='256m', n_layer=14, extra_layers=2, attn='llama', mlp='cem', attn_steps=3,
-                 mlp_steps=2, norm_eps=1e-5)
-    assert runs.upgrade_config(model) == dict(size='256m_cem', n_layer=16, attn='llama', mlp='cem',
-                                              attn_reuse=3, mlp_steps=2)
-    with pytest.raises(UserError, match='norm_eps is not an option any more'):
-        runs.upgrade_config({**model, 'norm_eps': 1e-6})
-
-
-@pytest.mark.parametrize('optimizer', ['halves', 'muon_halves'])
-def test_a_run_that_an_earlier_version_began_goes_on(
-    optimizer: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    straight, half = request.getfixturevalue(optimizer)
-    out = copied(half, tmp_path)
-    for path in out.glob('*.pt'):
-        state = read_checkpoint(str(path))
-        adamw, *muon = state.pop('optimizers')
-        state['optimizer'] = {'adamw': adamw, 'muon': muon[0]} if muon else adamw
-        state['health'] = {'skipped': state.pop('skipped'),
-                           'in_a_row': state.pop('consecutive_skips')}
-        torch.save(state, path)
-    assert resume(out).codes == [0]
-    same(straight, out)
-
-
 def test_a_finished_run_is_left_as_it_is_or_trained_on(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -89,7 +89,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
         last_checkpoint(out)
 
 
-SIZES = dict(d_model=10**6, n_layer=10**6, extra_layers=10**6, d_mlp=10**6, mlp_rank=10**6,
+SIZES = dict(d_model=10**6, n_layer=10**6, attn_rank=10**6, d_mlp=10**6, mlp_rank=10**6,
              n_head='a', attn='gpt', size=3)
 
 
