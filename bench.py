@@ -135,6 +135,7 @@ def measure(makers: dict[Any, Maker], cfg: BenchConfig) -> dict[Any, Row]:
         except RuntimeError as error:  # no memory, or no kernel for this shape
             message = str(error).strip() or type(error).__name__
             rows[name] = {'error': message.splitlines()[0]}
+            run = None  # free its memory before the next run is built
             continue
         runs[name] = run
         if on_gpu:
@@ -247,7 +248,7 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
         x, grad = torch.randn(2, cfg.batch_size, cfg.context_length, model.cfg.d_model,
                               device=cfg.device)
         pos = make_positions(model.cfg, x)
-        path = fast.attention_path(model, torch.device(cfg.device), cfg.torch_dtype, cfg.compile)
+        path = fast.fastest_impl(attn, x.device, cfg.torch_dtype, compiled=cfg.compile)
         forward = torch.compile(attn, dynamic=False) if cfg.compile else attn
         inputs = [x.requires_grad_(), *attn.parameters()]
 
@@ -255,7 +256,7 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
             with cfg.autocast():
                 o = forward(x, pos)
             torch.autograd.grad(o, inputs, grad)
-        return run, {'path': path.partition(' attention')[0]}
+        return run, {'path': path}
     makers = {name: partial(make_run, *variant) for name, variant in variants.items()}
     rows = []
     for name, row in measure(makers, cfg).items():

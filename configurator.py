@@ -119,8 +119,8 @@ def require(ok: bool, otherwise: str) -> None:
 
 
 def require_values(options: Any, unless: str, **values: Any) -> None:
-    """UserError unless these options have these values. `unless` names the setting with which other
-    values have an effect."""
+    """UserError unless these options have these values. `unless` is the setting, such as attn=cem,
+    with which other values have an effect."""
     for name, value in values.items():
         given = getattr(options, name)
         require(given == value,
@@ -144,8 +144,6 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     """Read a config file, looked up in the current folder, then beside the scripts."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) or not os.path.isfile(beside) else beside
-    if os.path.exists(found) and not os.path.isfile(found):  # reading a pipe would wait forever
-        fail(f'config file {path}: not a file')
     try:
         with open(found, encoding='utf-8-sig') as file:  # -sig: skip a BOM
             tree = ast.parse(file.read())
@@ -185,7 +183,8 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
 
 
 def parse_value(value: Any, hint: Any) -> Any:
-    """Convert `value` to type `hint`, or raise ValueError. 3.3B, 50M and 8K are numbers."""
+    """Convert `value` to type `hint`. 3.3B, 50M and 8K are numbers. ValueError, TypeError or
+    ArithmeticError if that is not possible."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return None if value in (None, 'None') else parse_value(value, args[0])

@@ -213,8 +213,10 @@ def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]
 
 
 def report_energies(model: Transformer, sequences: Tensor, steps: int) -> Report:
-    """Report the energy of each CEM sublayer along its steps, those of training and more."""
-    x = sequences[:max(1, 4096 // sequences.shape[1]), :-1].clamp(min=0)
+    """Report the mean energy of each CEM sublayer at steps 0 to `steps`, over the first sequences:
+    some 4,096 tokens."""
+    x = sequences[:max(1, 4096 // sequences.shape[1]), :-1]
+    x = x[(x != NO_TARGET).all(dim=1)]  # without the last sequence of a text if it is padded
     by_layer = energies(model, x.to(model.embedding.device), steps)
     figure = Figure((9, 3.5), layout='constrained')
     for axes, kind in zip(figure.subplots(1, 2), ('attn', 'mlp'), strict=True):
@@ -233,7 +235,7 @@ def report_energies(model: Transformer, sequences: Tensor, steps: int) -> Report
 
 @torch.no_grad()
 def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
-    """Return the weights alpha_ijk of ids (1, J) at each step of each layer: a (T, K, J, J) a
+    """Return the weights alpha_ijk of ids (1, J) at each step, one tensor (T, K, J, J) for each
     layer. A reused sublayer has its T steps once for each use."""
     maps: dict[BaseAttention, list[Tensor]] = {block.attn: [] for block in model.blocks}
 
@@ -373,6 +375,7 @@ def write_reports(cfg: EvaluateConfig, model: Transformer, state: dict[str, Any]
     if 'exported' in state:
         folder = f'out/results/export-{file_name(os.path.normpath(out_dir))}'
     elif os.path.isfile(out_dir):
+        # The name of the checkpoint becomes part of the names of its reports
         folder, cfg.checkpoint = os.path.split(os.path.abspath(out_dir))
     weights = f'{out_dir}, step {state["step"]}'
     tokenizer = tokenizer_of(state)

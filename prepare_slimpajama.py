@@ -56,7 +56,7 @@ SHARD_TOKENS = 100_000_000  # tokens per file of the train split
 PART = 1 << 16  # A longer document is tokenized in parts of at least this many characters.
 LONGEST_PART = 1 << 20  # A part of a .txt file that has no space up to here ends inside a word.
 BATCH = 1 << 21  # Threads tokenize at least this many characters together.
-BPE_TEXT = 32_000_000  # A tokenizer is trained on at most this many bytes.
+BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
 TOKEN_BYTES = 8  # No tokenizer has more bytes per token on average.
 MANY = 2000  # A text of fewer documents is split by position, others by hash: see find_ends.
 TOO_FEW = 4096  # The perplexity of a val or test split of fewer tokens says little.
@@ -69,7 +69,7 @@ class PrepareConfig:
     out_dir: str | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int | None = None  # training tokens at most; default 3.3B
     size: Literal[tuple(SIZES)] | None = None  # tokens: 20 per parameter of this model
-    tokenizer: str | None = None  # llama, gpt2, byte, bpe2048 (trained), FILE.model; default llama
+    tokenizer: str | None = None  # llama, gpt2, byte, bpe2048, FILE.model; default llama, builtin byte
     held_out: float | None = None  # val's share, and test's; 0.005, builtin 0.05, corpus 0.01
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
     workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores
@@ -180,7 +180,8 @@ def list_files(root: str) -> list[str]:
 
 
 def list_library(suffixes: tuple[str, ...], excluded: Iterable[str] = ()) -> list[str]:
-    """List files of Python's standard library, without packages and the folders `excluded`."""
+    """List files of Python's standard library, without installed packages and the folders
+    `excluded`."""
     excluded = {'site-packages', 'dist-packages', '__pycache__', *excluded}
     return [name for name in list_files(LIBRARY)
             if name.endswith(suffixes) and excluded.isdisjoint(name.split('/'))]
@@ -341,8 +342,8 @@ def split_by_hash(text: str, held_out: float) -> str:
 
 def split_by_position(text: str, begins: bool, position: int,
                       ends: dict[str, int]) -> Iterator[Part]:
-    """Cut a text, which begins at byte `position`, after the word in which each split ends. What
-    comes after the last split is left out."""
+    """Cut a text, which begins at byte `position`, at the first end of a word after each split's
+    end, or at that byte if no word ends after it. What comes after the last split is left out."""
     for split, end in ends.items():
         before = text.encode()[:max(0, end - position)].decode(errors='ignore')
         word_end = WORD_END.search(text, len(before)) if before else None
@@ -465,7 +466,7 @@ def write_folder(o: PrepareConfig, source: Source, folder: str) -> dict[str, Any
     empty = [split for split in SPLITS if not writer.tokens(split)]
     if 'train' in empty or (empty and o.held_out):
         fail(f'{o.input} holds too little text for {" and ".join(empty)}: give more, or '
-             'prepare_slimpajama.py --held_out with a larger fraction, or 0 for train alone')
+             'prepare_slimpajama.py --held_out with a larger fraction')
     meta = {
         'format': FORMAT, 'tokenizer': tokenizer.name, 'tokenizer_sha256': tokenizer.sha256,
         'vocab_size': tokenizer.vocab_size, 'bos': tokenizer.bos, 'dtype': writer.dtype.name,
@@ -483,7 +484,8 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
         shutil.copyfile(o.model_file, model)
     elif o.tokenizer == 'llama':
         with hub() as hf:
-            shutil.copyfile(hf.HfApi().hf_hub_download(*LLAMA), model)
+            downloaded = hf.HfApi().hf_hub_download(*LLAMA)
+        shutil.copyfile(downloaded, model)
     elif o.tokenizer.startswith('bpe'):
         train_bpe(model, int(o.tokenizer.removeprefix('bpe')), sample_train(o, source))
     tokenizer = make_tokenizer(o.tokenizer, model)
@@ -494,7 +496,7 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
 
 
 def sample_train(o: PrepareConfig, source: Source) -> list[str]:
-    """Read some BPE_TEXT bytes of the train split, evenly spaced through it."""
+    """Read about BPE_TEXT bytes of the train split, evenly spaced through it."""
     def train_texts() -> Iterator[str]:
         size = 0  # bytes
         for part in read_parts(o, source, lambda split: split != 'train'):
@@ -537,8 +539,8 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
 
 
 def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[Part]]:
-    """Group parts for encode_parts. A batch has BATCH characters, or fewer: one for each token that
-    the split of its last part still lacks. Parts of full splits are left out."""
+    """Group parts for encode_parts, without those of full splits. A batch ends at BATCH characters,
+    or earlier, when it has as many characters as its last part's split lacks tokens."""
     batch: list[Part] = []
     size = 0
     for part in parts:

@@ -46,7 +46,8 @@ class SampleConfig:
 def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
     """Return n texts that continue `prompt`, joined by lines of ---. With `live` and n = 1 print
-    the text token by token and return ''. UserError if the model lacks a token or is not finite."""
+    the text token by token and return ''. UserError if the model lacks a token or its logits
+    are not finite."""
     # Characters that UTF-8 cannot encode become ?
     ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
     if max(ids) >= model.cfg.vocab_size:
@@ -57,7 +58,7 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     generator = torch.Generator(idx.device).manual_seed(seed)
     show = stream_text(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
     idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator, show=show)
-    texts = [tokenizer.decode(row[row < tokenizer.vocab_size].tolist()) for row in idx]
+    texts = [tokenizer.decode(row.tolist()) for row in idx]
     return '' if show else '\n---\n'.join(texts)
 
 
@@ -75,8 +76,9 @@ def main(argv: list[str]) -> None:
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     in_range(cfg, 1, model.cfg.vocab_size, 'top_k')
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    tokenizer = tokenizer_of(state)
     for prompt in prompts:
-        say(sample_text(model, tokenizer_of(state), prompt, cfg.tokens, cfg.temperature, cfg.top_k,
+        say(sample_text(model, tokenizer, prompt, cfg.tokens, cfg.temperature, cfg.top_k,
                         cfg.seed, cfg.num_samples, live=sys.stdout.isatty()) + '\n---')
 
 

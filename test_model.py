@@ -120,7 +120,6 @@ def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 1, dtype=torch.long))
     flops = counter.get_total_flops()
-    assert flops == flops_per_token(model, training=False)
     assert flops_per_token(model) == 3 * flops
 
 

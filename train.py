@@ -129,7 +129,7 @@ class Trainer:
             cfg.batch_size, cfg.micro_batch_size, world.size, length)
         self.order = BatchSampler(len(self.data['train']), cfg.batch_size, cfg.seed)
 
-        # The token budget is that of the Llama model of this size, even if CEM has other parameters
+        # The token budget is computed from the Llama of this size, also for CEM
         with torch.device('meta'):
             llama_params = Transformer(self.model_cfg.llama()).num_params()
         self.tokens_per_step = cfg.batch_size * length
@@ -163,13 +163,13 @@ class Trainer:
         # The state of the run
         self.step = 0  # steps done
         self.loss = self.grad_norm = self.lr = math.nan  # of the last step
-        self.tokens_per_s, self.mfu = math.nan, None  # since the last line of the log
+        self.tokens_per_s, self.mfu = math.nan, None  # since the last log_step
         self.skipped = self.consecutive_skips = 0  # steps without a finite loss and gradient
         self.best = math.inf  # lowest validation loss
         self.val_loss: float | None = None  # of the last validation
         self.val_bits: float | None = None  # its bits per byte, after the last step
         self.start_time = time.monotonic()  # moved back by the duration of earlier sessions
-        self.last_logged = 0  # step of the last line of the log
+        self.last_logged = 0  # step of the last log_step
         self.train_time = 0.0  # seconds spent in steps since then
         self.log: runs.Log | None = None  # only on rank 0
         self.tokenizer: Any = None  # only on rank 0, and None there if the data has none
@@ -202,10 +202,9 @@ class Trainer:
         if self.max_steps < self.step:
             fail(f'tokens={self.max_steps * self.tokens_per_step}: the run in {cfg.out_dir} has '
                  f'seen {self.step * self.tokens_per_step} already')
-        if (planned := state.get('max_steps', self.max_steps)) != self.max_steps:
-            before, now = (learning_rate(cfg, self.step, n) for n in (planned, self.max_steps))
-            self.report(f'{self.max_steps:,} steps instead of {planned:,}: the next learning rate '
-                        f'is {now:.2e} instead of {before:.2e}')
+        if state['max_steps'] != self.max_steps:
+            self.report(f'{self.max_steps:,} steps instead of {state["max_steps"]:,}: the learning '
+                        'rate is from now on that of the new length')
 
     def checkpoint(self, best: bool = False) -> None:
         """Write the state after self.step steps."""
@@ -222,9 +221,11 @@ class Trainer:
     def batch(self, split: str, ids: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of these sequences, (B, J) each, on the device."""
         x, y = self.data[split].batch(ids)
-        if self.world.device.type == 'cuda':  # the copy then overlaps with the GPU's work
-            x, y = x.pin_memory(), y.pin_memory()
         device = self.world.device
+        if device.type != 'cuda':
+            return x.to(device), y.to(device)
+        # From pinned memory the copy overlaps with the GPU's work
+        x, y = x.pin_memory(), y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def train_step(self) -> tuple[float, float]:
@@ -275,9 +276,11 @@ class Trainer:
         if token_bytes is not None:
             token_bytes = token_bytes.to(world.device)
         ids = evenly_spaced(len(data), max_tokens // data.length)[world.rank::world.size]
-        sums = torch.zeros(2, 3, dtype=torch.float64)  # (text, others) x (nats, tokens, bytes)
+        # (tokens that have bytes, others) x (nats, tokens, bytes)
+        sums = torch.zeros(2, 3, dtype=torch.float64)
         self.raw_model.eval()
-        # The model returns a mean: so first the text, then the others, in sequences that have any
+        # The model returns a mean loss. So the first pass takes the tokens that have bytes, and the
+        # second pass takes the others, in the sequences that hold any
         for row, is_text in enumerate((True, False)):
             has_others = np.zeros(len(ids), dtype=bool)
             for i in range(0, len(ids), size):
@@ -474,9 +477,9 @@ def main(argv: list[str]) -> int:
         world.device = find_device(cfg.device, world.local_rank)
         compute.keep_freed_memory()
 
-        # Find or prepare the data before the processes connect: it may take longer than they wait.
-        # One of them prepares it, the others wait for its lock. Only rank 0 prints. A resumed run
-        # keeps its data.
+        # Find or prepare the data before the processes connect: it may take longer than they wait
+        # for each other. One prepares it, and the others wait for its lock. Only rank 0 prints. A
+        # resumed run uses the data that it has.
         if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
             fine_tuning = cfg.text and cfg.init_from != 'scratch'  # then with that run's tokenizer
             with contextlib.redirect_stdout(None if world.rank else sys.stdout):

@@ -32,7 +32,7 @@ def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | No
         fail(f'compile=True: torch.compile does not work on {device.type}: {reason}')
     compiled = wanted and not reason
     if dtype == 'auto':
-        # On a CPU bfloat16 pays with AMX, and if the operations between products are compiled.
+        # On a CPU bfloat16 pays only with AMX, and if the operations between products are compiled
         bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
         dtype = 'bfloat16' if bf16 else 'float32'
@@ -90,7 +90,7 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
         raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
     x, targets = x.flatten(0, 1), targets.flatten()
     most = at_once = LOGITS_AT_ONCE
-    if x.device.type == 'cpu':  # up to four times as many are as fast in one piece
+    if x.device.type == 'cpu':  # up to four times as many are just as fast in one piece
         most, at_once = 4 * LOGITS_IN_CACHE, LOGITS_IN_CACHE
     if len(x) * len(W) <= most:
         logits = F.linear(x, W)
@@ -171,10 +171,10 @@ DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12
 MFU_ESTIMATE = {'llama': 0.37, 'cem': 0.29}
 
 
-def flops_per_token(model: Any, training: bool = True) -> float:
-    """Count the FLOPs per token at full context. A multiply-add is 2, and a backward pass counts as
-    two forward passes. Each step counts projections, scores, weighted values and the diagonal's
-    scores; the head counts once. The masked half of attention does not count."""
+def flops_per_token(model: Any) -> float:
+    """Count the FLOPs of training, per token at full context. A multiply-add is 2, and a backward
+    pass counts as two forward passes. Each step counts projections, scores, weighted values and the
+    diagonal's scores; the head counts once. The masked half of attention does not count."""
     cfg, D = model.cfg, model.cfg.d_model
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
     macs = cfg.vocab_size * D
@@ -193,7 +193,7 @@ def flops_per_token(model: Any, training: bool = True) -> float:
             macs += cfg.mlp_reuse * mlp.W.numel() * (1 + 2 * mlp.T)
         else:
             macs += cfg.mlp_reuse * mlp.W.numel() * 3
-    return 2.0 * macs * (3 if training else 1)
+    return 3 * 2.0 * macs
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -4,7 +4,8 @@ Generate text with a cache, which stores these numbers for each token and layer:
     Llama                                       2 D    keys and values
     CEM with the diagonal, the default            D    h
     CEM without the diagonal                      D    keys, which are the values
-    CEM with the diagonal and RoPE, or exact    2 D    h and keys
+    CEM with the diagonal and one of these:
+        RoPE, exact_update                      2 D    h and keys
 """
 from collections.abc import Callable
 from typing import Any
@@ -46,8 +47,8 @@ class Cache:
 
     def update(self, attn: Any, h: Tensor, k: Tensor, v: Tensor,
                ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Insert the new h, k, v, and return those of all tokens so far. k and v are None if the
-        cache stores h alone."""
+        """Insert the new h, k, v, and return those of all tokens so far. Without a diagonal h is
+        only the new one. If the cache stores h alone, k and v are None after the first pass."""
         cfg = attn.cfg
         if attn.kq_diag is not None:
             h = self.append(h)

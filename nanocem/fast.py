@@ -24,7 +24,7 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
 def select_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
-    """Choose the implementation for keys k (B, K, J, R); k is None if the cache stores h."""
+    """Choose the implementation for keys k (B, K, J, R); k is None if the cache gives h alone."""
     if k is None:
         return 'h_cache'
     if pos.mask.ndim > 2:  # only the readable lines take the mask of a padded batch
@@ -39,7 +39,7 @@ def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: b
     on_gpu = device.type == 'cuda'
     alibi = attn.cfg.positions == 'alibi'
     biased = attn.kq_diag is not None or alibi
-    if attn.impl == 'readable' or attn.cfg.exact_update:  # which needs alpha
+    if attn.impl == 'readable' or attn.cfg.exact_update:  # the exact update needs alpha
         return 'readable'
     if attn.impl == 'sdpa' or (attn.impl == 'blockwise' and no_past):
         return attn.impl
@@ -74,7 +74,7 @@ def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: in
 
 def fused_attention(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
                     u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-    """Return o (B, K, I, R) = sum_j softmax_j(s_ijk) v_jk with model.py's scores s. q is like o;
+    """Return o (B, K, I, R) = sum_j softmax_j(a_ijk) v_jk with model.py's scores a. q is like o;
     k, v (B, K, J, R), u (B, I, D), h (B, J, D)."""
     if impl == 'h_cache':
         return attention_from_h_cache(attn, q, u, h, pos)

@@ -75,7 +75,8 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """Encode as JSON. Values that are NaN or infinite become null, because JSON has neither."""
+    """Encode as JSON. Values that are NaN or infinite become null, because JSON has neither. Inside
+    other values they raise ValueError."""
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()

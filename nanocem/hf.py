@@ -143,7 +143,7 @@ def read_export(folder: str) -> dict[str, Any]:
 def to_relative_imports(code: str) -> str:
     """Import our files from the folder of the file itself: transformers follows no others."""
     code = re.sub(r'^( *)from nanocem import', r'\1from . import', code, flags=re.M)
-    ours = 'configurator|model|compute|fast|triton_attention'
+    ours = '|'.join(Path(name).stem for name in CODE)
     return re.sub(rf'^( *)from (?:nanocem\.)?({ours}) import', r'\1from .\2 import', code,
                   flags=re.M)
 

@@ -79,7 +79,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                 ) -> CausalLMOutput:
         """Map ids (B, I) to logits (B, I, vocabulary), those of the last `logits_to_keep` positions
         if that is not 0, and with labels (B, I) to their loss, too. attention_mask (B, I) is 0 at
-        padding. UserError for an input that this model does not have."""
+        padding. UserError for an argument that this model does not take."""
         names = [name for name, value in others.items() if value is not None and value is not False]
         if return_dict is False:
             names.append('return_dict=False')

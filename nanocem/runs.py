@@ -34,15 +34,17 @@ UNREADABLE = {errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENFILE, 
 
 def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bool]:
     """Return the run's folder (None: make a new one in out/) and whether to resume the run in it.
-    A run is resumed by init_from=resume, or when torchrun --max-restarts restarts it. UserError if
-    the run's folder cannot be found."""
+    A run is resumed by init_from=resume. Under torchrun --max-restarts it is also resumed if its
+    folder holds one. UserError if the folder cannot be found."""
     if init_from == 'resume':
         out_dir = out_dir or newest_run() or fail(
             'init_from=resume: no run in out/; --out_dir=FOLDER resumes a run elsewhere')
         return out_dir, True
-    if int(os.environ.get('TORCHELASTIC_MAX_RESTARTS') or 0) and out_dir is None:
+    # All processes decide alike. The number of restarts can differ between machines
+    may_restart = int(os.environ.get('TORCHELASTIC_MAX_RESTARTS') or 0) > 0
+    if may_restart and out_dir is None:
         fail('torchrun --max-restarts needs --out_dir=FOLDER, to find the run again')
-    return out_dir, restarted() and read_config(out_dir) is not None
+    return out_dir, may_restart and read_config(out_dir) is not None
 
 
 def newest_run() -> str | None:
@@ -83,9 +85,9 @@ def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
     locks.enter_context(handle)
 
 
-def read_config(out_dir: str | None) -> dict[str, Any] | None:
+def read_config(out_dir: str) -> dict[str, Any] | None:
     """Read a run's config.json; None if missing or another program's. UserError if damaged."""
-    config = read_json(os.path.join(out_dir or '', 'config.json'),
+    config = read_json(f'{out_dir}/config.json',
                        f'the options of this run are lost; --init_from={out_dir} with another '
                        '--out_dir starts a new run from its weights') or {}
     return config if all(isinstance(config.get(k), dict) for k in ('train', 'model')) else None
@@ -146,8 +148,8 @@ def checkpoints(out_dir: str) -> list[str]:
 
 
 def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, keep: int = 2) -> None:
-    """Write best.pt or step_*.pt, then delete all numbered checkpoints but the last `keep`. If
-    writing fails, print a warning and keep the earlier ones."""
+    """Write best.pt. Or write step_*.pt, and delete all numbered checkpoints but the last `keep`.
+    If writing fails, print a warning and keep the earlier ones."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     path = os.path.join(out_dir, 'best.pt' if best else f'step_{state["step"]:08d}.pt')
@@ -178,8 +180,6 @@ def read_checkpoint(path: str) -> dict[str, Any]:
                        or set(TOKENIZER_KEYS) - state['data'].keys()):
             raise ValueError(f'it holds no {", ".join(sorted(missing))}')
         cfg = build(ModelConfig, state['model_config'])
-        if cfg.n_layer > len(state['model']):
-            raise ValueError('its weights are not of its model_config')
         with torch.device('meta'):  # compare names and shapes before memory is used for them
             # A copy, because load_state_dict(assign=True) leaves a mark in its argument that would
             # make later calls assign as well
@@ -204,7 +204,7 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
             try:
                 states.append(read_checkpoint(path))
             except UserError as error:
-                say(f'WARNING: {error}; trying the one before it')
+                say(f'WARNING: {error}; it is skipped')
     return max(states, key=lambda state: state['step'], default=None)
 
 
@@ -278,8 +278,8 @@ def perplexity(loss: float) -> float:
 
 
 class Log:
-    """log.jsonl and TensorBoard, with the same numbers. If they cannot be written, one warning says
-    so and the run goes on. OSError if the log of a resumed run cannot be read."""
+    """log.jsonl and TensorBoard, with the same numbers. If a line cannot be written, one warning
+    says so and the run goes on. OSError if the log of a resumed run cannot be read or rewritten."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
         self.path, self.writer, self.warned = os.path.join(out_dir, 'log.jsonl'), None, False
         if os.path.exists(self.path):  # drop damaged lines, and those of steps after `step`

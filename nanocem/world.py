@@ -29,12 +29,12 @@ class Distributed:
     device: torch.device = CPU
 
     def connect(self, minutes: float) -> None:
-        """Join the other processes, by NCCL on GPUs and gloo on CPUs. Each waits at most `minutes`
-        for the others. UserError if they cannot be reached."""
+        """Select the GPU, then join the other processes, by NCCL on GPUs and gloo on CPUs. Each
+        waits at most `minutes` for the others. UserError if they cannot be reached."""
         on_gpu = self.device.type == 'cuda'
         if on_gpu:
             torch.cuda.set_device(self.device)
-            torch.set_float32_matmul_precision('high')
+            torch.set_float32_matmul_precision('high')  # float32 products by TF32
         if self.size == 1:
             return
         require(self.device.type != 'mps', 'device=mps: needs a single process')
@@ -159,8 +159,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException, world: Distributed) -> BaseException:
-    """Return a UserError if memory ran out, or if a GPU or other processes failed. Return any other
-    error as it is."""
+    """Return a UserError if memory ran out, or if in a run of several processes a GPU or another
+    process failed. Return any other error as it is."""
     reason = str(error).partition('\n')[0]
     if out_of_memory(error):
         return UserError('out of memory: halve micro_batch_size, or set --activation_checkpointing '
