@@ -69,7 +69,7 @@ class PrepareConfig:
     out_dir: str | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int | None = None  # training tokens at most; default 3.3B
     size: Literal[tuple(SIZES)] | None = None  # tokens: 20 per parameter of this model
-    tokenizer: str | None = None  # llama, gpt2, byte, bpe2048, FILE.model; default llama, builtin byte
+    tokenizer: str | None = None  # llama (default; builtin: byte), gpt2, byte, bpe2048, FILE.model
     held_out: float | None = None  # val's share, and test's; 0.005, builtin 0.05, corpus 0.01
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
     workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores

@@ -378,56 +378,7 @@ def test_three_steps_are_a_loop_of_single_steps(residual: str) -> None:
         torch.testing.assert_close(sublayer(x0, *pos), x, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize('residual', OPTIONS['residual'])
-def test_energy_falls_along_small_steps(residual: str) -> None:
-    """With P = I, the whole gradient and a small eta, each step of u lowers the energy, and so does
-    each step of forward, which moves x and norms it."""
-    eta = dict(attn_step_size=0.003, mlp_step_size=0.003)
-    cfg = ModelConfig(**TINY, preconditioner='none', exact_update=True, residual=residual, **eta)
-    block = randomize(Transformer(cfg), seed=14).blocks[0]
-    u, h = torch.randn(2, 2, 7, 24, dtype=torch.float64)
-    for sublayer in (block.attn, block.mlp):
-        energies = []
-        v = u
-        for _ in range(6):
-            energies.append(sublayer.energy(v, h).sum().item())
-            v = v + update(sublayer, v, h)
-        assert all(b < a for a, b in itertools.pairwise(energies)), energies
-        pos = (make_positions(cfg, h),) if sublayer is block.attn else ()
-        # With another gain of the norm, the step would not follow the gradient
-        torch.nn.init.ones_(sublayer.norm.gain)
-        normed = []
-        hook = sublayer.norm.register_forward_hook(lambda norm, x, out: normed.append(out))  # noqa: B023
-        sublayer.T = 6
-        sublayer(h, *pos)
-        hook.remove()
-        context, *states = normed  # h, u_0, ..., u_5
-        energies = [sublayer.energy(state, context).sum().item() for state in states]
-        assert len(energies) == 6
-        assert all(b < a for a, b in itertools.pairwise(energies)), energies
-
-
-# Bad configurations, beside those in tests/test_refusals.py
-
-@pytest.mark.parametrize('options, message', [
-    (dict(exact_update='no'), 'exact_update=no: expected True or False'),
-    (dict(n_layer=2.5), 'n_layer=2.5: expected a whole number'),
-    (dict(n_layer=True), 'n_layer=True: expected a whole number'),
-    (dict(attn_reuse=0), 'attn_reuse=0: expected 1 to'),
-    (dict(mlp_step_size=0.0), 'mlp_step_size=0.0: expected'),
-    (dict(attn_step_size=math.inf), 'attn_step_size=inf: expected a number'),
-    (dict(attn='llama', attn_rank=9), 'set attn=cem'),
-    (dict(attn='llama', attn_step_size=0.5), 'set attn=cem'),
-    (dict(attn='llama', attn_steps=2), 'set attn=cem'),
-    (dict(mlp='llama', mlp_steps=2), 'set mlp=cem'),
-    (dict(mlp='llama', mlp_step_size=0.5), 'set mlp=cem'),
-    (dict(mlp='llama', mlp_rank=9), 'set mlp=cem'),
-    (dict(preconditioner='low_rank'), 'preconditioner=low_rank: expected one of none'),
-], ids=str)
-def test_bad_configurations_say_what_would_be_right(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ModelConfig(**options)
-
+# Bad input, beside that of tests/test_refusals.py
 
 def test_targets_of_another_shape_and_temperatures_below_zero_are_refused() -> None:
     model = Transformer(ModelConfig(**TINY))

@@ -27,8 +27,6 @@ def read_meta(folder: str) -> dict[str, Any]:
         valid &= type(meta['tokenizer']) is str
         numbers = [meta['vocab_size'], *(shard['tokens'] for shard in shards)]
         valid &= all(type(n) is int and n > 0 for n in numbers)
-        # A path instead of a name could lead out of the folder.
-        valid &= all(shard['file'] == os.path.basename(shard['file']) for shard in shards)
     except (KeyError, TypeError, AttributeError):
         valid = False
     require(valid, f'{path} is damaged, or of another version: prepare the data again')

@@ -27,7 +27,7 @@ from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context('forkserver')  # children start with torch already imported
-FORK.set_forkserver_preload(['train', 'evaluate', 'synthetic_gp', 'reproduce', 'bench', 'pytest'])
+FORK.set_forkserver_preload(['train', 'pytest'])
 VOCAB, LENGTH, BATCH = 30, 8, 4
 TINY = (
     f'--d_model=8 --n_layer=1 --n_head=2 --d_mlp=8 --context_length={LENGTH} --batch_size={BATCH} '

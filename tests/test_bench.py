@@ -36,14 +36,6 @@ def test_attention_and_decoding() -> None:
     assert all(row['ms'] > 0 for row in attention.values())
 
 
-def test_all_runs_take_turns() -> None:
-    calls: list[str] = []
-    makers = {name: lambda name=name: (lambda: calls.append(name), {}) for name in 'ab'}
-    found = bench.measure(makers, bench.BenchConfig(device='cpu', repeats=2))
-    assert ''.join(calls) == 'aabb' + 2 * 'aabb'  # the warm-up, then two rounds
-    assert all(row['seconds'] >= 0 for row in found.values())
-
-
 def test_gpt_peer_has_llamas_flops() -> None:
     """The GPT and the Llama have as many weights that multiply tokens."""
     pytest.importorskip('transformers')

@@ -1,9 +1,5 @@
 """nanocem/compute.py: the loss in pieces against the whole, precision, compiler and memory."""
 import math
-import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,34 +93,3 @@ def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compute.compiler_error.cache_clear()
     assert compute.compiler_error(torch.device('cpu')) == 'Failed to find C compiler.'
     compute.compiler_error.cache_clear()
-
-
-@pytest.mark.parametrize('attention, options, keep_bias', [
-    ('sdpa attention', {}, False), ('triton attention', {}, True),
-    ('sdpa attention', dict(attn='llama', mlp='llama'), True)])
-def test_only_sdpa_with_a_bias_computes_it_again(attention: str, options: dict, keep_bias: bool,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, 'compile', lambda model, **options: model)
-    config = torch._functorch.config
-    with config.patch(ban_recompute_materialized_backward=True, ban_recompute_used_far_apart=True):
-        model = Transformer(ModelConfig(**SMALL, **options))
-        compute.compile_for(torch.device('cuda'), model, attention)
-        assert config.ban_recompute_materialized_backward is keep_bias
-        assert config.ban_recompute_used_far_apart is keep_bias
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason='only glibc is told to keep memory')
-def test_freed_memory_is_kept() -> None:
-    # a few tensors of 16 MB made and freed, again and again: only the first take new pages
-    code = ('from resource import RUSAGE_SELF, getrusage\n'
-            'import torch; from nanocem import compute\n'
-            'compute.keep_freed_memory()\n'
-            'def faults():\n'
-            '    before = getrusage(RUSAGE_SELF).ru_minflt\n'
-            '    some = [torch.ones(2**22) for _ in range(4)]\n'
-            '    return getrusage(RUSAGE_SELF).ru_minflt - before\n'
-            'print(faults(), min(faults() for _ in range(5)))')
-    printed = subprocess.run([sys.executable, '-c', code], cwd=Path(compute.__file__).parents[1],
-                             capture_output=True, text=True, check=True, timeout=120).stdout
-    first, later = map(int, printed.split())
-    assert later < first / 10, printed

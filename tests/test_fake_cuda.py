@@ -28,13 +28,13 @@ launches: list[Any] = []
 
 
 def launch(kernel: Any, *tensors: Tensor | None, **options: Any) -> None:
-    """In place of a kernel's: is all that it would be given on the device?"""
+    """Replaces `launch`: checks that all tensors are on the device."""
     assert all(t is None or t.device.type == DEVICE for t in tensors)
     launches.append(kernel)
 
 
 def with_its_code(op: Callable, code: Callable) -> Callable:
-    """Our operator, and its code, which fake tensors leave out."""
+    """Run our operator's own code, which fake tensors would skip, then the operator."""
     def run(*args: Any) -> Any:
         with torch.no_grad():
             assert all(t.device.type == DEVICE for t in code(*args))

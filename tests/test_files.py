@@ -90,7 +90,7 @@ def test_text_is_utf8_or_refused_with_what_would_convert_it(tmp_path: Path) -> N
         read_text_file(str(tmp_path), 'text=')
 
 
-def test_a_lock_excludes_others_also_without_fcntl(tmp_path: Path) -> None:
+def test_a_lock_excludes_others(tmp_path: Path) -> None:
     path = str(tmp_path / 'a.lock')
     with lock(path):
         assert lock(path) is None
@@ -99,8 +99,6 @@ def test_a_lock_excludes_others_also_without_fcntl(tmp_path: Path) -> None:
     assert not os.path.exists(path)
     with lock(str(tmp_path)):  # A folder cannot be locked.
         pass
-    script = 'import sys; sys.modules["fcntl"] = None; import nanocem.files'
-    assert subprocess.run([sys.executable, '-c', script], cwd=ROOT, check=False).returncode == 0
 
 
 def test_a_table_is_aligned() -> None:

@@ -257,9 +257,9 @@ def test_an_exported_folder_is_read_as_a_run_is(
         evaluate.main(options)
 
     capfd.readouterr()
-    sample.main([*options, '--tokens=9', '--temperature=0'])
+    sample.main([*options, '--tokens=9', '--temperature=0', '--num_samples=2'])
     ids = generate(rounded(), torch.tensor([[256]]), 9, temperature=0)[0]
-    assert capfd.readouterr().out == tokenizer_of(state).decode(ids.tolist()) + '\n---\n'
+    assert capfd.readouterr().out == 2 * (tokenizer_of(state).decode(ids.tolist()) + '\n---\n')
     Path('prompts.txt').write_text('The\n\nA longer one\n')
     for prompt in ('--prompt=The', '--prompt=', '--prompt=A longer one', '--prompts=prompts.txt'):
         sample.main([*options, '--tokens=5', '--temperature=0', prompt])

@@ -189,18 +189,6 @@ def test_text_files_are_split_by_position(tmp_path: Path, text: str) -> None:
     assert text.startswith(texts[0]) and texts[1] in text
 
 
-def test_val_and_test_come_after_a_limited_train_split_of_several_files(tmp_path: Path) -> None:
-    texts = [book(2000, seed=seed) for seed in range(10)]
-    (tmp_path / 'in').mkdir()
-    for n, text in enumerate(texts):
-        (tmp_path / f'in/{n}.txt').write_text(text)
-    made = prepare(tmp_path / 'in', tmp_path / 'out', '--tokens=20K', '--held_out=0.05')
-    assert [made['splits'][split]['tokens'] for split in prep.SPLITS] == [20_000, 1000, 1000]
-    assert made['train_00000.bin'] == train_of(texts)[:40_000]
-    rest = train_of(texts)[40_000:]
-    assert rest.index(made['val.bin']) < rest.index(made['test.bin'])
-
-
 def test_the_folder_is_named_after_the_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,17 +300,6 @@ def test_two_at_once(tmp_path: Path) -> None:
 
 
 # A user's text
-
-def test_too_little_text_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'a.txt').write_text('w')
-    with pytest.raises(UserError, match='too little text for val and test'):
-        prep.find_data('data/slimpajama', 'a.txt')
-    assert sorted(os.listdir()) == ['a.txt', 'data'] and not os.listdir('data')
-    assert prepare('a.txt', tmp_path / 'out', '--held_out=0')['train_00000.bin'] == train_of(['w'])
-
 
 def test_a_users_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

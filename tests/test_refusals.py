@@ -18,17 +18,15 @@ model               --d_model=65                           multiple of n_head
 model               --exact_update --kq_diag=none          needs the diagonal
 model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none
 model               --mlp=llama --mlp_steps=1 --mlp_match=params   mlp_match=params has no effect
+model               --attn=llama --attn_steps=1 --attn_rank=9   set attn=cem
+model               --mlp=llama --mlp_steps=1 --mlp_step_size=0.5   set mlp=cem
 model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   set attn=cem or
 model               config/cem_t2.py config/llama.py       set attn=cem, or else attn_steps=1
 model               --preconditioner=diag --mlp_rank=3     set preconditioner=diag_lowrank, or else
 model               --rope_theta=5                         set positions=rope, or else rope_theta
 model               --d_model=12 --n_head=4 --positions=rope     is odd
-model               --init_std=nan                         init_std=nan: expected a number
 train               --atn_steps=2                          no such option; near: attn_steps
 train               --size                                 --size=VALUE, no space
-train               --attn_steps=2.5                       attn_steps=2.5: expected a whole number
-train               --tensorboard=maybe                    True or False
-train               --learning_rate=nan                    expected a number
 train               --adam_eps=0                           adam_eps=0.0: expected a positive number
 train               --out_dir=                             --out_dir= is empty: expected a path
 train               config/none.py                         config file config/none.py: No such file
@@ -37,7 +35,6 @@ train               huge.py                                huge.py:1: only lines
 train               half.py                                config file half.py: not Python
 train               unknown.py                             unknown.py:1: d: no such option
 train               wrong.py                               attn_steps = [1]: expected a whole number
-train               pipe                                   config file pipe: not a file
 train               --batch_size=3 --micro_batch_size=2    right would be one of 1, 3
 train               --device=cuda                          finds no GPU on this machine
 train               --data=none                            python train.py config/mini.py trains
@@ -73,6 +70,10 @@ evaluate            --attention=word --tokens=5            tokens=5: of no use t
 evaluate            --export_dtype=bfloat16                export_dtype=bfloat16: of no use to loss
 evaluate            --out_dir=llama/config.json            expected the folder of a run or an export
 evaluate            --out_dir=llama --data=none            none/meta.json is missing
+evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2, that of the run
+evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
+evaluate            --out_dir=llama --steps=2              llama is all Llama
+evaluate            --tokens=5                             no run in out/: python train.py makes one
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
@@ -106,10 +107,11 @@ CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 @pytest.fixture(scope='module')
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('refusals')
-    for name, text in (('a.txt', 'w'), ('code.py', 'import os'), ('latin1.txt', 'é'),
-                       ('bad.jsonl', '{"text": "a"}\n{"t'), ('bad.parquet', 'PAR1'),
-                       ('huge.py', f'tokens = 0x{"f" * 5000}'), ('half.py', 'size = '),
-                       ('unknown.py', 'd = {}'), ('wrong.py', 'attn_steps = [1]')):
+    for name, text in (('a.txt', 'w'), ('empty.txt', ''), ('code.py', 'import os'),
+                       ('latin1.txt', 'é'), ('bad.jsonl', '{"text": "a"}\n{"t'),
+                       ('bad.parquet', 'PAR1'), ('huge.py', f'tokens = 0x{"f" * 5000}'),
+                       ('half.py', 'size = '), ('unknown.py', 'd = {}'),
+                       ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
     (path / '1.jsonl').write_text('{"text": 1}')
     (path / 'cut.jsonl.gz').write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
@@ -121,7 +123,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / 'run').mkdir()
     saved = {'data': 'data/b', 'text': 'b.txt', 'init_from': 'scratch'}
     (path / 'run/config.json').write_text(json.dumps({'train': saved, 'model': {}}))
-    os.mkfifo(path / 'pipe')
+    edit_meta(write_data(path / 'gpt2'), tokenizer='gpt2')
     shutil.copytree(ROOT / 'pretrained/llama', path / 'llama')
     os.truncate(cut / 'test.bin', 4000)
     edit_meta(old, format=99)

@@ -61,9 +61,7 @@ def test_muon_goes_on_to_the_bit_and_two_processes_equal_one(
     assert losses(tmp_path / 'two') == pytest.approx(losses(straight), rel=1e-4, abs=0)
 
 
-OTHER = dict(seed=1, batch_size=8, optimizer='muon',
-             learning_rate=1e-3, warmup=0.5, final_lr=0.5, beta1=0.5, beta2=0.5, adam_eps=1e-3,
-             weight_decay=0.5, grad_clip=0.5, eval_tokens=100)
+OTHER = dict.fromkeys(RECIPE, 'other')
 MODEL = dict(d_model=16, kq_diag='per_head', vocab_size=300)
 
 
@@ -73,7 +71,6 @@ def test_what_would_bend_a_run_is_refused_by_name(
     """Another recipe, another model; and any split that changed."""
     out, data = str(halves[1]), tmp_path / 'data'
     shutil.copytree(halves[0].parent / 'data', data)
-    assert set(OTHER) == set(RECIPE)
     now = make_trainer(data, halves[1], learning_rate=8e-3).identity()
     assert resumed_state(out, now)['step'] == 6
     for part, changes in (('recipe', OTHER), ('model_config', MODEL)):
@@ -142,12 +139,8 @@ def test_weights_that_do_not_fit_are_refused(halves: tuple[Path, Path], tmp_path
     from_run = f'--init_from={halves[0]}'
     running.assert_one_line(Run(tmp_path, *common, from_run).wait(), 'another tokenizer')
     shutil.rmtree(tmp_path / 'o')
-    run = Run(tmp_path, *common, from_run, '--size=86m').wait()
-    running.assert_one_line(run, 'another size: 134m (now 86m)')
     running.edit_meta(other, tokenizer='byte')
     running.assert_one_line(Run(tmp_path, *common, from_run, '--d_model=16').wait(), 'does not fit')
-    run = Run(tmp_path, *common, '--init_from=nowhere').wait()
-    running.assert_one_line(run, 'no checkpoint in nowhere')
 
 
 # Folders
@@ -173,13 +166,3 @@ def test_runs_started_together_have_folders_of_their_own(data: Path, tmp_path: P
     one, other = sorted((tmp_path / 'out').iterdir())
     assert [one.name, other.name] == ['134m-cem2-cem2', '134m-cem2-cem2-2']
     same(one, other)
-
-
-def test_names_that_are_not_utf_8_end_in_no_traceback(data: Path, tmp_path: Path) -> None:
-    text, out = tmp_path / 'b\udcff.txt', tmp_path / 'o\udcff $x'
-    text.write_text('A line of the text, and more of it.\n' * 2000)
-    there = partial(os.chdir, tmp_path)
-    for named in ([f'--data={data}', f'--out_dir={out}'], [f'--text={text}', '--tokenizer=byte']):
-        run = Run(tmp_path, *named, steps(2), '--tensorboard=True', damage=there).wait()
-        assert run.codes in ([0], [1]) and 'Traceback' not in run.text, run.text
-    assert (out / 'result.json').exists()

@@ -1,20 +1,15 @@
-"""Data folders: the order of sequences, and damaged shards."""
-import json
-import os
-from collections.abc import Callable
+"""Data folders: the order of sequences, and tokens outside the vocabulary."""
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import LENGTH, edit_meta, write_data
+from running import LENGTH, write_data
 
 from configurator import UserError
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
-from prepare_slimpajama import SPLITS
 
 
 def test_every_epoch_reads_every_sequence_once(data: Path) -> None:
@@ -35,40 +30,6 @@ def test_every_epoch_reads_every_sequence_once(data: Path) -> None:
         assert y[rows].flatten().tolist() == shard[1 : x[rows].numel() + 1].tolist()
 
 
-def edit_shard(folder: Path, **changes: Any) -> None:
-    meta = json.loads((folder / 'meta.json').read_text())
-    meta['splits']['val']['shards'][0] |= changes
-    (folder / 'meta.json').write_text(json.dumps(meta))
-
-
-def piped(folder: Path) -> None:
-    (folder / 'val.bin').unlink()
-    os.mkfifo(folder / 'val.bin')
-
-
-CORRUPTIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    'missing shard': (lambda f: (f / 'train_00001.bin').unlink(), r'train_00001\.bin has 0 bytes'),
-    'no split': (lambda f: edit_meta(f, splits={}), 'no shard of the train'),
-    'no meta.json': (lambda f: (f / 'meta.json').unlink(), 'is missing: .*prepare_slimpajama.py'),
-    'cut meta.json': (lambda f: os.truncate(f / 'meta.json', 50), 'damaged'),
-    'a file above': (lambda f: edit_shard(f, file='../../README.md'), 'damaged'),
-    'no tokens': (lambda f: edit_shard(f, tokens=0), 'damaged'),
-    'a pipe, which would be waited for': (piped, r'val\.bin has 0 bytes'),
-    'another dtype': (lambda f: edit_meta(f, dtype='int16'), 'damaged'),
-}
-
-
-@pytest.mark.parametrize('name', CORRUPTIONS)
-def test_corrupt_data_is_one_line(name: str, tmp_path: Path) -> None:
-    folder = write_data(tmp_path / 'data')
-    corrupt, words = CORRUPTIONS[name]
-    corrupt(folder)
-    with pytest.raises(UserError, match=words) as stop:
-        for split in SPLITS:
-            TokenDataset(str(folder), split, LENGTH)
-    assert '\n' not in str(stop.value)
-
-
 def test_a_vocabulary_beyond_the_tokenizers_is_refused(tmp_path: Path) -> None:
     assert load_tokenizer(str(write_data(tmp_path, vocab_size=257))).vocab_size == 257
     with pytest.raises(UserError, match='another byte tokenizer, of vocabulary 258'):
@@ -87,7 +48,7 @@ def test_every_batch_is_checked_for_tokens_outside_the_vocabulary(tmp_path: Path
         data.batch(np.array([6000 // LENGTH]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(n=st.integers(1, 10_000), count=st.integers(0, 20_000))
 def test_evenly_spaced_sequences(n: int, count: int) -> None:
     numbers = evenly_spaced(n, count)

@@ -1,6 +1,5 @@
 """Training: what it computes, and what happens when things break. Runs are real processes, and the
 damage is real."""
-import ctypes
 import importlib
 import itertools
 import math
@@ -92,7 +91,7 @@ def graphs_made() -> int:
 
 def test_compiled_steps_stay_close_and_resume_to_the_bit(halves: Any, tmp_path: Path) -> None:
     """One graph serves all blocks' steps, one their evaluation; smaller batches and sampling run
-    as they are."""
+    uncompiled."""
     if compute.compiler_error(CPU):
         pytest.skip('needs a C++ compiler')
     data = halves[0].parent / 'data'
@@ -215,7 +214,7 @@ MOMENTS = {
 def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
     world: int, data: Path, tmp_path: Path
 ) -> None:
-    """At each place in the program; the moments are of seed 20."""
+    """One kill at each of MOMENTS, at a call drawn with seed 20."""
     rng = random.Random(20)
     options = [f'--data={data}', '--checkpoint_interval=3', steps(80)]
     straight = Run(tmp_path, *options, f'--out_dir={tmp_path / "straight"}', world=world)
@@ -322,7 +321,7 @@ def test_with_nccl_an_error_ends_the_process_without_destructors(
     error: BaseException, local_rank: int, says: str, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture
 ) -> None:
-    """NCCL's can wait for the other processes; os._exit ends none of them."""
+    """NCCL's destructor can wait for the other processes; os._exit runs no destructors."""
     codes: list[int] = []
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
     monkeypatch.setattr(torch.distributed, 'get_backend', lambda: 'nccl')
@@ -332,22 +331,6 @@ def test_with_nccl_an_error_ends_the_process_without_destructors(
     said = capfd.readouterr().err
     assert codes == [1] and says in said and bool(says) == bool(said)
     assert ('Traceback' in said) == ('Error:' in says)
-
-
-def without_unix() -> None:
-    """As on native Windows: neither fcntl nor SIGHUP, and no library without a name."""
-    sys.modules['fcntl'] = None
-    original = ctypes.CDLL
-    ctypes.CDLL = lambda name, *args, **given: original(name + '', *args, **given)
-    for name in [name for name in sys.modules if name.startswith(('nanocem', 'train', 'filelock'))]:
-        del sys.modules[name]
-    del signal.SIGHUP
-
-
-def test_it_trains_without_fcntl_and_sighup(data: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path, f'--data={data}', f'--out_dir={tmp_path / "o"}', steps(2),
-              damage=without_unix).wait()
-    assert run.codes == [0], run.text
 
 
 @pytest.mark.parametrize('env, words', [
@@ -466,12 +449,18 @@ def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_ru
 
 # Options
 
-def test_a_finished_run_is_not_overwritten(halves: tuple[Path, Path], tmp_path: Path) -> None:
-    data = halves[0].parent / 'data'
-    run = Run(tmp_path, f'--data={data}', f'--out_dir={halves[0]}').wait()
-    running.assert_one_line(run, 'holds a run already', RESUME)
-    run = Run(tmp_path, f'--out_dir={tmp_path / "none"}', RESUME).wait()
-    running.assert_one_line(run, 'no run in')
+def test_samples_between_steps_and_a_loss_that_is_not_finite(
+    halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Token 299 is none of the tokenizer's."""
+    options = [f'--data={halves[0].parent / "data"}', steps(3), f'--out_dir={tmp_path / "o"}']
+    more = ['--vocab_size=300', '--sample_interval=1', '--sample_tokens=2']
+    run = Run(tmp_path, *options, *more).wait()
+    assert run.codes == [0] and len([line for line in log(tmp_path / 'o') if 'sample' in line]) == 3
+    options[-1] = f'--out_dir={tmp_path / "infinite"}'
+    run = Run(tmp_path, *options, '--init_std=1e30').wait()
+    assert run.codes == [1] and 'Traceback' not in run.text
+    assert run.text.splitlines()[-1].endswith('try a lower learning_rate or init_std')
 
 
 VALUES = ['0', '1', '2', '3', '4', '7', '-1', '0.5', '1e-3', '1e9K', 'nan', 'inf', '', 'None',
