@@ -13,8 +13,9 @@ Algorithm 1 leaves out one term of attention's gradient, that of the diagonal in
 exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1. docs/paper.md lists our choices
-where the paper is silent. nanocem/fast.py computes the same attention faster.
+Comments at the ends of lines are the formulas of Algorithm 1, with g before V^T; rope is ours.
+docs/paper.md lists our choices where the paper is silent. nanocem/fast.py computes the same
+attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads (subscript k) of width R = D_r = D / K, D_v the MLP's width. k_j is the key of position j.
