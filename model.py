@@ -79,7 +79,7 @@ class ModelConfig:
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
     residual: Literal['raw', 'normed'] = 'raw'  # steps start from x or from h = norm(x)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
-    mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's convex one
+    mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # match Llama's MLP in width or parameters
     init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
