@@ -12,6 +12,7 @@ Documents keep their order. A BOS token begins each, and they are concatenated i
 ..., val.bin and test.bin (little-endian unsigned integers). meta.json describes them. The folder
 appears when it is complete. A preparation that was stopped begins again; downloads are kept.
 """
+import errno
 import hashlib
 import io
 import json
@@ -214,7 +215,9 @@ def hub() -> Iterator[Any]:
     try:
         yield huggingface_hub
     except Exception as error:  # The HTTP library raises many classes of its own.
-        fail(f'the Hugging Face Hub: {error} (is there a network? what was downloaded is kept)')
+        if getattr(error, 'errno', None) == errno.ENOSPC:
+            raise
+        fail(f'the Hugging Face Hub: {error} (is there a network? whole files are kept)')
 
 
 def list_hub(where: str) -> tuple[str, list[str]]:
@@ -271,6 +274,8 @@ def read_jsonl(path: str, column: str, suffix: str) -> Iterator[Any]:
     with open(path, 'rb', 1 << 20) as file:
         lines: Any = file
         if suffix != '.jsonl':
+            if not os.path.getsize(path):  # which pyarrow takes for a file without lines
+                raise ValueError('unexpected end of file')
             stream = CompressedInputStream(file, 'zstd' if suffix == '.zst' else 'gzip')
             lines = io.BufferedReader(stream, 1 << 20)
         for number, line in enumerate(lines, 1):
@@ -318,6 +323,8 @@ def read_parts(o: PrepareConfig, source: Source, skip: Callable[[str], bool]) ->
         if skip(file_split or 'train') and (held_out or not ends):
             continue
         for chunks in read_documents(source.path(file), o.column):
+            if held_out and skip(held_out):  # it is full
+                break
             split = held_out
             if split is None and not ends:
                 chunks = list(chunks)
@@ -433,6 +440,9 @@ def prepare(o: PrepareConfig) -> None:
         say(f'{split:5} {content["tokens"]:>15,} tokens')
         if 0 < content['tokens'] < TOO_FEW and split != 'train':
             say(f'WARNING: {split} has few tokens: a larger --held_out makes it longer')
+    if meta['splits']['train']['tokens'] == o.tokens and o.input != SLIMPAJAMA:
+        say(f'Train is full at {o.tokens:,} tokens, and the rest of {o.input} is left out: '
+            'prepare_slimpajama.py --tokens=N takes more')
 
 
 def is_prepared(o: PrepareConfig) -> bool:
@@ -503,8 +513,9 @@ def sample_train(o: PrepareConfig, source: Source) -> list[str]:
             if part.split == 'train':
                 yield part.text
                 size += len(part.text.encode())
-                if size > TOKEN_BYTES * o.tokens:
+                if size > 4 * o.tokens:  # the train split has some four bytes a token
                     return
+    say(f'Reading {o.input} for the tokenizer')
     total = sum(len(text.encode()) for text in train_texts())
     stride = max(1, math.ceil(total / BPE_TEXT))
     say(f'Training the tokenizer {o.tokenizer} on {total / stride / 1e6:.2f} of {total / 1e6:.2f} '
@@ -585,6 +596,8 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
     o = PrepareConfig(input=os.path.join('.', path), tokenizer=tokenizer, held_out=held_out)
 
     digest = hashlib.sha256(os.fsencode(f'{source.name} {o.tokenizer}'))
+    if size > 1e9:
+        say(f'Reading {path}, {size / 1e9:,.0f} GB, to see whether it has changed')
     for file in source.files:
         digest.update(os.fsencode(file))
         with open(source.path(file), 'rb') as opened:

@@ -121,6 +121,7 @@ def test_workers_shards_and_long_documents_do_not_change_the_tokens(
     assert one == two and len(train) > 2 and b''.join(train) == right['train_00000.bin']
     assert all(len(shard) == 1_000_000 for shard in train[:-1])
     limited = prepare(where, tmp_path / 'limited', '--tokens=200K', '--held_out=0.1')
+    assert 'Train is full at 200,000 tokens' in limited['printed']
     assert limited['train_00000.bin'] == right['train_00000.bin'][:400_000]
     assert right['val.bin'].startswith(limited['val.bin']) and limited['val.bin'] != one['val.bin']
 

@@ -90,6 +90,7 @@ prepare_slimpajama  --input=latin1.txt --tokenizer=byte    latin1.txt: not UTF-8
 prepare_slimpajama  --input=bad.jsonl --tokenizer=byte     line 2 is no JSON with "text"
 prepare_slimpajama  --input=bad.parquet --tokenizer=byte   bad.parquet: Parquet
 prepare_slimpajama  --input=cut.jsonl.gz --tokenizer=byte  cut.jsonl.gz: Truncated
+prepare_slimpajama  --input=none.jsonl.gz --tokenizer=byte   none.jsonl.gz: unexpected end of file
 prepare_slimpajama  --input=1.jsonl --tokenizer=byte       1.jsonl: a "text" is not text but 1
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100       expected bpe512 to bpe65536
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
@@ -113,6 +114,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
                        ('half.py', 'size = '), ('unknown.py', 'd = {}'),
                        ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
+    (path / 'none.jsonl.gz').touch()
     (path / '1.jsonl').write_text('{"text": 1}')
     (path / 'cut.jsonl.gz').write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
     short, old, cut = (write_data(path / name) for name in ('short', 'old', 'cut'))
