@@ -71,7 +71,7 @@ class TrainConfig:
     eval_tokens: int = 2_000_000  # tokens per validation, the same ones every time
     test_tokens: int = 10_000_000  # tokens of the final test
     log_interval: int = 10  # steps between lines of log.jsonl
-    checkpoint_interval: int = 500  # steps between checkpoints
+    checkpoint_interval: int = 1000  # steps between checkpoints; best.pt can be resumed, too
     keep_checkpoints: int = 2  # number of checkpoints to keep, besides the best by validation
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU

@@ -44,6 +44,11 @@ def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bo
     may_restart = int(os.environ.get('TORCHELASTIC_MAX_RESTARTS') or 0) > 0
     if may_restart and out_dir is None:
         fail('torchrun --max-restarts needs --out_dir=FOLDER, to find the run again')
+    several = os.environ.get('LOCAL_WORLD_SIZE') != os.environ.get('WORLD_SIZE')
+    if may_restart and several and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
+        fail('torchrun --max-restarts on several machines needs --rdzv_backend=c10d, and '
+             'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it: else restarted processes find the '
+             'addresses of the dead ones', everywhere=True)
     return out_dir, may_restart and read_config(out_dir) is not None
 
 

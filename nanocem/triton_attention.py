@@ -27,7 +27,6 @@ Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k
 power of two, so a head of width 72 is held as two pieces, BR = 64 and BT = 16 columns wide; BT = 0
 means that one piece is enough.
 """
-import os
 import sys
 from functools import cache
 from types import SimpleNamespace
@@ -434,7 +433,7 @@ def agrees(device: torch.device, dtype: torch.dtype, n_head: int, width: int, di
     except Exception as error:  # Triton, LLVM, ptxas and the driver raise many types
         reason = (str(error).strip() or 'no reason given').splitlines()[0]
         wrong = f'do not run ({type(error).__name__}: {reason})'
-    if wrong and os.environ.get('RANK', '0') == '0':
+    if wrong:
         print(f"Warning: the Triton kernels {wrong}: torch's own attention is used on {device}",
               file=sys.stderr)
     return not wrong

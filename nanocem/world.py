@@ -46,8 +46,9 @@ class Distributed:
             fail(f'process {self.rank} of {self.size} finds no others: {reason}; torchrun starts '
                  'them', everywhere=True)
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
-            # On one machine torchrun keeps its store when it restarts the processes. The prefix
-            # hides the addresses of the earlier processes from the new ones.
+            # torchrun keeps its store when it restarts the processes. The prefix hides the
+            # addresses of the earlier ones. On several machines, where the number of restarts can
+            # differ, find_run asks for a store of their own.
             store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)
         dist.init_process_group(
             'nccl' if on_gpu else 'gloo', store=store, rank=self.rank, world_size=self.size,

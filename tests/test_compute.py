@@ -1,9 +1,14 @@
 """nanocem/compute.py: the loss in pieces against the whole, precision, compiler and memory."""
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
 from model import ModelConfig, Transformer
@@ -93,3 +98,29 @@ def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compute.compiler_error.cache_clear()
     assert compute.compiler_error(torch.device('cpu')) == 'Failed to find C compiler.'
     compute.compiler_error.cache_clear()
+
+
+def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the gradients that it has uncompiled. A CPU stands in for the GPU."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Any:
+        graphs.append(graph)
+        return lookup_backend('aot_eager')(graph, inputs)
+
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
+    monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', 350)
+    torch.manual_seed(3)
+    model, ids = Transformer(ModelConfig(**SMALL, attn_steps=2)), torch.randint(50, (3, 20))
+    model.set_attn_impl('readable')
+    expected = torch.autograd.grad(model(ids, ids)[1], list(model.parameters()))
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    with (torch._dynamo.config.patch(optimize_ddp=True),
+          torch._functorch.config.patch(ban_recompute_materialized_backward=True,
+                                        ban_recompute_used_far_apart=True)):
+        compiled = compute.compile_for(torch.device('cuda'), model, 'triton attention')
+        DistributedDataParallel(compiled, bucket_cap_mb=0.001)(ids, ids)[1].backward()
+    dist.destroy_process_group()
+    assert len(graphs) == 1
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
