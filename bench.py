@@ -44,8 +44,8 @@ VARIANTS: dict[str, Row] = {
     'CEM, T = 2, diag_lowrank': T2,
     'CEM, T = 2, exact RoPE': T2 | ROPE,
 }
-GPU_TABLES = (('train', '134m'), ('train', '162m'), ('attention', '134m'), ('attention', '162m'),
-              ('decode', '134m'))
+GPU_TABLES = (('train', '134m'), ('attention', '134m'), ('decode', '134m'), ('attention', '162m'),
+              ('train', '162m'))
 TABLE_NAMES = ('train', 'attention', 'decode')
 
 
@@ -125,19 +125,21 @@ def measure(makers: dict[Any, Maker], cfg: BenchConfig) -> dict[Any, Row]:
     runs: dict[Any, Run] = {}
     on_gpu = cfg.device == 'cuda'
     for name, make in makers.items():
-        before = torch.cuda.memory_allocated() if on_gpu else 0
+        before, start = torch.cuda.memory_allocated() if on_gpu else 0, time.perf_counter()
         try:
             run, rows[name] = make()
             for _ in range(2):  # the first may compile
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
                 run()
-        except RuntimeError as error:  # no memory, or no kernel for this shape
+        except Exception as error:  # no memory, no kernel for this shape, or a peer's own error
             message = str(error).strip() or type(error).__name__
             rows[name] = {'error': message.splitlines()[0]}
             run = None  # free its memory before the next run is built
             continue
         runs[name] = run
+        if (seconds := time.perf_counter() - start) > 5:
+            say(f'{name}: built in {seconds:.0f} s')
         if on_gpu:
             rows[name]['GB'] = (torch.cuda.max_memory_allocated() - before) / 1e9
     times: dict[Any, list[float]] = {name: [] for name in runs}
@@ -190,8 +192,8 @@ def add_ratio(rows: list[Row], column: str, ratio: str) -> None:
 def train_table(cfg: BenchConfig) -> list[Row]:
     """Time a training step (forward, backward, AdamW) of every variant and peer. `hours` is how
     long 20 tokens for each of Llama's parameters take."""
-    device = torch.device(cfg.device)
-    x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=device)
+    x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
+    device = x.device  # cuda:0, under which name the kernels are checked, too
     llama = cfg.model(**LLAMA)
     llama_flops = compute.flops_per_token(llama)
     token_budget = 20 * llama.num_params()

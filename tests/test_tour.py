@@ -2,8 +2,10 @@
 import os
 from pathlib import Path
 
-import nbformat
-from nbclient import NotebookClient
+import pytest
+
+nbformat = pytest.importorskip('nbformat')
+NotebookClient = pytest.importorskip('nbclient').NotebookClient
 
 ROOT = Path(__file__).parent.parent
 TOUR = ROOT / 'tour.ipynb'
