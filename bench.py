@@ -125,7 +125,8 @@ def measure(makers: dict[Any, Maker], cfg: BenchConfig) -> dict[Any, Row]:
     runs: dict[Any, Run] = {}
     on_gpu = cfg.device == 'cuda'
     for name, make in makers.items():
-        before, start = torch.cuda.memory_allocated() if on_gpu else 0, time.perf_counter()
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        start = time.perf_counter()
         try:
             run, rows[name] = make()
             for _ in range(2):  # the first may compile

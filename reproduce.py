@@ -79,21 +79,17 @@ def count_weights(options: str) -> int:
 @cache
 def model_options(size_options: str, model: str) -> str:
     """Return train.py's options for a model at a size. If the model has to have as many weights as
-    another, choose d_mlp for that."""
+    another, choose d_mlp for that. At 256m CEM has two more layers, as in the paper."""
+    if model.startswith('cem'):
+        size_options = size_options.replace('--size=256m ', '--size=256m_cem ')
     options = f'{size_options} {MODELS[model]["options"]}'
     if other := MODELS[model]['weights_of']:
-        weights = count_weights(model_options(deeper(size_options, other), other))
+        weights = count_weights(model_options(size_options, other))
         at_1, at_2 = (count_weights(f'{options} --d_mlp={width}') for width in (1, 2))
         options += f' --d_mlp={1 + round((weights - at_1) / (at_2 - at_1))}'
     # If an option is given twice, keep the later value
     values = dict(option.split('=') for option in options.split())
     return ' '.join(f'{name}={value}' for name, value in values.items())
-
-
-def deeper(size_options: str, model: str) -> str:
-    """Give a CEM model of 256m two more layers, as in the paper."""
-    cem = model.startswith('cem')
-    return size_options.replace('--size=256m ', '--size=256m_cem ') if cem else size_options
 
 
 class Run(NamedTuple):
@@ -296,7 +292,7 @@ def print_paper() -> None:
     for size in ('86m', '108m', '134m', '162m', '256m'):
         tokens = 20 * meta_model(f'--size={size} {MODELS["llama"]["options"]}').num_params()
         for model in dict.fromkeys(run.model for run in planned({}, 'XS')[1]):
-            options = model_options(deeper(f'--size={size} --tokens={tokens}', model), model)
+            options = model_options(f'--size={size} --tokens={tokens}', model)
             mfu = MFU_ESTIMATE['cem' if '=cem' in options else 'llama']
             hours = tokens * flops_per_token(meta_model(options)) / mfu / DENSE_BF16['A100'] / 3600
             for rate in figure_3a.get(model, (2e-3,)):

@@ -21,7 +21,7 @@ from nanocem import hf
 from nanocem.data import TOKENIZER_KEYS
 from nanocem.files import lock, read_json, read_json_lines, say, to_json, write_atomic
 from nanocem.tokenizers import MODEL_FILE
-from nanocem.world import find_device, out_of_memory
+from nanocem.world import find_device, may_restart, out_of_memory
 
 # Keys that a checkpoint or an exported folder must have; its 'data' must have TOKENIZER_KEYS
 CHECKPOINT_KEYS = {'model', 'model_config', 'step', 'data', 'data_dir'}
@@ -41,15 +41,9 @@ def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bo
             'init_from=resume: no run in out/; --out_dir=FOLDER resumes a run elsewhere')
         return out_dir, True
     # All processes decide alike. The number of restarts can differ between machines
-    may_restart = int(os.environ.get('TORCHELASTIC_MAX_RESTARTS') or 0) > 0
-    if may_restart and out_dir is None:
+    if may_restart() and out_dir is None:
         fail('torchrun --max-restarts needs --out_dir=FOLDER, to find the run again')
-    several = os.environ.get('LOCAL_WORLD_SIZE') != os.environ.get('WORLD_SIZE')
-    if may_restart and several and os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
-        fail('torchrun --max-restarts on several machines needs --rdzv_backend=c10d, and '
-             'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it: else restarted processes find the '
-             'addresses of the dead ones', everywhere=True)
-    return out_dir, may_restart and read_config(out_dir) is not None
+    return out_dir, may_restart() and read_config(out_dir) is not None
 
 
 def newest_run() -> str | None:

@@ -48,7 +48,7 @@ class Distributed:
         if os.environ.get('LOCAL_WORLD_SIZE') == str(self.size):
             # torchrun keeps its store when it restarts the processes. The prefix hides the
             # addresses of the earlier ones. On several machines, where the number of restarts can
-            # differ, find_run asks for a store of their own.
+            # differ, read_environment asks for a new store instead.
             store = dist.PrefixStore(os.environ.get('TORCHELASTIC_RESTART_COUNT', ''), store)
         dist.init_process_group(
             'nccl' if on_gpu else 'gloo', store=store, rank=self.rank, world_size=self.size,
@@ -84,7 +84,8 @@ class Distributed:
 
 
 def read_environment() -> Distributed:
-    """Return the ranks and the number of processes that torchrun has set. UserError."""
+    """Return the ranks and the number of processes that torchrun has set. UserError if they are
+    wrong, or if processes that torchrun restarts could not find each other."""
     numbers = []
     for name, default in (('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0')):
         text = os.environ.get(name) or default
@@ -93,7 +94,18 @@ def read_environment() -> Distributed:
     rank, size, local_rank = numbers
     require(rank < size, f'RANK={rank} and WORLD_SIZE={size} in the environment contradict each '
             'other: torchrun sets both; without torchrun, unset both')
+    several_machines = os.environ.get('LOCAL_WORLD_SIZE') != os.environ.get('WORLD_SIZE')
+    keeps_store = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
+    require(not (may_restart() and several_machines and keeps_store),
+            'torchrun --max-restarts on several machines needs --rdzv_backend=c10d, and '
+            'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it: else restarted processes find the '
+            'addresses of the dead ones')
     return Distributed(rank, size, local_rank)
+
+
+def may_restart() -> bool:
+    """Return whether torchrun restarts processes after a failure (--max-restarts)."""
+    return int(os.environ.get('TORCHELASTIC_MAX_RESTARTS') or 0) > 0
 
 
 def find_device(kind: str, local_rank: int = 0) -> torch.device:

@@ -391,11 +391,11 @@ def test_torchrun_restarts_a_killed_group_from_its_last_checkpoint(
     monkeypatch.setenv('TORCHELASTIC_MAX_RESTARTS', '1')  # as torchrun --max-restarts=1 does
     with pytest.raises(UserError, match='--max-restarts needs --out_dir'):
         runs.find_run(None, None)
-    for name, value in dict(LOCAL_WORLD_SIZE='8', WORLD_SIZE='16',
+    for name, value in dict(LOCAL_WORLD_SIZE='8', WORLD_SIZE='16', RANK='0',
                             TORCHELASTIC_USE_AGENT_STORE='True').items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r'several machines needs .* TORCH_DISABLE_SHARE_RDZV'):
-        runs.find_run(None, str(out))
+        read_environment()
 
 
 def test_a_process_that_answers_no_more_ends_all_in_time_with_nothing_corrupt(
