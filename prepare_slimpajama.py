@@ -6,7 +6,6 @@ Turn SlimPajama, or any text, into token shards that train.py reads.
     python prepare_slimpajama.py --input=FOLDER       your .parquet, .jsonl (.zst, .gz), .txt files
     python prepare_slimpajama.py --input=FOLDER --tokenizer=bpe2048
     python prepare_slimpajama.py --input=hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT
-    python prepare_slimpajama.py --input=corpus       source and English of the installed packages
 
 Documents keep their order. A BOS token begins each, and they are concatenated in train_00000.bin,
 ..., val.bin and test.bin (little-endian unsigned integers). meta.json describes them. The folder
@@ -23,9 +22,8 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -42,10 +40,6 @@ SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
 # Training tokens for each size of model: 20 tokens per parameter, and 1% more
 SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2e9}
-# Texts that are installed with Python, and the defaults of tokenizer and held_out for each
-INSTALLED_TEXTS = {'builtin': ('byte', 0.05), 'corpus': ('byte', 0.01)}
-CORPUS_PACKAGES = ('torch', 'numpy', 'scipy', 'matplotlib', 'sentencepiece', 'tiktoken',
-                   'huggingface_hub', 'safetensors', 'pyarrow', 'tqdm', 'tensorboard')
 # Default tokenizers of train.py --text: each is for texts with fewer bytes than its key
 TEXT_TOKENIZERS = {1e6: 'byte', 5e6: 'bpe1024', 20e6: 'bpe2048', 1e9: 'bpe4096',
                    math.inf: 'bpe32000'}
@@ -66,18 +60,19 @@ TOO_FEW = 4096  # The perplexity of a val or test split of fewer tokens says lit
 @dataclass
 class PrepareConfig:
     """Choose the text, the tokenizer and the splits."""
-    input: str = SLIMPAJAMA  # path, builtin, corpus, hf://datasets/OWNER/NAME[@REV][/FOLDER]
+    input: str = SLIMPAJAMA  # path, builtin, hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
     out_dir: str | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int | None = None  # training tokens at most; default 3.3B
     size: Literal[tuple(SIZES)] | None = None  # tokens: 20 per parameter of this model
     tokenizer: str | None = None  # llama (default; builtin: byte), gpt2, byte, bpe2048, FILE.model
-    held_out: float | None = None  # val's share, and test's; 0.005, builtin 0.05, corpus 0.01
+    held_out: float | None = None  # val's share, and test's; 0.005, builtin 0.05
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
     workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores
 
     def __post_init__(self) -> None:
         require(not (self.tokens and self.size), 'tokens and size: give one')
-        tokenizer, held_out = INSTALLED_TEXTS.get(self.input, ('llama', 0.005))
+        builtin = self.input == 'builtin'
+        tokenizer, held_out = ('byte', 0.05) if builtin else ('llama', 0.005)
         tokens = round(SIZES[self.size or '162m'])
         resolve_defaults(self, tokens=tokens, tokenizer=tokenizer, held_out=held_out)
         in_range(self, 1, 10**15, 'tokens')
@@ -101,9 +96,9 @@ class PrepareConfig:
             name = 'slimpajama'
         elif self.input.startswith(HUB):
             name = '-'.join(self.input.removeprefix(HUB).rstrip('/').split('/')[1:])
-        elif self.input not in INSTALLED_TEXTS:
+        elif not builtin:
             self.input = os.path.abspath(self.input)
-        if name in INSTALLED_TEXTS and self.input not in INSTALLED_TEXTS:
+        if name == 'builtin' and not builtin:
             name += '-text'
         resolve_defaults(self, out_dir=f'data/{name}')
 
@@ -117,7 +112,7 @@ class PrepareConfig:
 
 class Source(NamedTuple):
     """Files of documents, in the order in which they are read."""
-    name: str  # a path, builtin, corpus, or hf://datasets/OWNER/NAME@COMMIT[/FOLDER]
+    name: str  # a path, builtin, or hf://datasets/OWNER/NAME@COMMIT[/FOLDER]
     folder: str  # the folder of local files
     files: dict[str, str | None]  # paths inside the folder, and the split that each is named after
     ignored: list[str]  # files with other suffixes
@@ -135,10 +130,8 @@ class Source(NamedTuple):
 
 def find_source(where: str) -> Source:
     """List the files of an input, those of held-out splits first. UserError if there are none."""
-    if where in INSTALLED_TEXTS:
-        names = (list_corpus() if where == 'corpus' else
-                 list_library(('.py',), excluded=('test', 'tests', 'idle_test')))
-        return Source(where, LIBRARY, dict.fromkeys(names), [])
+    if where == 'builtin':
+        return Source(where, LIBRARY, dict.fromkeys(list_library()), [])
     if os.path.isfile(where):
         folder, base = os.path.split(where)
         return Source(where, folder, {base: None}, [])
@@ -180,32 +173,12 @@ def list_files(root: str) -> list[str]:
     return names
 
 
-def list_library(suffixes: tuple[str, ...], excluded: Iterable[str] = ()) -> list[str]:
-    """List files of Python's standard library, without installed packages and the folders
-    `excluded`."""
-    excluded = {'site-packages', 'dist-packages', '__pycache__', *excluded}
+def list_library() -> list[str]:
+    """List the source files of Python's standard library, without its tests and without installed
+    packages."""
+    excluded = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
     return [name for name in list_files(LIBRARY)
-            if name.endswith(suffixes) and excluded.isdisjoint(name.split('/'))]
-
-
-def list_corpus() -> list[str]:
-    """List Python source and English of the standard library and of CORPUS_PACKAGES. Files that are
-    not UTF-8, blank files and further copies of a file are left out."""
-    suffixes = ('.py', '.md', '.rst', '.txt')
-    paths = [os.path.join(LIBRARY, name) for name in list_library(suffixes)]
-    for package in CORPUS_PACKAGES:
-        try:
-            files = sorted(metadata.files(package) or [], key=str)
-        except metadata.PackageNotFoundError:
-            fail(f'{package} is not installed: pip install -r requirements.txt')
-        paths += [str(file.locate()) for file in files if '..' not in file.parts]
-    found: dict[bytes, str] = {}
-    for path in paths:
-        if path.endswith(suffixes) and os.path.isfile(path):
-            with open(path, 'rb') as file, suppress(UnicodeDecodeError):
-                if (content := file.read()).decode().strip():
-                    found.setdefault(hashlib.sha256(content).digest(), path)
-    return list(found.values())
+            if name.endswith('.py') and excluded.isdisjoint(name.split('/'))]
 
 
 @contextmanager
@@ -364,7 +337,7 @@ def split_by_position(text: str, begins: bool, position: int,
 def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
     """Return the byte at which train, val and test each end, for a text of few documents. None for
     other texts, which are split by hash."""
-    if o.input in INSTALLED_TEXTS:
+    if o.input == 'builtin':
         return None
     files = [file for file, split in source.files.items() if split not in ('val', 'test')]
     documents = (chunks for file in files for chunks in read_documents(source.path(file), o.column))
@@ -571,17 +544,17 @@ def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[
 def find_data(folder: str, text: str | None = None, tokenizer: str | None = None,
               checkpoint: dict[str, Any] | None = None) -> str:
     """Return the data folder: `folder`, or that of a user's text. The folder of a text, and
-    data/builtin and data/corpus, are made on first use. If training starts from the weights of
-    `checkpoint`, its tokenizer is the default for a text. UserError, OSError."""
+    data/builtin, are made on first use. If training starts from the weights of `checkpoint`, its
+    tokenizer is the default for a text. UserError, OSError."""
     if text:
         if checkpoint and not tokenizer:
             saved = tokenizer_of(checkpoint)
             tokenizer = saved.path or saved.name
         return prepare_text(text, tokenizer)
-    parent, name = os.path.split(os.path.relpath(folder))
-    if parent == 'data' and name in INSTALLED_TEXTS and not os.path.exists(f'{folder}/meta.json'):
-        say(f"Preparing {folder} from this Python's own text")
-        prepare(PrepareConfig(input=name))
+    builtin = os.path.relpath(folder) == os.path.join('data', 'builtin')
+    if builtin and not os.path.exists(f'{folder}/meta.json'):
+        say(f"Preparing {folder} from the source of this Python's library")
+        prepare(PrepareConfig(input='builtin'))
     return folder
 
 
@@ -592,7 +565,7 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
     size = sum(os.path.getsize(source.path(file)) for file in source.files)
     tokenizer = tokenizer or next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
     held_out = 0.05 if size < 20e6 else 0.005
-    # A user's folder may be called corpus: with ./ it does not name the installed text.
+    # A user's folder may be called builtin: with ./ it does not name the built-in text.
     o = PrepareConfig(input=os.path.join('.', path), tokenizer=tokenizer, held_out=held_out)
 
     digest = hashlib.sha256(os.fsencode(f'{source.name} {o.tokenizer}'))

@@ -417,10 +417,10 @@ def draw_lines(losses: dict[str, Losses], base: str, models: dict[str, str], xla
 
 
 def draw(losses: dict[str, Losses], verdicts: list[Verdict]) -> dict[str, plt.Figure]:
-    """Draw all claims; the gap to Llama; steps and P, as in the paper's Figures 2 and 3; and what a
-    second pass is worth where weights are scarce."""
+    """Draw all claims; the gap to Llama with ALiBi; steps and P, as in the paper's Figures 2 and 3;
+    and what a second pass is worth where weights are scarce."""
     weights = [(count_weights(Run(size, 'llama').options), size) for size in ('XS', 'S', 'M')]
-    gap = {'Llama with ALiBi': 'llama-alibi', "with all-CEM's weights": 'llama-alibi-narrow',
+    gap = {'Llama with RoPE': 'llama', "Llama with all-CEM's weights": 'llama-alibi-narrow',
            'CEM attention, no P': 'attn-1-none', 'all-CEM': 'cem-1', 'all-CEM, T = 2': 'cem-2'}
     steps = {'attention, P': 'attn-{}', 'attention, diagonal P': 'attn-{}-diag',
              'attention, no P': 'attn-{}-none', 'MLP, P': 'mlp-{}',
@@ -430,7 +430,7 @@ def draw(losses: dict[str, Losses], verdicts: list[Verdict]) -> dict[str, plt.Fi
               'Llama twice': 'llama-alibi-twice'}
     bytes_per_weight = [(40, 'scarce-25k-40'), (240, 'scarce-25k-240'), (1440, 'scarce-25k')]
     return {'rows': draw_claims(verdicts),
-            'gap': draw_lines(losses, 'llama', gap, "weights of Llama's layers", weights),
+            'gap': draw_lines(losses, 'llama-alibi', gap, "weights of Llama's layers", weights),
             'steps': draw_lines(losses, 'llama', steps, 'T', [(T, 'XS') for T in (1, 2, 3)]),
             'scarce': draw_lines(losses, 'llama-alibi', scarce, 'bytes a weight', bytes_per_weight)}
 

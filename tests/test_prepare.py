@@ -197,8 +197,8 @@ def test_the_folder_is_named_after_the_input(
     for name in ('books', './books/', f'{tmp_path}/books.jsonl.zst'):
         assert prep.PrepareConfig(input=name).out_dir == 'data/books'
     assert prep.PrepareConfig(input='/').out_dir == 'data/text'
-    for name in ('corpus/', 'hf://datasets/someone/corpus'):  # not the installed one
-        assert prep.PrepareConfig(input=name).out_dir == 'data/corpus-text'
+    for name in ('builtin/', 'hf://datasets/someone/builtin'):  # not the built-in one
+        assert prep.PrepareConfig(input=name).out_dir == 'data/builtin-text'
 
 
 # A trained tokenizer
@@ -322,12 +322,12 @@ def test_a_users_text(
     assert capsys.readouterr().out == ''
     path.write_bytes(path.read_bytes().replace(b'energy', b'Energy', 1))
     assert made_of(path) != made
-    # The folder is the user's, although it has the name of an installed text
-    (tmp_path / 'corpus').mkdir()
+    # The folder is the user's, although it has the name of the built-in text
+    (tmp_path / 'builtin').mkdir()
     texts = [book(1000, seed=n) for n in range(30)]
     for n, text in enumerate(texts):
-        (tmp_path / f'corpus/{n:02d}.txt').write_text(text)
-    parts = [Path(made_of('corpus'), file).read_bytes() for file in FILES.values()]
+        (tmp_path / f'builtin/{n:02d}.txt').write_text(text)
+    parts = [Path(made_of('builtin'), file).read_bytes() for file in FILES.values()]
     assert b''.join(parts) == train_of(texts) and len(parts[1]) > 0.04 * len(parts[0])
 
 

@@ -59,7 +59,7 @@ sample              --out_dir=llama --attn_steps=2         a Llama sublayer take
 sample              --out_dir=llama --prompt=FILE:data     data is not a file
 sample              --out_dir=llama --prompt=FILE:         prompt=FILE: is not a file
 sample              --prompts=                             --prompts= is empty: expected a path
-sample              --out_dir=llama --top_k=300            top_k=300: expected 1 to 257
+sample              --out_dir=llama --top_k=3000            top_k=3000: expected 1 to 2,048
 sample              --out_dir=llama --checkpoint=last      llama holds a single checkpoint
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
 evaluate            --compare data                         data: no run
@@ -126,7 +126,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved = {'data': 'data/b', 'text': 'b.txt', 'init_from': 'scratch'}
     (path / 'run/config.json').write_text(json.dumps({'train': saved, 'model': {}}))
     edit_meta(write_data(path / 'gpt2'), tokenizer='gpt2')
-    shutil.copytree(ROOT / 'pretrained/llama', path / 'llama')
+    shutil.copytree(ROOT / 'pretrained/llama_alibi', path / 'llama')
     os.truncate(cut / 'test.bin', 4000)
     edit_meta(old, format=99)
     edit_meta(short, splits={**edit_meta(short), 'val': {}})

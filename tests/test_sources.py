@@ -1,5 +1,5 @@
-"""Sources of text: folders, links, pipes, the corpus, the Hub. Nothing is downloaded: the class Hub
-below replaces it."""
+"""Sources of text: folders, links, pipes, the library, the Hub. Nothing is downloaded: the class
+Hub below replaces it."""
 import gzip
 import json
 import os
@@ -60,33 +60,21 @@ def test_a_column_of_another_name(tmp_path: Path) -> None:
     assert '--column chooses' in refused(tmp_path / 'in', tmp_path / 'other', '--column=none')
 
 
-def test_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of the library and of packages, each content once."""
+def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's Python without its tests and installed packages, also files not in UTF-8."""
     monkeypatch.chdir(tmp_path)
-    contents = {'b.py': 'same', 'c.md': 'english', 'd.txt': ' ', 'a.css': 'english',
-                'z/e.py': 'deep', 'site-packages/p/a.py': 'of a package'}
-    for name, text in contents.items():
-        (tmp_path / 'lib' / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / 'lib' / name).write_text(text)
-    (tmp_path / 'lib/latin.py').write_bytes(b'\xff\xfe')
-    path = tmp_path / 'lib/site-packages/p/a.py'
-    package = SimpleNamespace(parts=path.parts, locate=lambda: path)
-    asked = []
     monkeypatch.setattr(prep, 'LIBRARY', str(tmp_path / 'lib'))
-    monkeypatch.setattr(prep.metadata, 'files', lambda name: asked.append(name) or [package])
-    files = [file.removeprefix(f'{tmp_path}/lib/') for file in prep.find_source('corpus').files]
-    assert files == ['b.py', 'c.md', 'z/e.py', 'site-packages/p/a.py']
-    assert asked[:2] == ['torch', 'numpy'] and 'filelock' not in asked
-    # builtin is the library alone, Python without its tests, and with files that are not UTF-8.
-    (tmp_path / 'lib/test').mkdir()
-    (tmp_path / 'lib/test/b.py').write_text('a test')
+    for name in ('b.py', 'c.md', 'z/e.py', 'test/b.py', 'site-packages/p/a.py'):
+        (tmp_path / 'lib' / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'lib' / name).write_text('text')
+    (tmp_path / 'lib/latin.py').write_bytes(b'\xff\xfe')
     builtin = prep.find_source('builtin')
     assert list(builtin.files) == ['b.py', 'latin.py', 'z/e.py']
-    with open(tmp_path / 'lib/latin.py', 'rb') as file:
-        assert ''.join(prep.read_text(file.name)) == '\ufffd\ufffd'
+    assert ''.join(prep.read_text(builtin.path('latin.py'))) == '\ufffd\ufffd'
     for n, text in enumerate(documents(600, seed=1)):
         (tmp_path / f'lib/{n}.py').write_text(text)
-    assert prep.find_data('data/corpus') == 'data/corpus' and os.path.exists('data/corpus/val.bin')
+    assert prep.find_data('data/builtin') == 'data/builtin'
+    assert os.path.exists('data/builtin/val.bin')
 
 
 # The Hub
