@@ -349,7 +349,7 @@ def equal_llama(losses: dict[str, Losses], size: str, model: str) -> str:
         return math.log(statistics.fmean(y for cell, y in losses[at].items() if cell[0] == name))
 
     grid = [name for name in ('M', 'S', 'XS') if ('llama-alibi', 1) in losses[name]]
-    if size not in grid:
+    if size not in grid or (model, 1) not in losses[size]:
         return ''
     x = [log_loss(name, 'llama-alibi') for name in grid]
     weights = [math.log(count_weights(Run(name, 'llama-alibi').options)) for name in grid]

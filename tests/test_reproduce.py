@@ -111,6 +111,15 @@ def test_claims_models_and_weights() -> None:
         assert max(weights) / min(weights) < 1.001
 
 
+def test_the_llama_with_the_same_loss() -> None:
+    losses = {'XS': {('llama-alibi', 1): 5.0, ('cem-2', 1): 5.1}, 'S': {('llama-alibi', 1): 4.5},
+              'M': {('llama-alibi', 1): 4.0, ('cem-2', 1): math.sqrt(4.5 * 4.0)}}
+    S, M = (count_weights(Run(size, 'llama-alibi').options) for size in ('S', 'M'))
+    assert reproduce.equal_llama(losses, 'M', 'cem-2') == f'{math.sqrt(S * M) / 1e3:.0f} k'
+    assert reproduce.equal_llama(losses, 'XS', 'cem-2') == ''  # smaller than all Llamas
+    assert reproduce.equal_llama(losses, 'S', 'cem-2') == ''  # not run
+
+
 def test_a_grid_of_made_up_losses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Trials, then runs, until nothing waits; CEM is 10% worse and fails once."""
     monkeypatch.chdir(tmp_path)
