@@ -360,7 +360,8 @@ def equal_llama(losses: dict[str, Losses], size: str, model: str) -> str:
 def verdict_table(losses: dict[str, Losses], verdicts: list[Verdict]) -> str:
     names = ('id', 'claim', 'A', 'B', 'kind')
     rows = [[*map(claim.get, names), '; '.join(map(str, effects)),
-             equal_llama(losses, effects[-1].size, claim['A']) if effects else '', word]
+             equal_llama(losses, effects[-1].size, claim['A'])
+             if effects and claim['unit'] == 'perplexity' else '', word]
             for claim, effects, word in verdicts]
     header = [*names, 'A over B', 'equal Llama with ALiBi', 'verdict']
     lines = ['A over B: how much higher the perplexity per Llama token of A is than that of B, the '
