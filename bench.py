@@ -7,7 +7,7 @@ Measure speed, memory and FLOPs of Llama, CEM and their peers.
 
 The rows of a table take turns, for `repeats` rounds after a warm-up, so that other work on the
 machine slows all of them alike. The table shows medians. If transformers is installed, its Llama
-runs too, and its GPT-2: nanoGPT's shape, with an MLP wide enough for Llama's FLOPs.
+trains and decodes too, and its GPT-2 trains, with nanoGPT's shape and an MLP for Llama's FLOPs.
 """
 import contextlib
 import gc
@@ -32,7 +32,7 @@ from nanocem.files import say, table
 
 Row = dict[str, Any]
 Run = Callable[[], Any]  # what is timed
-Maker = Callable[[], tuple[Run, Row]]  # builds it, and the columns that are known before
+Maker = Callable[[], tuple[Run, Row]]  # returns a Run, and the columns known before it
 LLAMA = dict(attn='llama', mlp='llama')
 CEM = dict(attn='cem', mlp='cem', positions='alibi', kq_diag='shared')
 T1 = CEM | dict(attn_steps=1, mlp_steps=1, preconditioner='none')
@@ -71,7 +71,7 @@ class BenchConfig:
             fail('what=gpu measures every table, and at two sizes: give it alone')
         gpu = torch.cuda.is_available() and self.device != 'cpu'
         if not gpu and ('gpu' in self.what or self.device == 'cuda'):
-            fail('this machine has no GPU that torch can use, or device=cpu')
+            fail('no GPU: torch finds none on this machine, or device=cpu hides it')
         self.device = 'cuda' if gpu else 'cpu'
         resolve_defaults(self, size='134m' if gpu else 'mini', compile=gpu,
                          context_length=2048 if gpu else 128, batch_size=8 if gpu else 32)
@@ -140,7 +140,7 @@ def measure(makers: dict[Any, Maker], cfg: BenchConfig) -> dict[Any, Row]:
             continue
         runs[name] = run
         if (seconds := time.perf_counter() - start) > 5:
-            say(f'{name}: built in {seconds:.0f} s')
+            say(f'{name}: ready after {seconds:.0f} s')
         if on_gpu:
             rows[name]['GB'] = (torch.cuda.max_memory_allocated() - before) / 1e9
     times: dict[Any, list[float]] = {name: [] for name in runs}
@@ -194,7 +194,7 @@ def train_table(cfg: BenchConfig) -> list[Row]:
     """Time a training step (forward, backward, AdamW) of every variant and peer. `hours` is how
     long 20 tokens for each of Llama's parameters take."""
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
-    device = x.device  # cuda:0, under which name the kernels are checked, too
+    device = x.device  # cuda:0, the name by which the kernels' check is cached
     llama = cfg.model(**LLAMA)
     llama_flops = compute.flops_per_token(llama)
     token_budget = 20 * llama.num_params()
@@ -238,7 +238,7 @@ def train_table(cfg: BenchConfig) -> list[Row]:
 
 def attention_table(cfg: BenchConfig) -> list[Row]:
     """Time one step of an attention sublayer, forward and backward: Llama's, CEM's with exact RoPE,
-    and CEM's with ALiBi and the diagonal by each attn_impl."""
+    and CEM's with ALiBi and the diagonal by readable, sdpa and triton."""
     variants = {'Llama': (LLAMA, 'auto'), 'CEM, exact RoPE': (T1 | ROPE, 'auto'),
                 'CEM, readable': (T1, 'readable'), 'CEM, sdpa': (T1, 'sdpa')}
     if cfg.device == 'cuda':

@@ -57,7 +57,7 @@ class EvaluateConfig:
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: str | None = None  # a UTF-8 text file to read instead
     tokens: int = 500_000  # evaluate at most this many, in evenly spaced sequences
-    steps: tuple[int, ...] = ()  # T of all CEM sublayers; energies, attention: the largest
+    steps: tuple[int, ...] = ()  # each T to test; energies and attention take the largest
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
     compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
@@ -410,7 +410,7 @@ def main(argv: list[str]) -> None:
         return print_report(f'out/results/compare/{file_name(" ".join(folders))}', 'Runs',
                             compare(folders))
 
-    # Which reports to make; an option that none of them has is refused
+    # What to do. An option that none of it uses is refused
     reports = [name for name in ('energies', 'attention', 'export') if getattr(cfg, name)]
     if cfg.steps or not reports:
         reports.append('loss')

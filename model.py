@@ -13,12 +13,12 @@ Algorithm 1 leaves out one term of attention's gradient, that of the diagonal in
 exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1, with g before V^T; rope is ours.
+Comments at the ends of lines are the formulas of Algorithm 1, whose g includes V^T; rope is ours.
 docs/paper.md lists our choices where the paper is silent. nanocem/fast.py computes the same
 attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
-K heads (subscript k) of width R = D_r = D / K, D_v the MLP's width. k_j is the key of position j.
+K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
 """
 import math
 from dataclasses import dataclass
@@ -48,9 +48,6 @@ SIZES: dict[str, dict[str, int]] = {
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
 EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 
-# The parameters with weight decay: the matrices, and the low-rank part of P
-DECAYED = ('embedding', 'head', 'W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d', 'U')
-
 
 @dataclass
 class ModelConfig:
@@ -61,7 +58,7 @@ class ModelConfig:
     n_layer: int | None = None  # number of layers; default: the size's
     n_head: int | None = None  # K, number of attention heads; default: the size's
     d_mlp: int | None = None  # width of the Llama MLP; default: the size's
-    vocab_size: int = 32_000  # train.py takes it from the data
+    vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens
     attn: Literal['llama', 'cem'] = 'cem'  # attention: untied, or tied weights and an energy
     mlp: Literal['llama', 'cem'] = 'cem'  # MLP: untied, or tied weights and an energy
@@ -122,7 +119,8 @@ class ModelConfig:
                 'exact_update needs the diagonal: set kq_diag=shared or per_head')
 
     def llama(self) -> 'ModelConfig':
-        """Return the Llama of the same shape, whose parameter count sets the token budget."""
+        """Return the Llama whose parameter count sets the token budget: the same shape, but at
+        256m_cem that of 256m."""
         names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
         options = {name: getattr(self, name) for name in names}
         if self.size == '256m_cem':
@@ -194,7 +192,7 @@ def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
 
 
 def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
-    """Return ALiBi's slopes m_k, (K,): 2^-k as in the paper; 2^(-8k/K) for more than 8 heads."""
+    """Return ALiBi's slopes m_k, (K,): 2^-k, the paper's example; 2^(-8k/K) above 8 heads."""
     k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
     return 2.0 ** (-8 / max(8, n_head) * k)
 
@@ -299,11 +297,11 @@ class CEMAttention(BaseAttention):
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to keys, which are also the values and fixed for all steps
-        h = self.norm(x)                                         # h_j <- rms(h_j), (B, I, D)
+        h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Insert the new h or keys into the cache, and get all so far; k is None if it stores only h
+        # Insert the new h or keys into the cache, and get all so far; k is None if it has only h
         if cache is not None:
             h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
         # Fold the preconditioner into the output projection W_O = W_Q
@@ -363,11 +361,11 @@ class LlamaMLP(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
-        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # transposed
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # used as g @ W_d
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
-        # Project the normed input to the gate and up
+        # Project the normed input to the gate gamma and to z
         h = self.norm(x)
         gamma = F.linear(h, self.W)                              # (B, I, D_v)
         z = F.linear(h, self.V)
@@ -394,7 +392,7 @@ class CEMMLP(nn.Module):
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         """Take the steps of Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to the gate, which stays fixed for all steps
-        h = self.norm(x)                                         # h_i <- rms(h_i)
+        h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
         # Fold the preconditioner into the down projection
@@ -419,7 +417,7 @@ class CEMMLP(nn.Module):
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h.
         phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u) and
-        phi = softplus. dx = -d xi/du if P = I."""
+        phi = softplus. g @ W_d = -d xi/du if P = I."""
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':
@@ -481,10 +479,6 @@ class Transformer(nn.Module):
             else:
                 x = block(x, pos, cache)
         return self.norm(x)
-
-    def decayed_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that weight decay acts on."""
-        return [p for name, p in self.named_parameters() if name.split('.')[-1] in DECAYED]
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T, but not eta; None keeps T. UserError for T < 1, or for a Llama sublayer."""

@@ -38,7 +38,7 @@ from nanocem.tokenizers import MODEL_FILE, WORD_END, make_tokenizer, tokenizer_o
 HUB = 'hf://datasets/'
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
-# Training tokens for each size of model: 20 tokens per parameter, and 1% more
+# Training tokens for each size of model: 20 per parameter of its Llama, rounded up
 SIZES = {'86m': 1.75e9, '108m': 2.2e9, '134m': 2.7e9, '162m': 3.3e9, '256m': 5.2e9}
 # Default tokenizers of train.py --text: each is for texts with fewer bytes than its key
 TEXT_TOKENIZERS = {1e6: 'byte', 5e6: 'bpe1024', 20e6: 'bpe2048', 1e9: 'bpe4096',
@@ -49,8 +49,8 @@ SPLITS = ('train', 'val', 'test')
 SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'test': 'test'}
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
 PART = 1 << 16  # A longer document is tokenized in parts of at least this many characters.
-LONGEST_PART = 1 << 20  # A part of a .txt file that has no space up to here ends inside a word.
-BATCH = 1 << 21  # Threads tokenize at least this many characters together.
+LONGEST_PART = 1 << 20  # A .txt file without a space in this many characters is cut in a word.
+BATCH = 1 << 21  # Threads tokenize about this many characters together.
 BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
 TOKEN_BYTES = 8  # No tokenizer has more bytes per token on average.
 MANY = 2000  # A text of fewer documents is split by position, others by hash: see find_ends.
@@ -63,9 +63,9 @@ class PrepareConfig:
     input: str = SLIMPAJAMA  # path, builtin, hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
     out_dir: str | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int | None = None  # training tokens at most; default 3.3B
-    size: Literal[tuple(SIZES)] | None = None  # tokens: 20 per parameter of this model
+    size: Literal[tuple(SIZES)] | None = None  # instead of tokens: what this size needs
     tokenizer: str | None = None  # llama (default; builtin: byte), gpt2, byte, bpe2048, FILE.model
-    held_out: float | None = None  # val's share, and test's; 0.005, builtin 0.05
+    held_out: float | None = None  # share of val and of test; 0.005, builtin 0.05
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
     workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores
 
@@ -144,7 +144,7 @@ def find_source(where: str) -> Source:
         fail(f'{where}: no such file or folder')
     files = {file: find_split(file) for file in names if file.lower().endswith(SUFFIXES)}
     require(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
-    if 'train' not in files.values():  # A folder may be called test by chance.
+    if 'train' not in files.values():  # Then a name like test is there by chance.
         files = dict.fromkeys(files)
     ordered = sorted(files.items(), key=lambda item: item[1] not in ('val', 'test'))
     return Source(name, where, dict(ordered), [file for file in names if file not in files])
@@ -183,14 +183,14 @@ def list_library() -> list[str]:
 
 @contextmanager
 def hub() -> Iterator[Any]:
-    """Give access to the Hub. UserError for any error inside the with block."""
+    """Give access to the Hub. UserError for any error in the with block, except a full disk."""
     import huggingface_hub
     try:
         yield huggingface_hub
     except Exception as error:  # The HTTP library raises many classes of its own.
         if getattr(error, 'errno', None) == errno.ENOSPC:
             raise
-        fail(f'the Hugging Face Hub: {error} (is there a network? whole files are kept)')
+        fail(f'the Hugging Face Hub: {error} (is there a network? downloads are kept)')
 
 
 def list_hub(where: str) -> tuple[str, list[str]]:
@@ -247,7 +247,7 @@ def read_jsonl(path: str, column: str, suffix: str) -> Iterator[Any]:
     with open(path, 'rb', 1 << 20) as file:
         lines: Any = file
         if suffix != '.jsonl':
-            if not os.path.getsize(path):  # which pyarrow takes for a file without lines
+            if not os.path.getsize(path):  # pyarrow would read an empty file as no lines
                 raise ValueError('unexpected end of file')
             stream = CompressedInputStream(file, 'zstd' if suffix == '.zst' else 'gzip')
             lines = io.BufferedReader(stream, 1 << 20)
@@ -302,7 +302,7 @@ def read_parts(o: PrepareConfig, source: Source, skip: Callable[[str], bool]) ->
             if split is None and not ends:
                 chunks = list(chunks)
                 split = split_by_hash(''.join(chunks), o.held_out)
-                split = 'train' if split in source.files.values() else split
+                split = 'train' if split in source.files.values() else split  # it has own files
             for n, text in enumerate(split_text(chunks)):
                 if split:
                     yield Part(split, text, n == 0)
@@ -344,10 +344,7 @@ def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
     enough = round(TOKEN_BYTES * o.tokens / (1 - 2 * o.held_out))
     total = 0  # bytes
     for n, chunks in enumerate(documents, 1):
-        for chunk in chunks:
-            total = min(enough, total + len(chunk.encode()))
-            if total == enough:
-                break
+        total = min(enough, total + sum(len(chunk.encode()) for chunk in chunks))
         if total == enough:  # few documents hold all the tokens that are wanted
             break
         if n == MANY:
@@ -486,7 +483,7 @@ def sample_train(o: PrepareConfig, source: Source) -> list[str]:
             if part.split == 'train':
                 yield part.text
                 size += len(part.text.encode())
-                if size > 4 * o.tokens:  # the train split has some four bytes a token
+                if size > 4 * o.tokens:  # enough: a token has some four bytes
                     return
     say(f'Reading {o.input} for the tokenizer')
     total = sum(len(text.encode()) for text in train_texts())
@@ -497,7 +494,7 @@ def sample_train(o: PrepareConfig, source: Source) -> list[str]:
 
 
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -> None:
-    """Write the tokens of all documents, until the train split has o.tokens of them."""
+    """Write the tokens of all documents, until the splits are full."""
     limit = dict.fromkeys(SPLITS, sys.maxsize) | {'train': o.tokens}
     for split in ('val', 'test'):  # a split by hash needs no limit: it grows with train
         if source.ends or split in source.files.values():
@@ -524,7 +521,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
 
 def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[Part]]:
     """Group parts for encode_parts, without those of full splits. A batch ends at BATCH characters,
-    or earlier, when it has as many characters as its last part's split lacks tokens."""
+    or earlier, as soon as it may fill the split of its last part."""
     batch: list[Part] = []
     size = 0
     for part in parts:

@@ -7,9 +7,9 @@ Does the paper hold? Its claims, the training runs that decide them, and the ver
     python reproduce.py --scale=paper                the commands at the paper's sizes
 
 results/tokens has the claims (verdicts.csv), the models, the sizes, and RULE.md, which explains
-them. Trials choose the learning rates: when all runs of --todo are finished, repeat it, until it
-prints nothing. `| xargs -P 2 -I{} sh -c "{}"` trains two at a time. Runs are in out/reproduce/;
-tables and pictures are written to out/results/tokens/.
+them. Trials choose the learning rates: when all runs are finished, repeat --todo without --text,
+until it prints nothing. `| xargs -P 2 -I{} sh -c "{}"` trains two at a time. Runs are in
+out/reproduce/; tables and pictures are written to out/results/tokens/.
 
 A loss is in nats per Llama token of the held-out text, validation and test together. A claim
 compares models A and B by the rule of nanocem/verdicts.py, with bounds in per cent of perplexity.
@@ -193,7 +193,7 @@ class Trials(NamedTuple):
 
 
 def search_rates(found: Results, size: str, model: str) -> Trials:
-    """Try three learning rates. While the best is at an end, try one beyond it, up to seven."""
+    """Name three learning rates. While the best is at an end, add one beyond it, up to seven."""
     middle, ratio = float(SIZES[size]['rate']), float(SIZES[size]['ratio'])
     seeds = [int(seed) for seed in SIZES[size]['trial_seeds'].split()]
     exponents = [-1, 0, 1]
@@ -202,6 +202,7 @@ def search_rates(found: Results, size: str, model: str) -> Trials:
         runs = [[Run(size, model, rate, seed) for seed in seeds] for rate in rates]
         if any(run not in found for row in runs for run in row):
             return Trials(rates)
+        # Here each rate is a model
         y = {(str(run.rate), run.seed): found[run]['y'] for row in runs for run in row}
         finished, _ = split_failed(y)
         losses = np.array([[found[run]['val_bpb'] if (str(run.rate), run.seed) in finished
@@ -322,7 +323,7 @@ def measure(claim: dict[str, str], size: str, found: Results,
 
 
 def judge(found: Results, losses: dict[str, Losses]) -> list[Verdict]:
-    """Return every claim with its effects and the word for it."""
+    """Return every claim with its effects and its verdict."""
     verdicts = []
     for claim in CLAIMS:
         sizes = claim['sizes'].split()
@@ -441,7 +442,7 @@ class ReproduceConfig:
     """What to print."""
     scale: Literal['english', 'paper'] = 'english'  # the runs of results/tokens, or of the paper
     todo: bool = False  # print the commands of missing runs instead of verdicts
-    text: str | None = None  # text that --todo prepares first; default: data/english exists
+    text: str | None = None  # text that --todo prepares; not needed if data/english exists
     anew: bool = False  # leave the published runs out
     count: str | None = None  # print text.csv of this data folder; $LLAMA_TOKENIZER: Llama's model
 

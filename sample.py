@@ -45,11 +45,10 @@ class SampleConfig:
 @torch.no_grad()
 def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
-    """Return n texts that continue `prompt`, joined by lines of ---. With `live` and n = 1 print
+    """Return n texts that begin with `prompt`, joined by lines of ---. With `live` and n = 1 print
     the text token by token and return ''. UserError if the model lacks a token or its logits
     are not finite."""
-    # Characters that UTF-8 cannot encode become ?
-    ids = [tokenizer.bos, *tokenizer.encode(prompt.encode('utf-8', 'replace').decode())]
+    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     if max(ids) >= model.cfg.vocab_size:
         fail(f'the model has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=model.embedding.device)

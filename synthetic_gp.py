@@ -312,8 +312,7 @@ def run_table(o: Options) -> dict[Key, Row]:
     keys = [(kernel, model) for kernel in o.kernels for model in o.models]
     with ProcessPoolExecutor(o.jobs, get_context('spawn'), start_worker) as pool:
         try:
-            samples = pool.map(partial(sample_gp, o), o.kernels,
-                               [range(o.repeats)] * len(o.kernels))
+            samples = pool.map(partial(sample_gp, o, repeats=range(o.repeats)), o.kernels)
             data = dict(zip(o.kernels, samples, strict=True))
             rows = pool.map(partial(train_row, o), keys, [data[kernel] for kernel, _ in keys])
             return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))

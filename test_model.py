@@ -114,8 +114,7 @@ def test_parameter_counts() -> None:
 @pytest.mark.parametrize('cfg', [c for c in SETS if c.preconditioner == 'none'], ids=describe)
 def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
     """At one token of context nothing is masked away: torch's own count of products must agree."""
-    cfg.context_length = 1
-    model = Transformer(cfg)
+    model = Transformer(ModelConfig(**{**vars(cfg), 'context_length': 1}))
     model.set_attn_impl('readable')
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 1, dtype=torch.long))
@@ -133,8 +132,8 @@ def test_cem_with_one_step_is_llama_with_tied_weights() -> None:
     state = cem.state_dict()
     ties = {'attn.W_V': 'attn.W_K', 'attn.W_O': 'attn.W_Q', 'mlp.W_d': 'mlp.V'}
     for i in range(TINY['n_layer']):
-        for free, tied in ties.items():
-            state[f'blocks.{i}.{free}'] = state[f'blocks.{i}.{tied}']
+        for free, shared_name in ties.items():
+            state[f'blocks.{i}.{free}'] = state[f'blocks.{i}.{shared_name}']
     llama.load_state_dict(state)
     idx = torch.randint(50, (3, 16))
     torch.testing.assert_close(cem(idx)[0], llama(idx)[0], rtol=0, atol=1e-12)
@@ -276,7 +275,7 @@ def test_folded_preconditioner_equals_the_dense_one(kind: str, exact: bool) -> N
 
 @pytest.mark.parametrize('n_head', [1, 3, 8, 12, 32])
 def test_alibis_slopes(n_head: int) -> None:
-    """2^-k below eight heads; from there K slopes down to 1/256, in equal ratios."""
+    """2^-k below eight heads, else K slopes in equal ratios that end at 1/256."""
     cfg = ModelConfig(**{**TINY, 'n_head': n_head, 'd_model': 2 * n_head})
     with torch.no_grad():
         bias = Transformer(cfg).blocks[0].attn.bias(make_positions(cfg, torch.zeros(1, 2, 1)))

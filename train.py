@@ -41,7 +41,7 @@ from nanocem.world import Distributed, divide_batch, find_device, read_environme
 from prepare_slimpajama import find_data
 from sample import sample_text
 
-MAX_SKIPPED = 10  # more consecutive steps without a finite loss and gradient end the run
+MAX_SKIPPED = 10  # after more consecutive steps without finite loss and gradient the run ends
 STOPPED = 75  # exit code of a run that can continue (EX_TEMPFAIL: try again later)
 
 
@@ -71,11 +71,11 @@ class TrainConfig:
     eval_tokens: int = 2_000_000  # tokens per validation, the same ones every time
     test_tokens: int = 10_000_000  # tokens of the final test
     log_interval: int = 10  # steps between lines of log.jsonl
-    checkpoint_interval: int = 1000  # steps between checkpoints; best.pt can be resumed, too
+    checkpoint_interval: int = 1000  # steps between checkpoints, besides best.pt
     keep_checkpoints: int = 2  # number of checkpoints to keep, besides the best by validation
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # matrix products; auto: the faster
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
     attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # see fast.py
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     activation_checkpointing: bool = False  # recompute activations in the backward pass
@@ -123,7 +123,7 @@ class Trainer:
         if self.model_cfg.vocab_size < vocab_size:
             fail(f'vocab_size={self.model_cfg.vocab_size}: {cfg.data} needs {vocab_size} or more')
         length = self.model_cfg.context_length
-        self.data = {split: TokenDataset(cfg.data, split, length, vocab_size)
+        self.data = {split: TokenDataset(cfg.data, split, length)
                      for split in ('train', 'val', 'test')}
         self.micro_batch_size = divide_batch(
             cfg.batch_size, cfg.micro_batch_size, world.size, length)
@@ -218,15 +218,14 @@ class Trainer:
             'max_steps': self.max_steps, 'data_dir': self.cfg.data, **self.identity()}
         runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
 
-    def batch(self, split: str, ids: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of these sequences, (B, J) each, on the device."""
-        x, y = self.data[split].batch(ids)
+    def batch(self, split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
+        x, y = self.data[split].batch(indices)
         device = self.world.device
-        if device.type != 'cuda':
-            return x.to(device), y.to(device)
-        # From pinned memory the copy overlaps with the GPU's work
-        x, y = x.pin_memory(), y.pin_memory()
-        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        on_gpu = device.type == 'cuda'
+        if on_gpu:  # from pinned memory the copy overlaps with the GPU's work
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(device, non_blocking=on_gpu), y.to(device, non_blocking=on_gpu)
 
     def train_step(self) -> tuple[float, float]:
         """Take one optimizer step on one global batch. Returns its mean loss and gradient norm."""
@@ -238,14 +237,14 @@ class Trainer:
             for group in optimizer.param_groups:
                 group['lr'] = self.lr
 
-        # Take this process's share of the global batch: (grad_accum_steps, micro_batch_size) ids
+        # This process's share of the global batch: indices (grad_accum_steps, micro_batch_size)
         batch = self.order(self.step).reshape(world.size, -1, self.micro_batch_size)[world.rank]
         grad_accum_steps = len(batch)
 
         # Accumulate gradients over forward and backward passes; DDP all-reduces them in the last
         loss = torch.zeros((), device=world.device)
-        for micro_step, ids in enumerate(batch):
-            x, y = self.batch('train', ids)
+        for micro_step, indices in enumerate(batch):
+            x, y = self.batch('train', indices)
             if world.size > 1:
                 self.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with self.autocast:
@@ -275,26 +274,26 @@ class Trainer:
         token_bytes = world.run_on_rank0(self.padded_token_bytes) if with_bits else None
         if token_bytes is not None:
             token_bytes = token_bytes.to(world.device)
-        ids = evenly_spaced(len(data), max_tokens // data.length)[world.rank::world.size]
+        indices = evenly_spaced(len(data), max_tokens // data.length)[world.rank::world.size]
         # (tokens that have bytes, others) x (nats, tokens, bytes)
         sums = torch.zeros(2, 3, dtype=torch.float64)
         self.raw_model.eval()
-        # The model returns a mean loss. So the first pass takes the tokens that have bytes, and the
-        # second pass takes the others, in the sequences that hold any
+        # The model returns only a mean loss. So a first pass takes the tokens that have bytes, and
+        # a second the others, in the sequences that hold some
         for row, is_text in enumerate((True, False)):
-            has_others = np.zeros(len(ids), dtype=bool)
-            for i in range(0, len(ids), size):
-                x, y = self.batch(split, ids[i:i + size])
+            left_out = np.zeros(len(indices), dtype=bool)  # sequences with tokens not in this pass
+            for i in range(0, len(indices), size):
+                x, y = self.batch(split, indices[i:i + size])
                 n_bytes = torch.ones_like(y) if token_bytes is None else token_bytes[y]
                 counts = (n_bytes > 0) == is_text
-                has_others[i:i + size] = (~counts).any(dim=1).cpu()
+                left_out[i:i + size] = (~counts).any(dim=1).cpu()
                 # Run a smaller last batch uncompiled: it is not worth a compilation
                 stance = compute.eager() if len(x) < size else contextlib.nullcontext()
                 with self.autocast, stance:
                     loss = self.model(x, y.masked_fill(~counts, compute.NO_TARGET))[1]
                 n = int(counts.sum())
                 sums[row] += torch.tensor([float(loss) * n if n else 0.0, n, int(n_bytes.sum())])
-            ids = ids[has_others]
+            indices = indices[left_out]
         self.raw_model.train()
         sums = world.sum(sums)
         (text_nats, _, text_bytes), (nats, tokens, _) = sums[0].tolist(), sums.sum(dim=0).tolist()
@@ -342,7 +341,7 @@ class Trainer:
         return 0
 
     def count_skips(self) -> None:
-        """Report a skipped step. UserError after too many consecutive ones."""
+        """Count and report skipped steps. UserError after too many consecutive ones."""
         if math.isfinite(self.loss) and math.isfinite(self.grad_norm):
             self.consecutive_skips = 0
             return
@@ -468,7 +467,7 @@ def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code."""
     world, code = read_environment(), 0
     with report_errors(world), contextlib.ExitStack() as stack:
-        # Read the options: those given, over those of the run to resume or the model to start from
+        # Read the options. Those given override those of the run to resume or to start from
         given = read_options(argv, TrainConfig, ModelConfig)
         out_dir, resume = runs.find_run(given.get('init_from'), given.get('out_dir'))
         options = (runs.resumed_options(out_dir, given, TrainConfig) if resume
@@ -481,7 +480,7 @@ def main(argv: list[str]) -> int:
         # for each other. One prepares it, and the others wait for its lock. Only rank 0 prints. A
         # resumed run uses the data that it has.
         if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-            fine_tuning = cfg.text and cfg.init_from != 'scratch'  # then with that run's tokenizer
+            fine_tuning = cfg.text and cfg.init_from != 'scratch'  # the text gets its tokenizer
             with contextlib.redirect_stdout(None if world.rank else sys.stdout):
                 cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer,
                                      runs.read_run(cfg.init_from) if fine_tuning else None)

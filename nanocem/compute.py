@@ -14,8 +14,8 @@ from torch import Tensor
 from configurator import fail
 
 WORTH_COMPILING = 2e12  # FLOPs of a run; a shorter one (a minute on a CPU) is not compiled
-LOGITS_AT_ONCE = 2 ** 26  # with more logits than this, the loss is computed a few rows at a time
-LOGITS_IN_CACHE = 2 ** 20  # on a CPU: this many fit into the processor's cache
+LOGITS_AT_ONCE = 2 ** 26  # on a GPU: with more logits than this, the loss is computed in parts
+LOGITS_IN_CACHE = 2 ** 20  # on a CPU: the logits of a part, which fit into the processor's cache
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 
 
@@ -59,8 +59,8 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
         keep_bias = not (biased and attention.startswith('sdpa'))
         torch._functorch.config.ban_recompute_materialized_backward = keep_bias
         torch._functorch.config.ban_recompute_used_far_apart = keep_bias
-        # DDP would cut the graph in 17 at 134m, to reduce gradients during the backward pass. That
-        # saves some milliseconds of a step, and costs memory, as no cut can be recomputed across
+        # DDP would cut the graph into 17 at 134m, to sum gradients during the backward pass. That
+        # saves milliseconds a step, and costs memory: nothing is recomputed across a cut
         torch._dynamo.config.optimize_ddp = False
         return torch.compile(model, dynamic=False)
     for block in model.blocks:

@@ -47,10 +47,10 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.m
 class TokenDataset:
     """A split as sequences of `length` tokens. In each shard the inputs of sequence n begin at
     token n * length, and its targets one token later. UserError if the data is damaged."""
-    def __init__(self, folder: str, split: str, length: int, vocab_size: int | None = None):
+    def __init__(self, folder: str, split: str, length: int):
         self.meta = read_meta(folder)
         self.length = length
-        self.vocab_size = vocab_size or self.meta['vocab_size']
+        self.vocab_size = self.meta['vocab_size']
         shards = [open_shard(folder, self.meta, shard)
                   for shard in self.meta['splits'].get(split, {}).get('shards', [])]
         self.shards = [tokens for tokens in shards if len(tokens) > length]

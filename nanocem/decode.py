@@ -1,5 +1,5 @@
 """
-Generate text with a cache, which stores these numbers for each token and layer:
+Generate text with a cache. For each token and layer it stores this many numbers:
 
     Llama                                       2 D    keys and values
     CEM with the diagonal, the default            D    h

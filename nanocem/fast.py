@@ -60,8 +60,8 @@ def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: b
 @torch.compiler.assume_constant_result
 def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: int, diagonals: int,
                 alibi: bool) -> bool:
-    """Return whether the Triton kernels take these tensors and agree with the formula, on a GPU or
-    in Triton's interpreter (no bfloat16). They are tried once in a process."""
+    """Return whether the Triton kernels take these tensors. On a GPU they must also agree with the
+    formula, which is tried once. Triton's interpreter takes no bfloat16."""
     if not HAS_TRITON or width > 128:
         return False
     if os.environ.get('TRITON_INTERPRET') == '1':  # tests compare the kernels themselves

@@ -15,8 +15,8 @@ from configurator import fail
 
 
 def say(text: str, end: str = '\n') -> None:
-    """Print a line immediately. A closed pipe, a full disk or a locale that lacks a character can
-    lose the line, but never ends the program."""
+    """Print a line immediately. A closed pipe or a full disk loses the line, but does not end the
+    program. Characters that the locale lacks are escaped."""
     stream = sys.stdout
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
     line = (text + end).encode(encoding, 'backslashreplace')

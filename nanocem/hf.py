@@ -39,7 +39,8 @@ A language model by nanoCEM, an implementation of
     tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME{no_remote})
 
 {words}
-Tokenizer: {tokenizer}, vocabulary {vocab_size}. Every text begins with BOS, where generate stops.
+Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS.
+generate stops at the next BOS.
 """
 LLAMA_WORDS = """This is a plain LlamaForCausalLM. It needs no code of nanoCEM's.
 """
@@ -52,12 +53,6 @@ There is no cache: each new token reads the whole text again (nanoCEM's sample.p
 Refused: past_key_values, use_cache, inputs_embeds, position_ids, output_hidden_states,
 output_attentions, return_dict=False, masks of four dimensions, ignore_mismatched_sizes.
 """
-
-
-def is_plain_llama(cfg: ModelConfig) -> bool:
-    """Return whether transformers' own LlamaForCausalLM computes the same."""
-    return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
-            and cfg.attn_reuse == cfg.mlp_reuse == 1)
 
 
 def to_llama_name(name: str) -> str:
@@ -90,7 +85,9 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     if any(path.iterdir()):
         fail(f'export={folder} is not empty: delete it, or give a new folder')
     weights = {name: w.to(dtype) for name, w in model.state_dict().items()}
-    plain = is_plain_llama(cfg)
+    # Is it what transformers' own LlamaForCausalLM computes?
+    plain = (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
+             and cfg.attn_reuse == cfg.mlp_reuse == 1)
     if plain:
         weights = to_llama_weights(weights)
         config: dict[str, Any] = dict(
@@ -125,7 +122,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
 
 
 def read_export(folder: str) -> dict[str, Any]:
-    """Read what `export` wrote as a checkpoint, with weights in float32. Nothing is checked: a
+    """Read an export into a checkpoint, with weights in float32. Nothing is checked: a
     damaged folder raises an error of any kind."""
     config = read_json(f'{folder}/config.json', 'export the model again') or {}
     weights = load_file(f'{folder}/{WEIGHTS_FILE}')
@@ -141,7 +138,7 @@ def read_export(folder: str) -> dict[str, Any]:
 
 
 def to_relative_imports(code: str) -> str:
-    """Import our files from the folder of the file itself: transformers follows no others."""
+    """Make the imports of our files relative: transformers copies no other files."""
     code = re.sub(r'^( *)from nanocem import', r'\1from . import', code, flags=re.M)
     ours = '|'.join(Path(name).stem for name in CODE)
     return re.sub(rf'^( *)from (?:nanocem\.)?({ours}) import', r'\1from .\2 import', code,

@@ -80,14 +80,15 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         """Map ids (B, I) to logits (B, I, vocabulary), those of the last `logits_to_keep` positions
         if that is not 0, and with labels (B, I) to their loss, too. attention_mask (B, I) is 0 at
         padding. UserError for an argument that this model does not take."""
-        names = [name for name, value in others.items() if value is not None and value is not False]
+        refused = [name for name, value in others.items()
+                   if value is not None and value is not False]
         if return_dict is False:
-            names.append('return_dict=False')
+            refused.append('return_dict=False')
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
-            names.append(f'attention_mask {tuple(attention_mask.shape)}, not (batch, length)')
-        if names:
-            fail(f'this model does not take {", ".join(names)}: see its README.md')
-        if attention_mask is not None and attention_mask.all():
+            refused.append(f'attention_mask {tuple(attention_mask.shape)}, not (batch, length)')
+        if refused:
+            fail(f'this model does not take {", ".join(refused)}: see its README.md')
+        if attention_mask is not None and attention_mask.all():  # faster attention can run
             attention_mask = None
         x = self.model.hidden(input_ids, key_mask=attention_mask)[:, -logits_to_keep:]
         logits = F.linear(x, self.model.head)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 MATRICES = ('W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d')  # attention's and the MLP's
-BATCH_ENTRIES = 2**20  # of a batch on a CPU at most, so that it fits the processor's cache
+DECAYED = (*MATRICES, 'embedding', 'head', 'U')  # U and V are also the low-rank part of P
+BATCH_ENTRIES = 2**20  # at most in a batch on a CPU: it then fits the processor's cache
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
 
@@ -22,7 +23,8 @@ def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.opti
     """Return AdamW with train.py's options; only matrices have weight decay. With optimizer=muon,
     return Muon as well, for the matrices in the layers. Its products are in dtype."""
     muon_params = block_matrices(model) if cfg.optimizer == 'muon' else []
-    decayed = [p for p in model.decayed_parameters() if p not in set(muon_params)]
+    decayed = [p for name, p in model.named_parameters()
+               if name.split('.')[-1] in DECAYED and p not in set(muon_params)]
     others = [p for p in model.parameters() if p not in {*muon_params, *decayed}]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
               {'params': others, 'weight_decay': 0.0}]

@@ -53,11 +53,6 @@ def newest_run() -> str | None:
     return next((folder for folder in folders if read_config(folder)), None)
 
 
-def restarted() -> bool:
-    """Return whether torchrun restarted this process after a failure."""
-    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0) > 0
-
-
 def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:
     """Make and lock the folder of a new run: `out_dir`, or the first free one of out/NAME,
     out/NAME-2, ..., where NAME describes the model. UserError if `out_dir` holds a run."""
@@ -77,7 +72,8 @@ def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStac
 def lock_folder(out_dir: str, locks: contextlib.ExitStack) -> None:
     """Lock a run's folder until `locks` closes. UserError if another process trains there. A
     process that torchrun restarted waits for its predecessor to end instead."""
-    handle = lock(os.path.join(out_dir, '.lock'), wait=restarted())
+    restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0) > 0  # by torchrun
+    handle = lock(os.path.join(out_dir, '.lock'), wait=restarted)
     if handle is None:
         fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
              'start beside it with another --out_dir')
@@ -147,8 +143,8 @@ def checkpoints(out_dir: str) -> list[str]:
 
 
 def save_checkpoint(out_dir: str, state: dict[str, Any], best: bool = False, keep: int = 2) -> None:
-    """Write best.pt. Or write step_*.pt, and delete all numbered checkpoints but the last `keep`.
-    If writing fails, print a warning and keep the earlier ones."""
+    """With `best` write best.pt, else step_*.pt, and delete all numbered checkpoints but the last
+    `keep`. If writing fails, print a warning and keep the earlier ones."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     path = os.path.join(out_dir, 'best.pt' if best else f'step_{state["step"]:08d}.pt')

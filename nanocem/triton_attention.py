@@ -2,8 +2,8 @@
 Compute CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, both ways.
 
 flex_attention would need 18 lines, but its backward pass runs on CUDA alone and adds gradients of
-captured tensors atomically: they differ from run to run, and a bias of each head gets some 200
-million additions on twelve addresses. So these kernels stay until a GPU has timed both.
+captured tensors atomically: they differ from run to run, and the biases of twelve heads get some
+200 million additions. So these kernels stay until a GPU has timed both.
 
 For head k, with values = keys and everything causal (j <= i),
 
@@ -19,8 +19,8 @@ Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j
     dq_i = sum_j ds_ij k_j / tau        dk_j = sum_i p_ij do_i + ds_ij q_i / tau
     dbias_ij = sum_heads ds_ij          db = sum_i ds_ii
 
-Each sum has its own kernel, and each of its tiles one program. Nothing is added atomically, so
-results are the same to the bit. Scores are in base 2, because the hardware has exp2.
+dq and db share a kernel, dk and dbias have their own; each tile is one program. Nothing is added
+atomically, so results are the same to the bit. Scores are in base 2, because the hardware has exp2.
 
 Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k in columns k R to
 (k + 1) R. One number per row (the scores' log-sum-exp, delta) is (B, K, J). A tile's width is a
@@ -245,7 +245,7 @@ def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: 
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
     bias = load_bias(Bias + tile, i[:, None], j[None, :], width, True)
     acc = tl.zeros((BM, BN), tl.float32)
-    for DIAGONAL in tl.static_range(2):
+    for DIAGONAL in tl.static_range(2):  # at most one runs: the tile is below the diagonal or on it
         if j0 < i0 + BM and (j0 + BN > i0) == DIAGONAL:
             for head in range(first, first + K // N):
                 offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
@@ -308,7 +308,7 @@ def bias_width(J: int) -> int:
 
 def diagonal_bias(du: Tensor, h: Tensor) -> Tensor:
     """Return du h^T (B, n, width, width) for j <= i, of du (B, n, J, D) and h (B, J, D). Above the
-    diagonal it is not initialized; the kernels replace those scores by -inf."""
+    diagonal it is undefined, as those scores become -inf. Padding is 0: NaN would reach dk."""
     B, n, J, _ = du.shape
     width = bias_width(J)
     bias = (du.new_empty if width == J else du.new_zeros)(B, n, width, width)

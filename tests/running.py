@@ -144,6 +144,7 @@ def free_port() -> int:
 
 
 def steps(n: int) -> str:
+    """Return the option for a run of n steps."""
     return f'--tokens={n * BATCH * LENGTH}'
 
 
