@@ -64,7 +64,7 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
 EXCLUDES = {'text': 'data', 'data': 'text', 'tokens': 'tokens_per_param',
             'tokens_per_param': 'tokens'}
 # Options whose values may begin with ~, the home folder
-PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export', 'prompts')
+PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export')
 
 
 def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:

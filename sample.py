@@ -3,7 +3,7 @@ Generate text with a trained model.
 
     python sample.py                                         with the newest run
     python sample.py --out_dir=out/mini-cem1-cem1 --prompt="def " --temperature=0.7 --attn_steps=4
-    python sample.py --prompts=FILE                          each line of a file is a prompt
+    python sample.py --prompt=FILE:intro.txt                 continue the text in a file
 """
 import sys
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, command_line, convert_types, fail, in_range, read_options, require
+from configurator import build, command_line, convert_types, fail, in_range, read_options
 from nanocem.decode import generate
 from nanocem.files import read_text_file, say
 from nanocem.runs import load_run
@@ -24,7 +24,6 @@ class SampleConfig:
     out_dir: str | None = None  # folder of a run or an export; default: the newest run in out/
     checkpoint: Literal['best', 'last'] = 'best'  # the best by validation, or the last
     prompt: str = ''  # the text to continue, or FILE:PATH for the text in a file
-    prompts: str | None = None  # a file with one prompt per line, instead of prompt
     tokens: int = 500  # number of tokens to generate
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
@@ -67,18 +66,11 @@ def main(argv: list[str]) -> None:
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt.startswith('FILE:'):
         cfg.prompt = read_text_file(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
-    prompts = [cfg.prompt]
-    if cfg.prompts is not None:
-        require(not cfg.prompt, f'prompt={cfg.prompt} and prompts={cfg.prompts}: give one')
-        prompts = read_text_file(cfg.prompts, 'prompts=').splitlines()
-        require(bool(prompts), f'prompts={cfg.prompts} is empty')
     model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
     in_range(cfg, 1, model.cfg.vocab_size, 'top_k')
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    tokenizer = tokenizer_of(state)
-    for prompt in prompts:
-        say(sample_text(model, tokenizer, prompt, cfg.tokens, cfg.temperature, cfg.top_k,
-                        cfg.seed, cfg.num_samples, live=sys.stdout.isatty()) + '\n---')
+    say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature, cfg.top_k,
+                    cfg.seed, cfg.num_samples, live=sys.stdout.isatty()) + '\n---')
 
 
 if __name__ == '__main__':

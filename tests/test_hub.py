@@ -260,11 +260,11 @@ def test_an_exported_folder_is_read_as_a_run_is(
     sample.main([*options, '--tokens=9', '--temperature=0', '--num_samples=2'])
     ids = generate(rounded(), torch.tensor([[256]]), 9, temperature=0)[0]
     assert capfd.readouterr().out == 2 * (tokenizer_of(state).decode(ids.tolist()) + '\n---\n')
-    Path('prompts.txt').write_text('The\n\nA longer one\n')
-    for prompt in ('--prompt=The', '--prompt=', '--prompt=A longer one', '--prompts=prompts.txt'):
+    Path('prompt.txt').write_text('A longer one')
+    for prompt in ('--prompt=A longer one', '--prompt=FILE:prompt.txt'):
         sample.main([*options, '--tokens=5', '--temperature=0', prompt])
     said = capfd.readouterr().out
-    assert said[:len(said) // 2] == said[len(said) // 2:]  # a prompt a line, each as if alone
+    assert said[:len(said) // 2] == said[len(said) // 2:]
 
     evaluate.main([*options, '--export=again'])
     written = load_file('again/model.safetensors')

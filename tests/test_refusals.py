@@ -58,7 +58,7 @@ sample              --out_dir=none                         no checkpoint in none
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
 sample              --out_dir=llama --prompt=FILE:data     data is not a file
 sample              --out_dir=llama --prompt=FILE:         prompt=FILE: is not a file
-sample              --prompts=                             --prompts= is empty: expected a path
+sample              --out_dir=                             --out_dir= is empty: expected a path
 sample              --out_dir=llama --top_k=3000            top_k=3000: expected 1 to 2,048
 sample              --out_dir=llama --checkpoint=last      llama holds a single checkpoint
 evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
