@@ -470,7 +470,7 @@ def main(argv: list[str]) -> None:
     say(page)
     os.makedirs(OUT, exist_ok=True)
     write_atomic(f'{OUT}/verdicts.md', page.encode())
-    rows = [[*run, *(found[run][name] for name in COLUMNS)] for run in sorted(found)]
+    rows = [[*run, *(f'{found[run][name]:.12g}' for name in COLUMNS)] for run in sorted(found)]
     lines = [','.join(map(str, row)) for row in [[*Run._fields, *COLUMNS], *rows]]
     write_atomic(f'{OUT}/runs.csv', '\n'.join([*lines, '']).encode())
     for name, figure in draw(losses, verdicts).items():
