@@ -344,7 +344,10 @@ def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
     enough = round(TOKEN_BYTES * o.tokens / (1 - 2 * o.held_out))
     total = 0  # bytes
     for n, chunks in enumerate(documents, 1):
-        total = min(enough, total + sum(len(chunk.encode()) for chunk in chunks))
+        for chunk in chunks:
+            total = min(enough, total + len(chunk.encode()))
+            if total == enough:  # the rest of a large file is not read
+                break
         if total == enough:  # few documents hold all the tokens that are wanted
             break
         if n == MANY:
