@@ -332,7 +332,6 @@ TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_t
 
 @command_line
 def main(argv: list[str]) -> None:
-    """Run the command line."""
     cfg = build(BenchConfig, read_options(argv, BenchConfig))
     compute.keep_freed_memory()  # as train.py does
     if cfg.device == 'cuda':

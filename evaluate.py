@@ -9,17 +9,13 @@ Evaluate a trained model.
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their curves
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables and pictures go into the run's folder, under names that have the options given: loss.md,
-loss-text=book.txt.md, energies-split=val.png. --out_dir can also name an exported folder; its
-tables and pictures go into a folder in out/results, those of --compare into out/results/compare.
+Tables are printed. Pictures go into the run's folder: loss.png, energies.png, attention.png. Those
+of --compare and of an exported folder, which --out_dir can also name, go into out/results.
 """
-import io
 import math
 import os
-import re
 import shlex
 import sys
-import zlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +29,7 @@ from configurator import build, command_line, convert_types, fail, in_range, rea
 from model import CEMMLP, BaseAttention, CEMAttention, Transformer
 from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
+from nanocem.files import read_json, read_json_lines, read_text_file, say, table
 from nanocem.hf import export
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
 from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
@@ -41,18 +37,16 @@ from prepare_slimpajama import find_data
 
 Report = tuple[str, Figure | None]  # a Markdown table, and a picture or None
 
-# Options of each report, which are also in the names of its files
-DATA_OPTIONS = ('checkpoint', 'data', 'split', 'text', 'tokens', 'steps')
+# Options of each report
+DATA_OPTIONS = ('data', 'split', 'text', 'tokens', 'steps')
 OPTIONS = {'loss': DATA_OPTIONS, 'energies': DATA_OPTIONS,
-           'attention': ('attention', 'checkpoint', 'steps'),
-           'export': ('checkpoint', 'export', 'export_dtype')}
+           'attention': ('attention', 'steps'), 'export': ('export', 'export_dtype')}
 
 
 @dataclass
 class EvaluateConfig:
     """What to report."""
-    out_dir: str | None = None  # the run, or an exported folder; default: the newest under out/
-    checkpoint: Literal['best', 'last'] = 'best'  # best by validation, or the last one written
+    out_dir: str | None = None  # a run, checkpoint or exported folder; default: the newest in out/
     data: str | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: str | None = None  # a UTF-8 text file to read instead
@@ -328,55 +322,22 @@ def compare(folders: list[str]) -> Report:
 
 # Tables, pictures, the command line
 
-def file_name(text: str) -> str:
-    """Return a file name for a path or text: itself if it is a valid file name without =, or else
-    its beginning and a checksum."""
-    name = re.sub(r'[^\w.,]+', '-', text, flags=re.A)[:40].strip('-.')
-    return name if name == text else f'{name}-{zlib.crc32(text.encode("utf-8", "replace")):08x}'
-
-
-def report_name(cfg: EvaluateConfig, report: str) -> str:
-    """Return the name of a report's files. It has all options that are not at their defaults, so
-    that no other question has the same name."""
-    parts = [] if report == 'attention' else [report]  # attention=TEXT says it already
-    for name in OPTIONS[report]:
-        value = getattr(cfg, name)
-        if value != getattr(EvaluateConfig, name):
-            text = ','.join(map(str, value)) if name == 'steps' else str(value)
-            parts.append(f'{name}={file_name(text)}')
-    return '-'.join(parts)
-
-
-def print_report(path: str, subject: str, report: Report) -> None:
-    """Print a report's subject and table, and write them to path.md, and its picture, if any, to
-    path.png. If they cannot be written, warn."""
+def print_report(subject: str, report: Report, path: str) -> None:
+    """Print a report's subject and table, and write its picture, if any, to `path`."""
     text, figure = report
-    text = f'{subject}\n\n{text}'
-    say(text)
-    files = {f'{path}.md': f'{text}\n'.encode('utf-8', 'replace')}
+    say(f'{subject}\n\n{text}')
     if figure is not None:
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=100)
-        files[f'{path}.png'] = picture.getvalue()
-    try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        for file, content in files.items():
-            write_atomic(file, content)
-        say(', '.join(files))
-    except OSError as error:
-        say(f'WARNING: {", ".join(files)} not written ({error.strerror})')
+        figure.savefig(path, dpi=100)
+        say(path)
 
 
 def write_reports(cfg: EvaluateConfig, model: Transformer, state: dict[str, Any], out_dir: str,
                   reports: list[str]) -> None:
-    """Print and write the reports of a run."""
-    # The reports go beside the checkpoint, but not into an exported folder
-    folder = out_dir
-    if 'exported' in state:
-        folder = f'out/results/export-{file_name(os.path.normpath(out_dir))}'
-    elif os.path.isfile(out_dir):
-        # The name of the checkpoint becomes part of the names of its reports
-        folder, cfg.checkpoint = os.path.split(os.path.abspath(out_dir))
+    """Print the reports of a run."""
+    # Pictures go beside the checkpoint, but not into an exported folder
+    folder = os.path.dirname(out_dir) if os.path.isfile(out_dir) else out_dir
+    folder = 'out/results' if 'exported' in state else folder
     weights = f'{out_dir}, step {state["step"]}'
     tokenizer = tokenizer_of(state)
     if 'loss' in reports or cfg.energies:
@@ -385,30 +346,27 @@ def write_reports(cfg: EvaluateConfig, model: Transformer, state: dict[str, Any]
         subject = f'{weights}; {cfg.text or f"{cfg.split} split of {data_dir}"}'
     if cfg.energies:
         report = report_energies(model, sequences, max(cfg.steps, default=8))
-        print_report(f'{folder}/{report_name(cfg, "energies")}', subject, report)
+        print_report(subject, report, f'{folder}/energies.png')
     if cfg.attention:
         set_steps(model, max(cfg.steps, default=None))
         report = report_attention(model, tokenizer, cfg.attention)
-        print_report(f'{folder}/{report_name(cfg, "attention")}',
-                     f'{weights}; {cfg.attention!r:.80}', report)
+        print_report(f'{weights}; {cfg.attention!r:.80}', report, f'{folder}/attention.png')
     if 'loss' in reports:
         # Llama tokens are counted in a whole text only: pieces of it have more of them in total
         llama_tokens = count_llama_tokens(sequences, tokenizer, data_dir) if whole else None
         report = report_loss(model, sequences, tokenizer.token_bytes(), llama_tokens, cfg.steps)
-        print_report(f'{folder}/{report_name(cfg, "loss")}', subject, report)
+        print_report(subject, report, f'{folder}/loss.png')
 
 
 @command_line
 def main(argv: list[str]) -> None:
-    """Run the command line."""
     folders = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
     options = read_options([arg for arg in argv if arg not in folders], EvaluateConfig)
     cfg = build(EvaluateConfig, options)
     if cfg.compare:
         require(bool(folders) and len(options) == 1,
                 'compare: expected folders of runs and no other option, as --compare out/a out/b')
-        return print_report(f'out/results/compare/{file_name(" ".join(folders))}', 'Runs',
-                            compare(folders))
+        return print_report('Runs', compare(folders), 'out/results/compare.png')
 
     # What to do. An option that none of it uses is refused
     reports = [name for name in ('energies', 'attention', 'export') if getattr(cfg, name)]
@@ -418,8 +376,8 @@ def main(argv: list[str]) -> None:
     for name, value in options.items():
         require(name in used, f'{name}={value}: of no use to {" and ".join(reports)}')
     require(cfg.text is None or 'split' not in options, 'text and split: give one')
-    out_dir = cfg.out_dir or newest_run() or fail('no run in out/: python train.py makes one')
-    model, state = load_run(out_dir, cfg.checkpoint, cfg.device)
+    out_dir = cfg.out_dir or newest_run()
+    model, state = load_run(out_dir, cfg.device)
     cem = 'cem' in (model.cfg.attn, model.cfg.mlp)
     require(cem or not (cfg.steps or cfg.energies),
             f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')

@@ -14,15 +14,14 @@ import torch
 from configurator import build, command_line, convert_types, fail, in_range, read_options
 from nanocem.decode import generate
 from nanocem.files import read_text_file, say
-from nanocem.runs import load_run
-from nanocem.tokenizers import stream_text, tokenizer_of
+from nanocem.runs import load_run, newest_run
+from nanocem.tokenizers import tokenizer_of
 
 
 @dataclass
 class SampleConfig:
     """The text to generate."""
-    out_dir: str | None = None  # folder of a run or an export; default: the newest run in out/
-    checkpoint: Literal['best', 'last'] = 'best'  # the best by validation, or the last
+    out_dir: str | None = None  # a run, checkpoint or exported folder; default: the newest in out/
     prompt: str = ''  # the text to continue, or FILE:PATH for the text in a file
     tokens: int = 500  # number of tokens to generate
     num_samples: int = 1  # number of texts, generated as one batch
@@ -43,10 +42,9 @@ class SampleConfig:
 
 @torch.no_grad()
 def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
-                top_k: int | None, seed: int, n: int = 1, live: bool = False) -> str:
-    """Return n texts that begin with `prompt`, joined by lines of ---. With `live` and n = 1 print
-    the text token by token and return ''. UserError if the model lacks a token or its logits
-    are not finite."""
+                top_k: int | None, seed: int, n: int = 1) -> str:
+    """Return n texts that begin with `prompt`, joined by lines of ---. UserError if the model lacks
+    a token or its logits are not finite."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     if max(ids) >= model.cfg.vocab_size:
         fail(f'the model has no token {max(ids)} of its tokenizer')
@@ -54,23 +52,20 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
         fail('the logits of the model are not finite: it cannot be sampled from')
     generator = torch.Generator(idx.device).manual_seed(seed)
-    show = stream_text(tokenizer, ids, len(ids) + tokens) if live and n == 1 else None
-    idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator, show=show)
-    texts = [tokenizer.decode(row.tolist()) for row in idx]
-    return '' if show else '\n---\n'.join(texts)
+    idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator)
+    return '\n---\n'.join(tokenizer.decode(row.tolist()) for row in idx)
 
 
 @command_line
 def main(argv: list[str]) -> None:
-    """Run the command line."""
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt.startswith('FILE:'):
         cfg.prompt = read_text_file(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
-    model, state = load_run(cfg.out_dir, cfg.checkpoint, cfg.device)
+    model, state = load_run(cfg.out_dir or newest_run(), cfg.device)
     in_range(cfg, 1, model.cfg.vocab_size, 'top_k')
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature, cfg.top_k,
-                    cfg.seed, cfg.num_samples, live=sys.stdout.isatty()) + '\n---')
+                    cfg.seed, cfg.num_samples) + '\n---')
 
 
 if __name__ == '__main__':

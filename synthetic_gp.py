@@ -392,7 +392,6 @@ def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> None:
 
 @command_line
 def main(argv: list[str]) -> None:
-    """Run the command line."""
     given = read_options(argv, Options)
     o = build(Options, PROTOCOLS[given.get('protocol', 'inferred')] | given)
     torch.set_num_threads(1)  # products this small would only wait for threads

@@ -464,7 +464,6 @@ class Trainer:
 
 @command_line
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code."""
     world, code = read_environment(), 0
     with report_errors(world), contextlib.ExitStack() as stack:
         # Read the options. Those given override those of the run to resume or to start from

@@ -7,7 +7,6 @@ Generate text with a cache. For each token and layer it stores this many numbers
     CEM with the diagonal and one of these:
         RoPE, exact_update                      2 D    h and keys
 """
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,10 +88,10 @@ def to_autocast_dtype(x: Tensor) -> Tensor:
 @torch.no_grad()
 def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int | None = None, generator: torch.Generator | None = None,
-             use_cache: bool = True, show: Callable[[Tensor], None] | None = None) -> Tensor:
+             use_cache: bool = True) -> Tensor:
     """Continue idx (B, J) to (B, J + max_new_tokens). Temperature 0 chooses the likeliest token. A
-    full context is cut to its last half. `show` is called with the new tokens (B, 1) of each step.
-    UserError for an empty idx, a temperature below 0 or a top_k below 1."""
+    full context is cut to its last half. UserError for an empty idx, a temperature below 0 or a
+    top_k below 1."""
     if not temperature >= 0 or (top_k is not None and top_k < 1):
         fail(f'temperature={temperature}, top_k={top_k}: expected at least 0 and at least 1')
     require(idx.numel() > 0, f'idx {tuple(idx.shape)}: expected at least one token, such as BOS')
@@ -116,6 +115,4 @@ def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 
             p = (logits / temperature).softmax(dim=-1)
             new = torch.multinomial(p, 1, generator=generator)
         idx = torch.cat([idx, new], dim=1)
-        if show is not None:
-            show(new)
     return idx

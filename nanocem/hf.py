@@ -8,24 +8,17 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
-from torch import Tensor
 
 from configurator import UserError, fail
-from model import NORM_EPS, ModelConfig, Transformer
+from model import Transformer
 from nanocem.files import read_json, say, write_atomic
 from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
-PREFIX = 'model.'  # of weight names, unless the export is a LlamaForCausalLM
+PREFIX = 'model.'  # of weight names
 CODE = ('model.py', 'configurator.py', 'nanocem/compute.py', 'nanocem/fast.py',  # copied by export
         'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
-LLAMA_NAMES = {  # our weights, and those of LlamaForCausalLM. W_O and W_d are transposed there
-    'embedding': 'model.embed_tokens', 'norm.gain': 'model.norm', 'head': 'lm_head',
-    'attn.norm.gain': 'input_layernorm', 'attn.W_Q': 'self_attn.q_proj',
-    'attn.W_K': 'self_attn.k_proj', 'attn.W_V': 'self_attn.v_proj', 'attn.W_O': 'self_attn.o_proj',
-    'mlp.norm.gain': 'post_attention_layernorm', 'mlp.W': 'mlp.up_proj', 'mlp.V': 'mlp.gate_proj',
-    'mlp.W_d': 'mlp.down_proj'}
 
 CARD = """---
 library_name: transformers
@@ -35,90 +28,40 @@ A language model by nanoCEM, an implementation of
 [Causal Energy Minimization](https://arxiv.org/abs/2605.07588).
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{remote})
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME{no_remote})
+    model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)
 
-{words}
+It needs torch, transformers 4.46 or later, numpy and scipy, and runs this folder's code.
+There is no cache: each new token reads the whole text again (nanoCEM's sample.py has a cache).
+
 Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS.
 generate stops at the next BOS.
 """
-LLAMA_WORDS = """This is a plain LlamaForCausalLM. It needs no code of nanoCEM's.
-"""
-REMOTE_WORDS = """It needs torch, transformers 4.46 or later, numpy and scipy. It runs this folder's
-code: transformers has neither CEM's layers nor a Llama with ALiBi or with reused sublayers.
-
-Supported: generate on batches and with beams, attention_mask with padding on the left or right,
-labels, the Trainer, gradient checkpointing, resize_token_embeddings, torch.compile, bfloat16.
-There is no cache: each new token reads the whole text again (nanoCEM's sample.py has a cache).
-Refused: past_key_values, use_cache, inputs_embeds, position_ids, output_hidden_states,
-output_attentions, return_dict=False, masks of four dimensions, ignore_mismatched_sizes.
-"""
-
-
-def to_llama_name(name: str) -> str:
-    """Return LlamaForCausalLM's name for one of our weights."""
-    if not name.startswith('blocks.'):
-        return f'{LLAMA_NAMES[name]}.weight'
-    _, n, name = name.split('.', 2)
-    return f'model.layers.{n}.{LLAMA_NAMES[name]}.weight'
-
-
-def to_llama_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename our Llama's weights to LlamaForCausalLM's."""
-    return {to_llama_name(name): w.T if name.endswith(('W_O', 'W_d')) else w
-            for name, w in weights.items()}
-
-
-def from_llama_weights(weights: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
-    """Take our weights of these names from LlamaForCausalLM's. KeyError if one is missing."""
-    found = {name: weights[to_llama_name(name)] for name in names}
-    return {name: w.T.contiguous() if name.endswith(('W_O', 'W_d')) else w
-            for name, w in found.items()}
 
 
 def export(model: Transformer, folder: str, state: dict[str, Any],
            dtype: torch.dtype = torch.float32) -> None:
-    """Write the model to a new or empty folder that transformers loads. A Llama with RoPE becomes a
-    LlamaForCausalLM. `state`, its checkpoint, names the tokenizer and data. UserError, OSError."""
-    path, cfg = Path(folder), model.cfg
+    """Write the model to a new or empty folder that transformers loads. `state`, its checkpoint,
+    names the tokenizer and data. UserError, OSError."""
+    path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         fail(f'export={folder} is not empty: delete it, or give a new folder')
-    weights = {name: w.to(dtype) for name, w in model.state_dict().items()}
-    # Is it what transformers' own LlamaForCausalLM computes?
-    plain = (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
-             and cfg.attn_reuse == cfg.mlp_reuse == 1)
-    if plain:
-        weights = to_llama_weights(weights)
-        config: dict[str, Any] = dict(
-            model_type='llama', architectures=['LlamaForCausalLM'], hidden_act='silu',
-            vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, intermediate_size=cfg.d_mlp,
-            num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
-            num_key_value_heads=cfg.n_head, head_dim=cfg.d_model // cfg.n_head,
-            max_position_embeddings=cfg.context_length, rms_norm_eps=NORM_EPS,
-            rope_theta=cfg.rope_theta, attention_bias=False, mlp_bias=False,
-            initializer_range=cfg.init_std, tie_word_embeddings=False, nanocem=vars(cfg))
-    else:
-        weights = {PREFIX + name: w for name, w in weights.items()}
-        auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
-                'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
-        config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
-                      **vars(cfg))
-        for source in CODE:
-            code = (ROOT / source).read_text(encoding='utf-8')
-            write_atomic(f'{path}/{Path(source).name}', to_relative_imports(code).encode())
-    weights = {name: w.contiguous() for name, w in weights.items()}
+    for source in CODE:
+        code = (ROOT / source).read_text(encoding='utf-8')
+        write_atomic(f'{path}/{Path(source).name}', to_relative_imports(code).encode())
+    weights = {PREFIX + name: w.to(dtype) for name, w in model.state_dict().items()}
     write_atomic(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
-    card = CARD.format(remote='' if plain else ', trust_remote_code=True',
-                       no_remote='' if plain else ', trust_remote_code=False',
-                       words=LLAMA_WORDS if plain else REMOTE_WORDS, **state['data'])
-    write_atomic(f'{path}/README.md', card.encode())
+    write_atomic(f'{path}/README.md', CARD.format(**state['data']).encode())
     bos = write_tokenizer(path, state)
     ids = dict(bos_token_id=bos, eos_token_id=bos, pad_token_id=bos)  # BOS ends a document, too
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
-    write_json(path / 'config.json', **config, **ids, run=run,
+    auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
+            'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
+    write_json(path / 'config.json', model_type='nanocem', architectures=['NanocemForCausalLM'],
+               auto_map=auto, **vars(model.cfg), **ids, run=run,
                dtype=str(dtype).removeprefix('torch.'))
-    write_json(path / 'generation_config.json', use_cache=plain, **ids)
+    write_json(path / 'generation_config.json', use_cache=False, **ids)
 
 
 def read_export(folder: str) -> dict[str, Any]:
@@ -126,12 +69,6 @@ def read_export(folder: str) -> dict[str, Any]:
     damaged folder raises an error of any kind."""
     config = read_json(f'{folder}/config.json', 'export the model again') or {}
     weights = load_file(f'{folder}/{WEIGHTS_FILE}')
-    if config.get('model_type') == 'llama':
-        # transformers may have resized the vocabulary
-        config = {**config, **config['nanocem'], 'vocab_size': config['vocab_size']}
-        with torch.device('meta'):
-            model = Transformer(ModelConfig(**{name: config[name] for name in config['nanocem']}))
-        weights = from_llama_weights(weights, model.state_dict())
     return {**config.get('run', {}), 'folder': folder, 'exported': True,
             'model': {name.removeprefix(PREFIX): w.float() for name, w in weights.items()},
             'model_config': config}

@@ -4,7 +4,6 @@ A Transformer of model.py as a model of Hugging Face's transformers.
 evaluate.py --export copies this file beside model.py into the folder it writes, where
 AutoModelForCausalLM finds it with trust_remote_code=True.
 """
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from configurator import fail
+from configurator import build, fail
 from model import ModelConfig, Transformer
 
 # so that transformers copies these files as well
@@ -29,9 +28,8 @@ class NanocemConfig(PretrainedConfig):
         'max_position_embeddings': 'context_length'}
 
     def __init__(self, **options: Any):
-        names = [field.name for field in fields(ModelConfig) if field.name in options]
-        ours = ModelConfig(**{name: options.pop(name) for name in names})
-        super().__init__(**vars(ours), **{'tie_word_embeddings': False, **options})
+        ours = vars(build(ModelConfig, options))
+        super().__init__(**{'tie_word_embeddings': False, **options, **ours})
 
 
 class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
@@ -41,8 +39,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NanocemConfig):
         super().__init__(config)
-        names = [field.name for field in fields(ModelConfig)]
-        self.model = Transformer(ModelConfig(**{name: getattr(config, name) for name in names}))
+        self.model = Transformer(build(ModelConfig, vars(config)))
         self.post_init()
 
     @classmethod

@@ -11,7 +11,7 @@ import signal
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -37,20 +37,20 @@ def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bo
     A run is resumed by init_from=resume. Under torchrun --max-restarts it is also resumed if its
     folder holds one. UserError if the folder cannot be found."""
     if init_from == 'resume':
-        out_dir = out_dir or newest_run() or fail(
-            'init_from=resume: no run in out/; --out_dir=FOLDER resumes a run elsewhere')
-        return out_dir, True
+        return out_dir or newest_run(), True
     # All processes decide alike. The number of restarts can differ between machines
     if may_restart() and out_dir is None:
         fail('torchrun --max-restarts needs --out_dir=FOLDER, to find the run again')
     return out_dir, may_restart() and read_config(out_dir) is not None
 
 
-def newest_run() -> str | None:
-    """Return the folder under out/ of the run that was started or resumed last."""
+def newest_run() -> str:
+    """Return the folder under out/ of the run that was started or resumed last. UserError."""
     paths = glob.glob('out/*/config.json')
-    folders = map(os.path.dirname, sorted(paths, key=os.path.getmtime, reverse=True))
-    return next((folder for folder in folders if read_config(folder)), None)
+    for path in sorted(paths, key=os.path.getmtime, reverse=True):
+        if read_config(os.path.dirname(path)):
+            return os.path.dirname(path)
+    fail('no run in out/: python train.py makes one, --out_dir=FOLDER names one elsewhere')
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:
@@ -203,18 +203,16 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
     return max(states, key=lambda state: state['step'], default=None)
 
 
-def read_run(path: str, checkpoint: Literal['best', 'last'] = 'best') -> dict[str, Any]:
-    """Read a checkpoint. `path` is a run's folder, a checkpoint file, or a folder that evaluate.py
-    --export wrote. In a run's folder 'best' is the last one if there is no best.pt. UserError if
-    there is none."""
+def read_run(path: str) -> dict[str, Any]:
+    """Read a checkpoint. `path` is a checkpoint file, a folder that evaluate.py --export wrote, or
+    a run's folder, of which best.pt is read, or else the last one. UserError if there is none."""
     exported = os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE))
     if exported or os.path.isfile(path):
         require(exported or path.endswith('.pt'),
                 f'{path}: expected the folder of a run or an export, or a checkpoint (.pt)')
-        require(checkpoint == 'best', f'checkpoint={checkpoint}: {path} holds a single checkpoint')
         return read_checkpoint(path)
     best = os.path.join(path, 'best.pt')
-    if checkpoint == 'best' and os.path.exists(best):
+    if os.path.exists(best):
         return read_checkpoint(best)
     return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
 
@@ -253,13 +251,10 @@ def load_weights(model: Transformer, state: dict[str, Any], now: dict[str, Any],
         fail(f'the model in {origin} does not fit: {" ".join(str(error).split())[:300]}')
 
 
-def load_run(out_dir: str | None, checkpoint: Literal['best', 'last'] = 'best',
-             device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
-    """Load the model of a run (None: the newest under out/) or of an exported folder onto a device,
-    in evaluation mode. Returns the model and its checkpoint, in which `data` describes what it was
-    trained on. UserError as from read_run."""
-    out_dir = out_dir or newest_run() or fail('no run in out/: python train.py makes one')
-    state = read_run(out_dir, checkpoint)
+def load_run(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
+    """Load the model at a path that read_run takes onto a device, in evaluation mode. Returns the
+    model and its checkpoint, in which `data` describes what it was trained on. UserError."""
+    state = read_run(path)
     model = Transformer(ModelConfig(**state['model_config']))
     model.load_state_dict(state['model'])
     return model.to(find_device(device)).eval(), state

@@ -3,7 +3,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 
 from configurator import fail
 from nanocem.data import read_meta
-from nanocem.files import say
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
@@ -195,21 +194,3 @@ def find_llama_model(folder: str) -> str | None:
                 if hashlib.sha256(file.read()).hexdigest() == LLAMA_SHA256:
                     return path
     return None
-
-
-def stream_text(tokenizer: Any, ids: list[int], total: int) -> Callable[[Any], None]:
-    """Return a function that appends one token to `ids` and prints the new text. Half a character
-    is printed only if the ids are `total`, so that nothing follows."""
-    # The ids printed last. They are decoded again with the next ones, because a word may lose its
-    # space at the beginning of a text.
-    begin = end = 0
-
-    def print_token(token: Any) -> None:
-        nonlocal begin, end
-        ids.append(int(token))
-        printed = tokenizer.decode(ids[begin:end])
-        text = tokenizer.decode(ids[begin:])
-        if not text.endswith('\ufffd') or len(ids) == total:
-            say(text[len(printed):], end='')
-            begin, end = end, len(ids)
-    return print_token

@@ -148,6 +148,18 @@ def steps(n: int) -> str:
     return f'--tokens={n * BATCH * LENGTH}'
 
 
+def straight_and_stopped(tmp: Path, *options: str) -> tuple[Path, Path]:
+    """Return two folders of the same run, one after 12 steps and one stopped after 6. The data is
+    beside them, and its vocabulary holds all bytes, so that both can be sampled."""
+    data = write_data(tmp / 'data', vocab_size=257)
+    common = [f'--data={data}', steps(12), '--eval_interval=4', '--checkpoint_interval=3', *options]
+    straight = Run(tmp, *common, f'--out_dir={tmp / "straight"}')
+    stopped = Run(tmp, *common, f'--out_dir={tmp / "stopped"}', '--stop_step=6')
+    codes = straight.wait().codes, stopped.wait().codes
+    assert codes == ([0], [train.STOPPED]), straight.text + stopped.text
+    return tmp / 'straight', tmp / 'stopped'
+
+
 def log(out: Path) -> list[dict]:
     """Read a run's log, without the values that depend on the clock and the machine."""
     lines = [json.loads(line) for line in (out / 'log.jsonl').read_text().splitlines()]

@@ -1,8 +1,8 @@
 """evaluate.py: each number against another way to it, and the command line."""
 import json
 import math
-import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,12 +66,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def cells(path: Path | str) -> list[list[str]]:
+def cells(page: str) -> list[list[str]]:
     """The rows of a page's Markdown tables, without their headers."""
-    lines = [line for line in Path(path).read_text().splitlines() if line.startswith('|')]
+    lines = [line for line in page.splitlines() if line.startswith('|')]
     rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines]
     heads = [n for n, row in enumerate(rows) if set(row[0]) == {'-'}]
     return [row for n, row in enumerate(rows) if n not in heads and n + 1 not in heads]
+
+
+Report = Callable[..., str]
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture) -> Report:
+    """A function that returns what evaluate.py prints with these options."""
+    def printed(*options: str) -> str:
+        capsys.readouterr()
+        evaluate.main([*options, '--device=cpu'])
+        return capsys.readouterr().out
+    return printed
 
 
 # What is measured
@@ -152,17 +165,15 @@ def test_attention_shift_is_the_fraction_that_moves_to_other_keys() -> None:
 
 # The command line
 
-def test_the_newest_run_on_its_test_split(place: Path, capsys: pytest.CaptureFixture) -> None:
-    evaluate.main(['--device=cpu'])
-    steps, tokens, loss, perplexity, bits = cells('out/run/loss.md')[0]
+def test_the_newest_run_on_its_test_split(place: Path, report: Report) -> None:
+    page = report()
+    assert page.startswith('out/run, step 2; test split of data\n\n')
+    steps, tokens, loss, perplexity, bits = cells(page)[0]
     right = loss_of(model_of())
     assert (steps, tokens) == ('as trained', f'{PARTS[:, 1:].numel():,}')
     assert float(loss) == pytest.approx(right, abs=1e-4)
     assert float(perplexity) == pytest.approx(math.exp(right), rel=1e-4)
     assert float(bits) == pytest.approx(right / math.log(2), abs=1e-3)
-    page = Path('out/run/loss.md').read_text()
-    assert page in capsys.readouterr().out
-    assert page.startswith('out/run, step 2; test split of data\n\n')
 
 
 def test_a_runs_data_that_changed_is_not_read_unasked(
@@ -183,10 +194,9 @@ def test_a_runs_data_that_changed_is_not_read_unasked(
     evaluate.main([*options, f'--data={moved}'])  # its own tokenizer serves
 
 
-def test_a_text_is_read_whole(place: Path) -> None:
-    evaluate.main(['--text=text.txt', '--device=cpu', '--out_dir=out/run/best.pt'])
-    page = Path('out/run/loss-checkpoint=best.pt-text=text.txt.md')
-    assert page.read_text().startswith('out/run/best.pt, step 2; text.txt\n')
+def test_a_text_is_read_whole(place: Path, report: Report) -> None:
+    page = report('--text=text.txt', '--out_dir=out/run/best.pt')
+    assert page.startswith('out/run/best.pt, step 2; text.txt\n')
     _, tokens, loss, *_ = cells(page)[0]
     ids = torch.tensor([256, *TEXT.encode()])
     assert int(tokens) == len(ids) - 1  # each byte is a target, once
@@ -195,91 +205,53 @@ def test_a_text_is_read_whole(place: Path) -> None:
     assert float(loss) == pytest.approx(sum(nats) / int(tokens), abs=1e-4)
     Path('short.txt').write_text('short')
     for text, count in ('text.txt', 2 * LENGTH), ('short.txt', 5):
-        evaluate.main([f'--text={text}', '--tokens=40', '--device=cpu'])
-        assert int(cells(f'out/run/loss-text={text}-tokens=40.md')[0][1]) == count
+        assert int(cells(report(f'--text={text}', '--tokens=40'))[0][1]) == count
 
 
 @needs_llama
-def test_perplexity_a_llama_token(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perplexity_a_llama_token(
+    place: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
-    evaluate.main(['--text=text.txt', '--device=cpu'])
-    _, tokens, loss, *_, perplexity = cells('out/run/loss-text=text.txt.md')[0]
+    _, tokens, loss, *_, perplexity = cells(report('--text=text.txt'))[0]
     n_llama = len(SentencePieceTokenizer(LLAMA).encode(TEXT))
     assert math.log(float(perplexity)) == pytest.approx(float(loss) * int(tokens) / n_llama, 1e-4)
-    evaluate.main(['--text=text.txt', '--tokens=40', '--device=cpu'])  # a part of the text
-    assert len(cells('out/run/loss-text=text.txt-tokens=40.md')[0]) == 5
+    assert len(cells(report('--text=text.txt', '--tokens=40'))[0]) == 5  # a part of the text
 
 
-def test_other_steps_at_test_time(place: Path) -> None:
+def test_other_steps_at_test_time(place: Path, report: Report) -> None:
     write_run(place / 'out/mixed', Path('data'), model_of(attn='llama'))
-    evaluate.main(['--steps=1,2,3', '--device=cpu', '--out_dir=out/run'])
-    evaluate.main(['--steps=1,3', '--energies', '--device=cpu', '--out_dir=out/mixed'])
-    rows = cells('out/run/loss-steps=1,2,3.md')
-    mixed = cells('out/mixed/loss-steps=1,3.md')
+    rows = cells(report('--steps=1,2,3', '--out_dir=out/run'))
     assert [row[0] for row in rows] == ['1', '2, as trained', '3']
     eta = dict(attn_step_size=0.5, mlp_step_size=0.5)  # 1 / T of training
     for T, row in enumerate(rows, 1):
         right = loss_of(model_of(attn_steps=T, mlp_steps=T, **eta))
         assert float(row[2]) == pytest.approx(right, abs=1e-4)
     assert len({row[2] for row in rows}) == 3
+    assert Path('out/run/loss.png').read_bytes()[:4] == b'\x89PNG'
     # Llama's sublayers have no steps
+    *energies, _, last = cells(report('--steps=1,3', '--energies', '--out_dir=out/mixed'))
+    assert [(row[0], len(row)) for row in energies] == [('mlp 1', 5), ('mlp 2', 5)]
     right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
-    assert float(mixed[1][2]) == pytest.approx(right, abs=1e-4)
-    assert [(row[0], len(row)) for row in cells('out/mixed/energies-steps=1,3.md')] == [
-        ('mlp 1', 5), ('mlp 2', 5)]
-    assert Path('out/run/loss-steps=1,2,3.png').exists()
-    assert not Path('out/run/loss.md').exists()  # nothing that was not asked for
+    assert float(last[2]) == pytest.approx(right, abs=1e-4)
 
 
-def test_energies_and_attention_of_a_run(place: Path) -> None:
-    evaluate.main(['--energies', '--attention=word', '--device=cpu'])
-    assert [len(row) for row in cells('out/run/energies.md')] == [10] * 4
+def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
+    energies, attention = (report('--energies', '--attention=word').split('out/run/energies.png'))
+    assert [len(row) for row in cells(energies)] == [10] * 4
     ids = torch.tensor([[256, *b'word']])
     shifts = [float(evaluate.attention_shift(maps).mean())
               for maps in evaluate.attention_maps(model_of(), ids)]
-    assert [row[1] for row in cells('out/run/attention=word.md')] == [f'{s:.2%}' for s in shifts]
-    evaluate.main(['--attention=A $word_d\u00e9j\u00e0', '--steps=1,4', '--device=cpu'])
-    (page,) = Path('out/run').glob('attention=A-word*.md')
-    assert all(len(row) == 4 for row in cells(page))
-    for path in (page.with_suffix('.png'), Path('out/run/energies.png')):
-        assert path.read_bytes()[:4] == b'\x89PNG'
+    assert [row[1] for row in cells(attention)] == [f'{s:.2%}' for s in shifts]
+    rows = cells(report('--attention=A $word_d\u00e9j\u00e0', '--steps=1,4'))
+    assert [len(row) for row in rows] == [4, 4, 5, 5]
+    for name in ('energies', 'attention', 'loss'):
+        assert Path(f'out/run/{name}.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
 
 
-def test_the_results_of_other_questions_are_other_files(place: Path) -> None:
-    """Also for texts whose file names look like an option or its value."""
-    shutil.copytree('data', 'a/data')
-    for name in ('a/text.txt', 'val', 'last', 'text.txt-tokens=40'):
-        Path(name).write_text(name)
-    torch.save({**torch.load('out/run/best.pt'), 'step': 3}, 'out/run/step_00000003.pt')
-    questions = ['', '--split=val', '--text=text.txt', '--text=a/text.txt', '--text=val',
-                 '--text=last', '--text=text.txt --tokens=40', '--text=text.txt-tokens=40',
-                 '--tokens=40', '--tokens=41', '--steps=1,2', '--steps=12', '--data=a/data',
-                 '--data=a/data --split=val', '--checkpoint=last',
-                 '--out_dir=out/run/step_00000003.pt']
-    for n, options in enumerate(questions, 1):
-        evaluate.main(['--device=cpu', *options.split()])
-        assert len(list(Path('out/run').glob('*.md'))) == n, options
-    assert evaluate.file_name('a b') != evaluate.file_name('a-b') == 'a-b'
-    long = ['x' * 300, 'x' * 301, '\u4e16', '..', 'a/b', 'a?b', 'a=b', '\udcff']
-    names = [evaluate.file_name(text) for text in long]
-    assert len(set(names)) == len(long)
-    assert all(re.fullmatch(r'[\w-]{1,50}', name) for name in names)
-
-
-def test_numbers_that_cannot_be_written_are_printed(
-    place: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: str, data: bytes) -> None:
-        raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(evaluate, 'write_atomic', full)
-    evaluate.main(['--device=cpu'])
-    said = capsys.readouterr().out
-    assert said.index('| ') < said.index('not written (No space left on device)')
-
-
-def test_runs_side_by_side(place: Path) -> None:
+def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
     write_run(place / 'old/run', Path('./data'), model_of())
     (place / 'old/run/log.jsonl').unlink()  # as before the first line of the log
@@ -287,9 +259,8 @@ def test_runs_side_by_side(place: Path) -> None:
     (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567}')
     folders = ['out/run', 'out/bpe', 'old/run']
     evaluate.main(['--compare', *folders])
-    (page,) = Path('out/results/compare').glob('*.md')
-    assert page.with_suffix('.png').exists()
-    assert cells(page) == [['out/run', '', '', '', '3', '4.5', '', 'data'],
+    assert Path('out/results/compare.png').exists()
+    assert cells(capsys.readouterr().out) == [['out/run', '', '', '', '3', '4.5', '', 'data'],
                            ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
                            ['old/run', '', '', '', '', '', '', 'data']]
     panels = evaluate.compare(folders)[1].axes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import ROOT
+from running import MODEL_FILES
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -23,7 +23,6 @@ DEVICE = 'cuda' if torch.version.cuda else 'meta'
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=48, vocab_size=50, context_length=4)
 MODELS = {'CEM': dict(attn_steps=2, mlp_steps=2), 'Llama': dict(attn='llama', mlp='llama'),
           'exact RoPE': dict(positions='rope', kq_diag='none')}
-CONFIGS = sorted(f'config/{path.name}' for path in (ROOT / 'config').glob('*.py'))
 launches: list[Any] = []
 
 
@@ -82,7 +81,7 @@ def test_every_implementation(name: str, impl: str, monkeypatch: pytest.MonkeyPa
     assert bool(launches) == (name == 'CEM' and impl == 'triton')
 
 
-@pytest.mark.parametrize('config', CONFIGS)
+@pytest.mark.parametrize('config', MODEL_FILES)
 def test_every_config(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = read_options([config], TrainConfig, ModelConfig)
     try_out(vars(build(ModelConfig, given)), monkeypatch)

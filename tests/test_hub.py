@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save, save_file
 from test_evaluate import LENGTH, PARTS, cells, loss_of, model_of, write_run
 from test_evaluate import TEXT as LONG_TEXT
 from test_tokenizers import LLAMA, NASTY, WORDS, documents, small_gpt2
+from torch.utils.checkpoint import checkpoint
 
 import evaluate
 import sample
@@ -30,7 +31,7 @@ from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, tokenizer_
 transformers = pytest.importorskip('transformers')
 MODELS = [{}, dict(attn='llama'), dict(mlp='llama', preconditioner='diag', residual='normed'),
           dict(attn='llama', mlp='llama', positions='alibi'), dict(positions='rope', attn_reuse=2),
-          dict(attn='llama', mlp='llama')]  # the last is a plain LlamaForCausalLM
+          dict(attn='llama', mlp='llama')]
 CODE = {'compute.py', 'configurator.py', 'fast.py', 'model.py', 'modeling_nanocem.py',
         'triton_attention.py'}
 FILES = {'README.md', 'config.json', 'generation_config.json', 'model.safetensors',
@@ -82,8 +83,7 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
     models = {str(tmp_path / f'hub{n}'): model_of(**options) for n, options in enumerate(MODELS)}
     for folder, model in models.items():
         export(model, folder, state_of(model))
-        plain = model.cfg.attn == model.cfg.mlp == 'llama' and model.cfg.positions == 'rope'
-        assert {path.name for path in Path(folder).iterdir()} == FILES | (set() if plain else CODE)
+        assert {path.name for path in Path(folder).iterdir()} == FILES | CODE
         assert 'Tokenizer: byte, vocabulary 257' in (Path(folder) / 'README.md').read_text()
     bare = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     env = {**bare, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
@@ -95,7 +95,7 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
         model, idx = models[folder], found['idx']
         alone = torch.cat([model(torch.tensor([ids]))[0][0] for ids in documents])
         for side in ('left', 'right'):  # a padded text has the logits that it has alone
-            torch.testing.assert_close(found[side], alone, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found[side], alone, rtol=0, atol=1e-4)
         logits, _ = model(idx)
         assert found['loss'].item() == pytest.approx(model(idx[:, :-1], idx[:, 1:])[1].item(), 1e-5)
         assert (found['bfloat16'] - logits).abs().mean() < 0.1 * logits.abs().mean()
@@ -140,17 +140,19 @@ def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> Non
         NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
 
 
-def test_gradient_checkpointing_changes_no_gradient() -> None:
+def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanocem.modeling_nanocem import NanocemConfig, NanocemForCausalLM
     torch.manual_seed(0)
     model = NanocemForCausalLM(NanocemConfig(**vars(model_of().cfg))).train()
-    idx, gradients = torch.randint(256, (2, 6)), []
+    idx, gradients, recomputed = torch.randint(256, (2, 6)), [], []
+    monkeypatch.setattr('model.checkpoint', lambda *args, **options: (
+        recomputed.append(args[0]) or checkpoint(*args, **options)))
     for switch in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
         switch()
         model.zero_grad()
         model(idx, labels=idx).loss.backward()
         gradients.append((model.is_gradient_checkpointing, model.model.embedding.grad.clone()))
-    assert [on for on, _ in gradients] == [True, False]
+    assert [on for on, _ in gradients] == [True, False] and len(recomputed) == 2
     torch.testing.assert_close(gradients[0][1], gradients[1][1])
 
 
@@ -248,10 +250,13 @@ def test_an_exported_folder_is_read_as_a_run_is(
     assert state['step'] == 2 and state['data_dir'] == 'gone' and model.cfg == model_of().cfg
 
     before = {path: path.read_bytes() for path in exported.iterdir()}
+    capfd.readouterr()
     evaluate.main([*options, '--text=text.txt', '--steps=1,2', '--energies', '--attention=word'])
-    (page,) = Path('out/results').glob('export-pretrained-cem-*/loss-text=text.txt-steps=1,2.md')
-    assert page.read_text().startswith('pretrained/cem, step 2; text.txt\n')
-    assert float(cells(page)[1][2]) == pytest.approx(loss_of(rounded()), abs=1e-4)
+    page = capfd.readouterr().out
+    assert page.startswith('pretrained/cem, step 2; text.txt\n')
+    assert float(cells(page)[-1][2]) == pytest.approx(loss_of(rounded()), abs=1e-4)
+    assert {path.name for path in Path('out/results').iterdir()} == {
+        'loss.png', 'energies.png', 'attention.png'}
     assert {path: path.read_bytes() for path in exported.iterdir()} == before
     with pytest.raises(SystemExit, match='gone, which the model was trained on, is not here'):
         evaluate.main(options)
@@ -260,6 +265,11 @@ def test_an_exported_folder_is_read_as_a_run_is(
     sample.main([*options, '--tokens=9', '--temperature=0', '--num_samples=2'])
     ids = generate(rounded(), torch.tensor([[256]]), 9, temperature=0)[0]
     assert capfd.readouterr().out == 2 * (tokenizer_of(state).decode(ids.tolist()) + '\n---\n')
+    model.set_steps(3, 1)
+    sample.main([*options, '--tokens=9', '--top_k=5', '--seed=3', '--attn_steps=3',
+                 '--mlp_steps=1'])
+    text = sample.sample_text(model, ByteTokenizer(), '', 9, 0.8, 5, 3)
+    assert capfd.readouterr().out == text + '\n---\n'
     Path('prompt.txt').write_text('A longer one')
     for prompt in ('--prompt=A longer one', '--prompt=FILE:prompt.txt'):
         sample.main([*options, '--tokens=5', '--temperature=0', prompt])

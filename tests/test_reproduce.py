@@ -165,3 +165,17 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     bits = (result['val_bpb'] + result['test_bpb']) / 2
     assert result['y'] == pytest.approx(4 * math.log(2) * bits)
     assert '--init_from=resume' in run.command
+
+
+def test_the_pages_intervals_are_those_of_the_published_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reproduce, 'draw', lambda losses, verdicts: {})
+    reproduce.main([])
+    verdicts = Path(reproduce.OUT, 'verdicts.md').read_text().replace('%', '')
+    for page in ('README.md', 'results/README.md', 'results/tokens/README.md'):
+        lines = (ROOT / page).read_text(encoding='utf-8').splitlines()
+        judged = '\n'.join(line for line in lines if 'not judged' not in line)
+        shown = re.findall(r'([-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+)\)', judged)
+        assert len(shown) > 5 and [each for each in shown if each not in verdicts] == [], page

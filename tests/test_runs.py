@@ -24,6 +24,7 @@ from nanocem.runs import (
     checkpoints,
     last_checkpoint,
     new_folder,
+    newest_run,
     read_checkpoint,
     save_checkpoint,
 )
@@ -57,6 +58,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     assert run.codes == [0] and f'{newest} is damaged' in run.text and 'after step 4' in run.text
     assert Path(f'{newest}.damaged').exists()
     same(halves[0], out)
+
+
+class Code:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ('ran',)
+
+
+def test_code_in_a_checkpoint_does_not_run(
+    halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({**read_checkpoint(checkpoints(str(halves[0]))[-1]), 'best': Code()}, 'a.pt')
+    with pytest.raises(UserError, match=r'a\.pt is damaged'):
+        read_checkpoint('a.pt')
+    assert not os.path.exists('ran')
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
@@ -113,6 +129,19 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint_whole(
 
 
 # Folders and logs
+
+def test_the_newest_run_is_the_one_started_or_resumed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = {'train': {}, 'model': {}}
+    for n, (name, config) in enumerate([('b', run), ('a', run), ('c', {})]):
+        path = tmp_path / 'out' / name / 'config.json'
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(config))
+        os.utime(path, (n, n))
+    assert newest_run() == 'out/a'  # c is another program's
+
 
 def test_what_is_not_a_runs_own_stays(tmp_path: Path) -> None:
     out = tmp_path / 'o'

@@ -1,5 +1,4 @@
 """synthetic_gp.py: kernels, samples, models, batched training, and the tables that it writes."""
-import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from sklearn.gaussian_process.kernels import RBF, ExpSineSquared, Matern, Ration
 
 import synthetic_gp as gp
 from nanocem.compute import Phi
+from reproduce import read_csv as table
 from synthetic_gp import BLIND, KERNELS, Options
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
@@ -85,11 +85,6 @@ def test_samples_have_the_kernels_covariance(k: str) -> None:
         white = (vectors[:, :, -6:].mT @ y)[:, :, 0] / values[:, -6:].sqrt()  # (R, 6)
         off = (white.T @ white / R - torch.eye(6)).abs().max()
         assert off > 0.25 if wrong else off < 0.2
-
-
-def table(path: Path) -> list[dict[str, str]]:
-    with open(path, encoding='utf-8') as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_twelve_sizes():

@@ -5,7 +5,6 @@ import hashlib
 import io
 import os
 import random
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from nanocem.tokenizers import (
     SentencePieceTokenizer,
     find_llama_model,
     load_tokenizer,
-    stream_text,
     train_bpe,
 )
 from prepare_slimpajama import Part, split_text
@@ -100,8 +98,7 @@ def test_llama_ids_are_those_of_2023() -> None:
     assert llama.decode([1, *llama.encode(text)]) == text
 
 
-TEXTS = st.one_of(st.lists(st.sampled_from(WORDS), max_size=80).map(''.join),
-                  st.text(st.characters(exclude_categories=['Cs']), max_size=60))
+TEXTS = st.lists(st.sampled_from(WORDS), max_size=80).map(''.join) | st.text(max_size=60)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -134,21 +131,6 @@ def test_decoding_gives_the_text_back_and_tokens_spell_its_bytes(tokenizers: lis
             assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + space
         if tokenizer.name != 'gpt2':  # tiktoken replaces half a pair by U+FFFD
             assert tokenizer.decode(tokenizer.encode('half a pair: \ud800')) == 'half a pair: ?'
-
-
-def test_streamed_text_is_the_whole_text(
-    tokenizers: list[Any], capfd: pytest.CaptureFixture
-) -> None:
-    texts = [*NASTY[:-10], ' '.join(documents(5, seed=2))]
-    for tokenizer, text in product(tokenizers, texts):
-        ids = [tokenizer.bos, *tokenizer.encode(text)]
-        print_token = stream_text(tokenizer, ids[:2], len(ids) + 1)
-        parts = []
-        for token in [*ids[2:], 240]:  # byte 240 is the beginning of a character
-            print_token(token)
-            parts.append(capfd.readouterr().out)
-        assert ''.join(parts) == tokenizer.decode([*ids, 240]) or len(ids) < 2
-        assert not any('\ufffd' in part for part in parts[:-1])
 
 
 def test_the_same_texts_train_the_same_file(bpe: SentencePieceTokenizer, tmp_path: Path) -> None:

