@@ -270,8 +270,8 @@ def print_todo(found: Results, text: str | None) -> None:
     if text:
         require(os.path.exists(text), f'text={text}: no such file or folder')
         prepare = f'python prepare_slimpajama.py --input={shlex.quote(text)} --held_out=0.05'
-        say(f'{prepare} --tokenizer=bpe2048 --out_dir=data/english')
-        say(f'{prepare} --tokenizer=byte --out_dir=data/english-bytes')
+        say(f'{prepare} --tokenizer=bpe2048 --out_dir=data/english || exit 1')
+        say(f'{prepare} --tokenizer=byte --out_dir=data/english-bytes || exit 1')
     elif not os.path.exists('data/english/meta.json'):
         fail('text=None and there is no data/english: --text=FILE prepares it')
     for size in SIZES:
