@@ -6,7 +6,7 @@ Evaluate a trained model.
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              the energy along the steps of every CEM sublayer
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
-    python evaluate.py --compare out/a out/b   a table of the results of runs, and their curves
+    python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
 Tables are printed. Pictures go into the run's folder: loss.png, energies.png, attention.png. Those
@@ -336,7 +336,7 @@ def write_reports(cfg: EvaluateConfig, model: Transformer, state: dict[str, Any]
                   reports: list[str]) -> None:
     """Print the reports of a run."""
     # Pictures go beside the checkpoint, but not into an exported folder
-    folder = os.path.dirname(out_dir) if os.path.isfile(out_dir) else out_dir
+    folder = out_dir if os.path.isdir(out_dir) else os.path.dirname(out_dir) or '.'
     folder = 'out/results' if 'exported' in state else folder
     weights = f'{out_dir}, step {state["step"]}'
     tokenizer = tokenizer_of(state)
