@@ -9,9 +9,10 @@ Evaluate a trained model.
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables are printed. Pictures go into the run's folder: loss.png, energies.png, attention.png. Those
-of --compare and of an exported folder, which --out_dir can also name, go into out/results.
+Tables are printed. Pictures go into the run's folder: energies.png, attention.png, and loss.png of
+--steps. Those of --compare and of an exported folder go into out/results.
 """
+import io
 import math
 import os
 import shlex
@@ -29,7 +30,7 @@ from configurator import build, command_line, convert_types, fail, in_range, rea
 from model import CEMMLP, BaseAttention, CEMAttention, Transformer
 from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.files import read_json, read_json_lines, read_text_file, say, table
+from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
 from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
@@ -46,7 +47,7 @@ OPTIONS = {'loss': DATA_OPTIONS, 'energies': DATA_OPTIONS,
 @dataclass
 class EvaluateConfig:
     """What to report."""
-    out_dir: str | None = None  # a run, checkpoint or exported folder; default: the newest in out/
+    out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
     data: str | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: str | None = None  # a UTF-8 text file to read instead
@@ -323,13 +324,19 @@ def compare(folders: list[str]) -> Report:
 # Tables, pictures, the command line
 
 def print_report(subject: str, report: Report, path: str) -> None:
-    """Print a report's subject and table, and write its picture, if any, to `path`."""
+    """Print a report's subject and table, and write its picture, if any, to `path`. If that fails,
+    warn."""
     text, figure = report
     say(f'{subject}\n\n{text}')
     if figure is not None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        figure.savefig(path, dpi=100)
-        say(path)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=100)
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_atomic(path, picture.getvalue())
+            say(path)
+        except OSError as error:
+            say(f'WARNING: {path} not written ({error.strerror})')
 
 
 def write_reports(cfg: EvaluateConfig, model: Transformer, state: dict[str, Any], out_dir: str,

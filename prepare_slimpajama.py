@@ -50,7 +50,7 @@ SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'va
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
 PART = 1 << 16  # A longer document is tokenized in parts of at least this many characters.
 LONGEST_PART = 1 << 20  # A .txt file without a space in this many characters is cut in a word.
-BATCH = 64  # Threads tokenize this many parts together.
+BATCH = 1 << 21  # Threads tokenize about this many characters together.
 BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
 TOKEN_BYTES = 8  # No tokenizer has more bytes per token on average.
 MANY = 2000  # A text of fewer documents is split by position, others by hash: see find_ends.
@@ -507,10 +507,9 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
         return limit[split] - writer.tokens(split)
 
     parts = read_parts(o, source, lambda split: room(split) <= 0)
-    parts = (part for part in parts if room(part.split) > 0)
     bos = np.array([tokenizer.bos], np.int32)
     with tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar:
-        while batch := list(islice(parts, BATCH)):
+        for batch in batches(parts, room):
             ids: dict[str, list[np.ndarray]] = {part.split: [] for part in batch}
             encoded = tokenizer.encode_parts(batch, o.workers)
             for part, part_ids in zip(batch, encoded, strict=True):
@@ -521,6 +520,23 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
                 bar.update(len(new))
             if room('train') <= 0 and not source.ends:  # with ends, val and test come after train
                 return
+
+
+def batches(parts: Iterable[Part], room: Callable[[str], int]) -> Iterator[list[Part]]:
+    """Group parts for encode_parts, without those of full splits. A batch ends at BATCH characters,
+    or earlier, as soon as it may fill the split of its last part."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        if room(part.split) <= 0:
+            continue
+        batch.append(part)
+        size += len(part.text)
+        if size >= min(BATCH, room(part.split)):
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 # What train.py and evaluate.py call

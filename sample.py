@@ -21,7 +21,7 @@ from nanocem.tokenizers import tokenizer_of
 @dataclass
 class SampleConfig:
     """The text to generate."""
-    out_dir: str | None = None  # a run, checkpoint or exported folder; default: the newest in out/
+    out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
     prompt: str = ''  # the text to continue, or FILE:PATH for the text in a file
     tokens: int = 500  # number of tokens to generate
     num_samples: int = 1  # number of texts, generated as one batch

@@ -68,6 +68,8 @@ def read_export(folder: str) -> dict[str, Any]:
     """Read an export into a checkpoint, with weights in float32. Nothing is checked: a
     damaged folder raises an error of any kind."""
     config = read_json(f'{folder}/config.json', 'export the model again') or {}
+    if config.get('model_type') != 'nanocem':
+        fail('not an export of a model of this version: export it again')
     weights = load_file(f'{folder}/{WEIGHTS_FILE}')
     return {**config.get('run', {}), 'folder': folder, 'exported': True,
             'model': {name.removeprefix(PREFIX): w.float() for name, w in weights.items()},

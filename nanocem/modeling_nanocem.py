@@ -4,6 +4,7 @@ A Transformer of model.py as a model of Hugging Face's transformers.
 evaluate.py --export copies this file beside model.py into the folder it writes, where
 AutoModelForCausalLM finds it with trust_remote_code=True.
 """
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from configurator import build, fail
+from configurator import fail
 from model import ModelConfig, Transformer
 
 # so that transformers copies these files as well
@@ -28,8 +29,9 @@ class NanocemConfig(PretrainedConfig):
         'max_position_embeddings': 'context_length'}
 
     def __init__(self, **options: Any):
-        ours = vars(build(ModelConfig, options))
-        super().__init__(**{'tie_word_embeddings': False, **options, **ours})
+        names = [field.name for field in fields(ModelConfig) if field.name in options]
+        ours = ModelConfig(**{name: options.pop(name) for name in names})
+        super().__init__(**vars(ours), **{'tie_word_embeddings': False, **options})
 
 
 class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
@@ -39,7 +41,8 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NanocemConfig):
         super().__init__(config)
-        self.model = Transformer(build(ModelConfig, vars(config)))
+        names = [field.name for field in fields(ModelConfig)]
+        self.model = Transformer(ModelConfig(**{name: getattr(config, name) for name in names}))
         self.post_init()
 
     @classmethod
@@ -84,7 +87,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             refused.append(f'attention_mask {tuple(attention_mask.shape)}, not (batch, length)')
         if refused:
-            fail(f'this model does not take {", ".join(refused)}: see its README.md')
+            fail(f'this model does not take {", ".join(refused)}')
         if attention_mask is not None and attention_mask.all():  # faster attention can run
             attention_mask = None
         x = self.model.hidden(input_ids, key_mask=attention_mask)[:, -logits_to_keep:]

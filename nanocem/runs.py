@@ -252,8 +252,8 @@ def load_weights(model: Transformer, state: dict[str, Any], now: dict[str, Any],
 
 
 def load_run(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
-    """Load the model at a path that read_run takes onto a device, in evaluation mode. Returns the
-    model and its checkpoint, in which `data` describes what it was trained on. UserError."""
+    """Load a model onto a device, in evaluation mode, from a path as in read_run. Returns it and
+    its checkpoint, in which `data` describes what it was trained on. UserError."""
     state = read_run(path)
     model = Transformer(ModelConfig(**state['model_config']))
     model.load_state_dict(state['model'])

@@ -166,8 +166,9 @@ def test_attention_shift_is_the_fraction_that_moves_to_other_keys() -> None:
 # The command line
 
 def test_the_newest_run_on_its_test_split(place: Path, report: Report) -> None:
+    torch.save({**torch.load('out/run/best.pt'), 'step': 3}, 'out/run/step_00000003.pt')
     page = report()
-    assert page.startswith('out/run, step 2; test split of data\n\n')
+    assert page.startswith('out/run, step 2; test split of data\n\n')  # best.pt
     steps, tokens, loss, perplexity, bits = cells(page)[0]
     right = loss_of(model_of())
     assert (steps, tokens) == ('as trained', f'{PARTS[:, 1:].numel():,}')
@@ -249,6 +250,13 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
         assert Path(f'out/run/{name}.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
+
+
+def test_a_picture_that_cannot_be_written_costs_no_table(place: Path, report: Report) -> None:
+    Path('out/run/energies.png').mkdir()
+    said = report('--energies', '--attention=word')
+    assert said.index('| ') < said.index('WARNING: out/run/energies.png not written')
+    assert Path('out/run/attention.png').exists()
 
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
