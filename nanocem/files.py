@@ -14,12 +14,12 @@ from filelock import FileLock, Timeout
 from configurator import fail
 
 
-def say(text: str, end: str = '\n') -> None:
+def say(text: str) -> None:
     """Print a line immediately. A closed pipe or a full disk loses the line, but does not end the
     program. Characters that the locale lacks are escaped."""
     stream = sys.stdout
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
-    line = (text + end).encode(encoding, 'backslashreplace')
+    line = f'{text}\n'.encode(encoding, 'backslashreplace')
     with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
         stream.flush()
         # A notebook's or a test's stdout is no file, though a notebook's has a descriptor

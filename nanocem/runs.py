@@ -47,10 +47,9 @@ def find_run(init_from: str | None, out_dir: str | None) -> tuple[str | None, bo
 def newest_run() -> str:
     """Return the folder under out/ of the run that was started or resumed last. UserError."""
     paths = glob.glob('out/*/config.json')
-    for path in sorted(paths, key=os.path.getmtime, reverse=True):
-        if read_config(os.path.dirname(path)):
-            return os.path.dirname(path)
-    fail('no run in out/: python train.py makes one, --out_dir=FOLDER names one elsewhere')
+    folders = map(os.path.dirname, sorted(paths, key=os.path.getmtime, reverse=True))
+    return next(filter(read_config, folders), None) or fail(
+        'no run in out/: python train.py makes one, --out_dir=FOLDER names one elsewhere')
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig, locks: contextlib.ExitStack) -> str:

@@ -238,7 +238,7 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
 
 
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
-    energies, attention = (report('--energies', '--attention=word').split('out/run/energies.png'))
+    energies, attention = report('--energies', '--attention=word').split('out/run/energies.png')
     assert [len(row) for row in cells(energies)] == [10] * 4
     ids = torch.tensor([[256, *b'word']])
     shifts = [float(evaluate.attention_shift(maps).mean())

@@ -15,7 +15,8 @@ def matrices(seed: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
             for shape in SHAPES]
 
 
-@pytest.mark.parametrize('dtype, entries', [(torch.float32, 1), (torch.bfloat16, 2**20)])
+@pytest.mark.parametrize('dtype, entries', [
+    (torch.float32, 1), (torch.bfloat16, muon.BATCH_ENTRIES)])
 def test_five_steps_stay_near_torchs_own(dtype: torch.dtype, entries: int,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch multiplies in bfloat16: the two differ by its rounding and no more."""

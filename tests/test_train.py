@@ -485,7 +485,7 @@ def some_options() -> st.SearchStrategy:
 def test_any_option_set_trains_or_is_refused_in_one_line(data: Path, tmp_path: Path) -> None:
     ended: Counter = Counter()
 
-    @settings(max_examples=300, deadline=None, derandomize=True,
+    @settings(max_examples=600, deadline=None, derandomize=True,
               suppress_health_check=list(HealthCheck))
     @given(some_options())
     def walk(argv: list[str]) -> None:
@@ -501,4 +501,4 @@ def test_any_option_set_trains_or_is_refused_in_one_line(data: Path, tmp_path: P
             assert any(name in str(error) for name in names), (argv, error)
 
     walk()
-    assert min(ended['trained'], ended['refused']) > 50, ended
+    assert min(ended['trained'], ended['refused']) > 100, ended
