@@ -128,7 +128,7 @@ def read_results(anew: bool) -> Results:
     for row in [] if anew else read_csv(f'{PUBLISHED}/runs.csv'):
         run = Run(row['size'], row['model'], float(row['rate']), int(row['seed']))
         found[run] = {name: float(row[name]) for name in COLUMNS}
-    for path in sorted(glob.glob('out/reproduce/*/*/log.jsonl')):
+    for path in sorted(glob.glob('out/reproduce/*/*_rate=*_seed=*/log.jsonl')):
         size, name = path.split('/')[2:4]
         model, rate, seed = re.split('_rate=|_seed=', name)
         run = Run(size, model, float(rate), int(seed))
