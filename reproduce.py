@@ -407,6 +407,8 @@ def draw_lines(losses: dict[str, Losses], base: str, models: dict[str, str], xla
             finished, _ = split_failed(losses[size])
             if d := differences(finished, model.format(x), base):
                 percent[x] = 100 * np.expm1([*d.values()])
+        if not percent:
+            continue
         bars = [d.std(ddof=1) if len(d) > 1 else 0 for d in percent.values()]
         axes.errorbar(list(percent), [d.mean() for d in percent.values()], bars, fmt='o-', ms=4,
                       capsize=2, label=label)
