@@ -343,12 +343,15 @@ def find_ends(o: PrepareConfig, source: Source) -> dict[str, int] | None:
     documents = (chunks for file in files for chunks in read_documents(source.path(file), o.column))
     enough = round(TOKEN_BYTES * o.tokens / (1 - 2 * o.held_out))
     total = 0  # bytes
-    for n, chunk in ((n, chunk) for n, chunks in enumerate(documents, 1) for chunk in chunks):
-        if n == MANY:
-            return None
-        total = min(enough, total + len(chunk.encode()))
+    for n, chunks in enumerate(documents, 1):
+        for chunk in chunks:
+            total = min(enough, total + len(chunk.encode()))
+            if total == enough:  # the rest of a large file is not read
+                break
         if total == enough:  # few documents hold all the tokens that are wanted
             break
+        if n == MANY:
+            return None
     splits = [split for split in SPLITS
               if split == 'train' or split not in source.files.values()]
     size = round(o.held_out * total)
