@@ -174,7 +174,8 @@ def test_the_pages_intervals_are_those_of_the_published_runs(
     monkeypatch.setattr(reproduce, 'draw', lambda losses, verdicts: {})
     reproduce.main([])
     verdicts = Path(reproduce.OUT, 'verdicts.md').read_text().replace('%', '')
-    for page in ('README.md', 'results/README.md', 'results/tokens/README.md'):
+    for page in ('README.md', 'results/README.md', 'results/tokens/README.md',
+                 'results/tokens/scarce.md'):
         lines = (ROOT / page).read_text(encoding='utf-8').splitlines()
         judged = '\n'.join(line for line in lines if 'no bound' not in line)
         shown = re.findall(r'([-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+)\)', judged)
