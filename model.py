@@ -62,10 +62,12 @@ class ModelConfig:
     context_length: int = 2048  # J, tokens
     attn: Literal['llama', 'cem'] = 'cem'  # attention: untied, or tied weights and an energy
     mlp: Literal['llama', 'cem'] = 'cem'  # MLP: untied, or tied weights and an energy
+    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # Llama's attention: W_V is W_K, W_O is W_Q
     attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
     mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
     mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
+    loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
     attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps
     mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
@@ -85,7 +87,8 @@ class ModelConfig:
         """Resolve defaults and validate. UserError for a bad value, or CEM's options on Llama."""
         convert_types(self)
         in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
-        in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_reuse mlp_reuse attn_rank mlp_rank')
+        in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_reuse mlp_reuse loops attn_rank '
+                 'mlp_rank')
         in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std rope_theta')
         resolve_defaults(self, **SIZES[self.size])
         resolve_defaults(
@@ -94,6 +97,7 @@ class ModelConfig:
         # Some defaults depend on the kind of sublayer. A Llama sublayer refuses options of CEM
         if self.attn == 'cem':
             resolve_defaults(self, positions='alibi', kq_diag='shared', score_scale='model')
+            require_values(self, 'attn=llama', tie='none')
         else:
             resolve_defaults(self, positions='rope', kq_diag='none', score_scale='head')
             require_values(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
@@ -246,7 +250,8 @@ class BaseAttention(nn.Module):
 
 
 class LlamaAttention(BaseAttention):
-    """Multi-head attention with four untied matrices. Norm and residual are inside."""
+    """Multi-head attention. Its four matrices are untied, unless `tie` says otherwise. Norm and
+    residual are inside."""
     cem = False
     T = None  # it takes no gradient steps
     kq_diag = None  # it has no diagonal
@@ -255,7 +260,15 @@ class LlamaAttention(BaseAttention):
         super().__init__(cfg)
         self.W_V = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)
         self.W_O = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)  # in blocks, as W_Q
+        self.tie_weights()
         self.add_biases()
+
+    def tie_weights(self) -> None:
+        """Let the matrices that cfg.tie names be one parameter. CEM ties both pairs."""
+        if self.cfg.tie in ('kv', 'both'):
+            self.W_V = self.W_K
+        if self.cfg.tie in ('qo', 'both'):
+            self.W_O = self.W_Q
 
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
         """Return x plus the attention output, (B, I, D)."""
@@ -263,7 +276,7 @@ class LlamaAttention(BaseAttention):
         h = self.norm(x)
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
         k = self.split_heads(F.linear(h, self.W_K))
-        v = self.split_heads(F.linear(h, self.W_V))
+        v = k if self.W_V is self.W_K else self.split_heads(F.linear(h, self.W_V))
         # With RoPE, rotate queries and keys by their positions
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
@@ -473,7 +486,7 @@ class Transformer(nn.Module):
         past = 0 if cache is None else cache.begin(idx)
         pos = make_positions(self.cfg, x, past, key_mask)
         use_checkpointing = self.gradient_checkpointing and self.training and cache is None
-        for block in self.blocks:
+        for block in [*self.blocks] * self.cfg.loops:
             if use_checkpointing:  # recompute activations in the backward pass
                 x = checkpoint(block, x, pos, use_reentrant=False)
             else:

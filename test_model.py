@@ -27,7 +27,7 @@ from nanocem.decode import generate
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
 OPTIONS = dict(
     attn=['llama', 'cem'], mlp=['llama', 'cem'], attn_steps=[1, 2, 3], mlp_steps=[1, 2],
-    attn_reuse=[1, 2], mlp_reuse=[1, 2],
+    attn_reuse=[1, 2], mlp_reuse=[1, 2], loops=[1, 2], tie=['none', 'kv', 'qo', 'both'],
     positions=['alibi', 'rope'], kq_diag=['none', 'shared', 'per_head'],
     score_scale=['head', 'model'], residual=['raw', 'normed'],
     preconditioner=['none', 'diag', 'diag_lowrank'], exact_update=[False, True],
@@ -139,6 +139,33 @@ def test_cem_with_one_step_is_llama_with_tied_weights() -> None:
     llama.load_state_dict(state)
     idx = torch.randint(50, (3, 16))
     torch.testing.assert_close(cem(idx)[0], llama(idx)[0], rtol=0, atol=1e-12)
+
+
+def test_llama_with_both_ties_is_plain_cem_attention_with_one_step() -> None:
+    shared = dict(TINY, mlp='llama', positions='alibi')
+    tied = randomize(Transformer(ModelConfig(**shared, attn='llama', tie='both')), seed=2)
+    cem = Transformer(ModelConfig(**shared, attn='cem', kq_diag='none', preconditioner='none',
+                                  score_scale='head')).double()
+    assert tied.num_params() == cem.num_params()
+    assert flops_per_token(tied) == flops_per_token(cem)
+    cem.load_state_dict(dict(tied.named_parameters()))
+    idx = torch.randint(50, (3, 16))
+    torch.testing.assert_close(tied(idx)[0], cem(idx)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize('cfg', [c for c in SETS if c.loops == 2], ids=describe)
+def test_a_looped_stack_is_one_whose_layers_are_listed_again(cfg: ModelConfig) -> None:
+    looped = randomize(Transformer(cfg), seed=4)
+    listed = Transformer(ModelConfig(**{**vars(cfg), 'loops': 1, 'n_layer': 2 * cfg.n_layer}))
+    state = looped.state_dict()
+    for name in list(state):
+        if name.startswith('blocks.'):
+            _, n, rest = name.split('.', 2)
+            state[f'blocks.{int(n) + cfg.n_layer}.{rest}'] = state[name]
+    listed.double().load_state_dict(state)
+    idx = torch.randint(50, (3, 16))
+    torch.testing.assert_close(looped(idx)[0], listed(idx)[0], rtol=0, atol=1e-12)
+    assert flops_per_token(looped) == flops_per_token(listed)
 
 
 # Energies

@@ -180,7 +180,7 @@ def flops_per_token(model: Any) -> float:
     diagonal's scores; the head counts once. The masked half of attention does not count."""
     cfg, D = model.cfg, model.cfg.d_model
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
-    macs = cfg.vocab_size * D
+    macs = 0.0
     for block in model.blocks:
         attn, mlp = block.attn, block.mlp
         if attn.cem:
@@ -191,11 +191,13 @@ def flops_per_token(model: Any) -> float:
                 step += cfg.n_head * (mean_context * D + 4 * rank * D)
             macs += cfg.attn_reuse * (D * D + attn.T * step)
         else:
-            macs += cfg.attn_reuse * (4 * D * D + 2 * mean_context * D)
+            projections = 3 if attn.W_V is attn.W_K else 4
+            macs += cfg.attn_reuse * (projections * D * D + 2 * mean_context * D)
         if mlp.cem:
             macs += cfg.mlp_reuse * mlp.W.numel() * (1 + 2 * mlp.T)
         else:
             macs += cfg.mlp_reuse * mlp.W.numel() * 3
+    macs = cfg.loops * macs + cfg.vocab_size * D
     return 3 * 2.0 * macs
 
 

@@ -19,7 +19,8 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     widths = 2 if cfg.exact_update or (cfg.positions == 'rope' and cfg.kq_diag != 'none') else 1
     if cfg.attn == 'llama':
         widths = 2
-    assert cache.floats_per_token() == widths * cfg.attn_reuse * cfg.d_model * cfg.n_layer
+    uses = cfg.loops * cfg.attn_reuse * cfg.n_layer
+    assert cache.floats_per_token() == widths * cfg.d_model * uses
 
 
 @pytest.mark.parametrize('options', [
