@@ -26,7 +26,8 @@ import torch
 
 from configurator import build, command_line, fail, in_range, read_options, resolve_defaults
 from model import SIZES, ModelConfig, Transformer, make_positions
-from nanocem import compute, fast
+from nanocem import loss as loss_fn
+from nanocem.attention import describe_attention, fastest_impl
 from nanocem.decode import Cache, generate
 from nanocem.files import say, table
 
@@ -196,7 +197,7 @@ def train_table(cfg: BenchConfig) -> list[Row]:
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
     device = x.device  # cuda:0, the name by which the kernels' check is cached
     llama = cfg.model(**LLAMA)
-    llama_flops = compute.flops_per_token(llama)
+    llama_flops = loss_fn.flops_per_token(llama)
     token_budget = 20 * llama.num_params()
     del llama
 
@@ -204,11 +205,11 @@ def train_table(cfg: BenchConfig) -> list[Row]:
         ours = name in VARIANTS
         model = make_model()
         forward = model
-        flops = compute.flops_per_token(model) if ours else llama_flops  # peers have Llama's FLOPs
+        flops = loss_fn.flops_per_token(model) if ours else llama_flops  # peers have Llama's FLOPs
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if cfg.compile and ours:  # as train.py does
-            attention = fast.attention_path(model, device, cfg.torch_dtype, True)
-            forward = compute.compile_for(device, model, attention)
+            attention = describe_attention(model, device, cfg.torch_dtype, True)
+            forward = loss_fn.compile_for(device, model, attention)
         elif cfg.compile:
             forward = torch.compile(model, dynamic=False)
 
@@ -223,7 +224,7 @@ def train_table(cfg: BenchConfig) -> list[Row]:
     models = {name: partial(cfg.model, **options) for name, options in VARIANTS.items()}
     models |= peers(cfg, cfg.context_length)
     makers = {name: partial(make_step, name, make_model) for name, make_model in models.items()}
-    peak = compute.peak_flops(device, cfg.torch_dtype)
+    peak = loss_fn.peak_flops(device, cfg.torch_dtype)
     rows = []
     for name, row in measure(makers, cfg).items():
         if 'seconds' in row:
@@ -251,7 +252,7 @@ def attention_table(cfg: BenchConfig) -> list[Row]:
         x, grad = torch.randn(2, cfg.batch_size, cfg.context_length, model.cfg.d_model,
                               device=cfg.device)
         pos = make_positions(model.cfg, x)
-        path = fast.fastest_impl(attn, x.device, cfg.torch_dtype, compiled=cfg.compile)
+        path = fastest_impl(attn, x.device, cfg.torch_dtype, compiled=cfg.compile)
         forward = torch.compile(attn, dynamic=False) if cfg.compile else attn
         inputs = [x.requires_grad_(), *attn.parameters()]
 
@@ -333,7 +334,7 @@ TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_t
 @command_line
 def main(argv: list[str]) -> None:
     cfg = build(BenchConfig, read_options(argv, BenchConfig))
-    compute.keep_freed_memory()  # as train.py does
+    loss_fn.keep_freed_memory()  # as train.py does
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
     torch._dynamo.config.recompile_limit = 64  # every variant compiles the same code anew

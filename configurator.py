@@ -85,7 +85,7 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals and key in hints:
-            require(hints[key] in (bool, bool | None),
+            check(hints[key] in (bool, bool | None),
                     f'--{key} needs a value: --{key}=VALUE, no space')
             text = 'True'
         given = merge(given, {key: parse_option(key, text, hints, '--')})
@@ -113,17 +113,17 @@ def resolve_defaults(options: Any, **defaults: Any) -> None:
             setattr(options, name, value)
 
 
-def require(ok: bool, otherwise: str) -> None:
+def check(ok: bool, otherwise: str) -> None:
     if not ok:
         fail(otherwise)
 
 
-def require_values(options: Any, unless: str, **values: Any) -> None:
+def only_with(options: Any, unless: str, **values: Any) -> None:
     """UserError unless these options have these values. `unless` is the setting, such as attn=cem,
     with which other values have an effect."""
     for name, value in values.items():
         given = getattr(options, name)
-        require(given == value,
+        check(given == value,
                 f'{name}={given} has no effect: set {unless}, or else {name}={value}')
 
 
@@ -132,7 +132,7 @@ def in_range(options: Any, low: float, high: float, names: str) -> None:
     bounds = f'a positive number up to {high:,}' if 0 < low < 1e-9 else f'{low:,} to {high:,}'
     for name in names.split():
         value = getattr(options, name)
-        require(value is None or low <= value <= high, f'{name}={value}: expected {bounds}')
+        check(value is None or low <= value <= high, f'{name}={value}: expected {bounds}')
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:
@@ -177,7 +177,7 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
         shown = f'={value}' if where in ('', '--') else f' = {value!r}'
         fail(f'{where}{key}{shown}: expected {describe(hints[key])}')
     if key in PATHS and parsed is not None:
-        require(parsed != '', f'{where}{key}= is empty: expected a path')
+        check(parsed != '', f'{where}{key}= is empty: expected a path')
         return os.path.expanduser(parsed)
     return parsed
 

@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import build, command_line, convert_types, fail, in_range, read_options, require
+from configurator import build, check, command_line, convert_types, fail, in_range, read_options
 from model import CEMMLP, BaseAttention, CEMAttention, Transformer
-from nanocem.compute import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
+from nanocem.loss import LOGITS_AT_ONCE, NO_TARGET
 from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
 from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data
@@ -62,9 +62,9 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         convert_types(self)
-        require(self.attention != '', 'attention= is empty: expected a text')
+        check(self.attention != '', 'attention= is empty: expected a text')
         in_range(self, 1, 10**12, 'tokens')
-        require(all(1 <= T <= 1000 for T in self.steps),
+        check(all(1 <= T <= 1000 for T in self.steps),
                 f'steps={",".join(map(str, self.steps))}: expected 1 to 1,000 each')
 
 
@@ -77,22 +77,22 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, l
     NO_TARGET pads the last sequence."""
     if cfg.text is not None:
         ids = torch.tensor([tokenizer.bos, *tokenizer.encode(read_text_file(cfg.text, 'text='))])
-        require(len(ids) > 1, f'text={cfg.text} is empty')
+        check(len(ids) > 1, f'text={cfg.text} is empty')
         length = min(length, len(ids) - 1)
         ids = F.pad(ids, (0, -(len(ids) - 1) % length), value=NO_TARGET)
         sequences = ids.unfold(0, length + 1, length)
         chosen = evenly_spaced(len(sequences), cfg.tokens // length)
         return sequences[chosen], len(chosen) == len(sequences)
     folder = find_data(cfg.data) if cfg.data else state['data_dir']
-    require(bool(cfg.data) or os.path.exists(folder),
+    check(bool(cfg.data) or os.path.exists(folder),
             f'{folder}, which the model was trained on, is not here: --text=FILE evaluates on a '
             'text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
     for name in TOKENIZER_KEYS:
-        require(data.identity[name] == state['data'][name],
+        check(data.identity[name] == state['data'][name],
                 f'data={folder}: its {name} is {data.identity[name]}, that of the run '
                 f'{state["data"][name]}; expected data of the same tokenizer')
-    require(bool(cfg.data) or not changed_fields(state['data'], data.identity),
+    check(bool(cfg.data) or not changed_fields(state['data'], data.identity),
             f'the {cfg.split} split of {folder} has changed since the run was trained; '
             f'--data={shlex.quote(folder)} reads it as it is now')
     chosen = evenly_spaced(len(data), cfg.tokens // length)
@@ -264,7 +264,7 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
     their steps down."""
     ids = [tokenizer.bos, *tokenizer.encode(text)]
     longest = model.cfg.context_length
-    require(1 < len(ids) <= longest,
+    check(1 < len(ids) <= longest,
             f'attention: the text has {len(ids) - 1} tokens; expected 1 to {longest - 1}')
     words = ['BOS', *(tokenizer.decode([i]) for i in ids[1:])]
     maps = attention_maps(model, torch.tensor([ids], device=model.embedding.device))
@@ -371,7 +371,7 @@ def main(argv: list[str]) -> None:
     options = read_options([arg for arg in argv if arg not in folders], EvaluateConfig)
     cfg = build(EvaluateConfig, options)
     if cfg.compare:
-        require(bool(folders) and len(options) == 1,
+        check(bool(folders) and len(options) == 1,
                 'compare: expected folders of runs and no other option, as --compare out/a out/b')
         return print_report('Runs', compare(folders), 'out/results/compare.png')
 
@@ -381,12 +381,12 @@ def main(argv: list[str]) -> None:
         reports.append('loss')
     used = {'out_dir', 'device', 'energies'}.union(*(OPTIONS[report] for report in reports))
     for name, value in options.items():
-        require(name in used, f'{name}={value}: of no use to {" and ".join(reports)}')
-    require(cfg.text is None or 'split' not in options, 'text and split: give one')
+        check(name in used, f'{name}={value}: of no use to {" and ".join(reports)}')
+    check(cfg.text is None or 'split' not in options, 'text and split: give one')
     out_dir = cfg.out_dir or newest_run()
     model, state = load_run(out_dir, cfg.device)
     cem = 'cem' in (model.cfg.attn, model.cfg.mlp)
-    require(cem or not (cfg.steps or cfg.energies),
+    check(cem or not (cfg.steps or cfg.energies),
             f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
     if reports != ['export']:
         write_reports(cfg, model, state, out_dir, reports)

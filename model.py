@@ -14,7 +14,7 @@ exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
 Comments at the ends of lines are the formulas of Algorithm 1, whose g includes V^T; rope is ours.
-docs/paper.md lists our choices where the paper is silent. nanocem/fast.py computes the same
+docs/paper.md lists our choices where the paper is silent. nanocem/attention.py computes the same
 attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
@@ -30,8 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from configurator import convert_types, in_range, require, require_values, resolve_defaults
-from nanocem import compute, fast
+from configurator import check, convert_types, in_range, only_with, resolve_defaults
+from energy import Phi
+from nanocem.attention import attend, choose_impl
+from nanocem.loss import cross_entropy
 
 # 86m to 162m are the paper's (Table 1). Of 256m it says only that CEM has two more layers.
 SIZES: dict[str, dict[str, int]] = {
@@ -71,9 +73,9 @@ class ModelConfig:
     attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps
     mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
-    kq_diag: Literal['none', 'shared', 'per_head'] | None = None  # d_k; default: shared for CEM
+    kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
     score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r or D_h; default: model for CEM
-    preconditioner: Literal['none', 'diag', 'diag_lowrank'] | None = None  # default: diag_lowrank
+    preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
     residual: Literal['raw', 'normed'] = 'raw'  # steps start from x or from h = norm(x)
@@ -96,30 +98,28 @@ class ModelConfig:
             attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps)
         # Some defaults depend on the kind of sublayer. A Llama sublayer refuses options of CEM
         if self.attn == 'cem':
-            resolve_defaults(self, positions='alibi', kq_diag='shared', score_scale='model')
-            require_values(self, 'attn=llama', tie='none')
+            resolve_defaults(self, positions='alibi', score_scale='model')
+            only_with(self, 'attn=llama', tie='none')
         else:
-            resolve_defaults(self, positions='rope', kq_diag='none', score_scale='head')
-            require_values(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
+            resolve_defaults(self, positions='rope', score_scale='head')
+            only_with(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
                            score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
         if self.mlp == 'llama':
-            require_values(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
+            only_with(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
                            mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
         if self.attn == self.mlp == 'llama':
-            resolve_defaults(self, preconditioner='none')
-            require_values(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
-        resolve_defaults(self, preconditioner='diag_lowrank')
+            only_with(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
         # Some options need others, or exclude each other
         if self.preconditioner != 'diag_lowrank':
-            require_values(self, 'preconditioner=diag_lowrank', attn_rank=ModelConfig.attn_rank,
+            only_with(self, 'preconditioner=diag_lowrank', attn_rank=ModelConfig.attn_rank,
                            mlp_rank=ModelConfig.mlp_rank)
         if self.positions == 'alibi':
-            require_values(self, 'positions=rope', rope_theta=ModelConfig.rope_theta)
+            only_with(self, 'positions=rope', rope_theta=ModelConfig.rope_theta)
         D, K = self.d_model, self.n_head
-        require(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
-        require(self.positions == 'alibi' or D // K % 2 == 0,
+        check(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
+        check(self.positions == 'alibi' or D // K % 2 == 0,
                 f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
-        require(self.kq_diag != 'none' or not self.exact_update,
+        check(self.kq_diag != 'none' or not self.exact_update,
                 'exact_update needs the diagonal: set kq_diag=shared or per_head')
 
     def llama(self) -> 'ModelConfig':
@@ -203,7 +203,7 @@ def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
 
 class BaseAttention(nn.Module):
     """What both kinds of attention share: norm, W_Q, W_K, heads and positions."""
-    impl = 'auto'  # or readable, blockwise, sdpa, triton: see nanocem/fast.py
+    impl = 'auto'  # or readable, blockwise, sdpa, triton: see nanocem/attention.py
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
@@ -284,13 +284,13 @@ class LlamaAttention(BaseAttention):
         if cache is not None:
             _, k, v = cache.update(self, h, k, v)                # (B, K, J, R)
         # Attend to the context
-        impl = fast.select_impl(self, k, pos)
+        impl = choose_impl(self, k, pos)
         if impl == 'readable':
             a = self.scores(q, k, pos)                           # (B, K, I, J)
             alpha = a.softmax(dim=-1).type_as(v)
             o = alpha @ v                                        # (B, K, I, R)
         else:
-            o = fast.fused_attention(impl, self, q, k, v, pos)
+            o = attend(impl, self, q, k, v, pos)
         # Merge the heads, project, and add to the residual stream
         return x + self.merge_heads(o) @ self.W_O                # (B, I, D)
 
@@ -325,13 +325,13 @@ class CEMAttention(BaseAttention):
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
-            impl = fast.select_impl(self, k, pos)
+            impl = choose_impl(self, k, pos)
             if impl == 'readable':
                 a = self.scores(q, k, pos, u, h)                 # a_ijk, (B, K, I, J)
                 alpha = a.softmax(dim=-1).type_as(k)             # softmax_j(a_ijk)
                 o = alpha @ k                                    # o_i <- sum_j alpha_ijk k_j
             else:
-                o = fast.fused_attention(impl, self, q, k, k, pos, u, h)
+                o = attend(impl, self, q, k, k, pos, u, h)
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
@@ -436,7 +436,7 @@ class CEMMLP(nn.Module):
         if self.cfg.mlp_energy == 'sign_convex':
             z = z * straight_through_sign(gamma)
             return -(gamma.abs() * F.softplus(z)).sum(dim=-1)
-        return -(gamma * compute.Phi.apply(z)).sum(dim=-1)
+        return -(gamma * Phi.apply(z)).sum(dim=-1)
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
@@ -478,7 +478,7 @@ class Transformer(nn.Module):
         x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
-        return None, compute.cross_entropy(x, self.head, targets)
+        return None, cross_entropy(x, self.head, targets)
 
     def hidden(self, idx: Tensor, cache: Any = None, key_mask: Tensor | None = None) -> Tensor:
         """Map ids (B, I) to the head's input, (B, I, D). key_mask (B, J) is 0 at padding."""
@@ -496,15 +496,15 @@ class Transformer(nn.Module):
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T, but not eta; None keeps T. UserError for T < 1, or for a Llama sublayer."""
         for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
-            require(T is None or T >= 1, f'{name}_steps={T}: expected at least 1')
-            require(T is None or getattr(self.cfg, name) == 'cem',
+            check(T is None or T >= 1, f'{name}_steps={T}: expected at least 1')
+            check(T is None or getattr(self.cfg, name) == 'cem',
                     f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
         for block in self.blocks:
             block.attn.T = attn_steps or block.attn.T
             block.mlp.T = mlp_steps or block.mlp.T
 
     def set_attn_impl(self, impl: str) -> None:
-        """Choose how attention is computed: one of train.py's attn_impl (nanocem/fast.py)."""
+        """Choose how attention is computed: one of train.py's attn_impl (nanocem/attention.py)."""
         for block in self.blocks:
             block.attn.impl = impl
 

@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from configurator import command_line, fail, in_range, read_options, require, resolve_defaults
+from configurator import check, command_line, fail, in_range, read_options, resolve_defaults
 from nanocem.data import FORMAT
 from nanocem.files import locked, read_json, read_text, say, write_atomic
 from nanocem.tokenizers import MODEL_FILE, WORD_END, make_tokenizer, tokenizer_of, train_bpe
@@ -70,7 +70,7 @@ class PrepareConfig:
     workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores
 
     def __post_init__(self) -> None:
-        require(not (self.tokens and self.size), 'tokens and size: give one')
+        check(not (self.tokens and self.size), 'tokens and size: give one')
         builtin = self.input == 'builtin'
         tokenizer, held_out = ('byte', 0.05) if builtin else ('llama', 0.005)
         tokens = round(SIZES[self.size or '162m'])
@@ -82,10 +82,10 @@ class PrepareConfig:
         self.model_file: str | None = None  # the SentencePiece model that --tokenizer names
         pieces = re.fullmatch(r'bpe(\d{1,9})', self.tokenizer)
         if pieces:
-            require(512 <= int(pieces[1]) <= 65_536,
+            check(512 <= int(pieces[1]) <= 65_536,
                     f'tokenizer={self.tokenizer}: expected bpe512 to bpe65536')
         elif self.tokenizer not in ('llama', 'gpt2', 'byte'):
-            require(os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file, '
+            check(os.path.isfile(self.tokenizer), f'tokenizer={self.tokenizer}: no such file, '
                     'and none of llama, gpt2, byte, bpe2048')
             self.model_file = self.tokenizer
             model = make_tokenizer('sentencepiece', self.model_file)
@@ -143,7 +143,7 @@ def find_source(where: str) -> Source:
     else:
         fail(f'{where}: no such file or folder')
     files = {file: find_split(file) for file in names if file.lower().endswith(SUFFIXES)}
-    require(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
+    check(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
     if 'train' not in files.values():  # Then a name like test is there by chance.
         files = dict.fromkeys(files)
     ordered = sorted(files.items(), key=lambda item: item[1] not in ('val', 'test'))

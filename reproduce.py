@@ -31,11 +31,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from configurator import build, command_line, fail, read_options, require
+from configurator import build, check, command_line, fail, read_options
 from model import ModelConfig, Transformer
-from nanocem.compute import DENSE_BF16, MFU_ESTIMATE, flops_per_token
 from nanocem.data import open_shard, read_meta
 from nanocem.files import read_json, read_json_lines, say, table, write_atomic
+from nanocem.loss import DENSE_BF16, MFU_ESTIMATE, flops_per_token
 from nanocem.tokenizers import SentencePieceTokenizer, load_tokenizer
 from nanocem.verdicts import (
     Effect,
@@ -268,7 +268,7 @@ def planned(found: Results, size: str) -> tuple[list[Run], list[Run]]:
 def print_todo(found: Results, text: str | None) -> None:
     """Print the commands of missing runs, up to the first size that waits for learning rates."""
     if text:
-        require(os.path.exists(text), f'text={text}: no such file or folder')
+        check(os.path.exists(text), f'text={text}: no such file or folder')
         prepare = f'python prepare_slimpajama.py --input={shlex.quote(text)} --held_out=0.05'
         say(f'{prepare} --tokenizer=bpe2048 --out_dir=data/english || exit 1')
         say(f'{prepare} --tokenizer=byte --out_dir=data/english-bytes || exit 1')
@@ -453,9 +453,9 @@ class ReproduceConfig:
 def main(argv: list[str]) -> None:
     options = read_options(argv, ReproduceConfig)
     cfg = build(ReproduceConfig, options)
-    require(cfg.text is None or cfg.todo, f'text={cfg.text} is for --todo')
+    check(cfg.text is None or cfg.todo, f'text={cfg.text} is for --todo')
     alone = cfg.count is not None or cfg.scale == 'paper'
-    require(not alone or len(options) == 1, 'count or scale=paper: give no other option')
+    check(not alone or len(options) == 1, 'count or scale=paper: give no other option')
     if cfg.count is not None:
         return print_counts(cfg.count)
     if cfg.scale == 'paper':

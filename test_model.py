@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from scipy.integrate import quad
 from torch.utils.flop_counter import FlopCounterMode
 
+from energy import Phi
 from model import (
     CEMMLP,
     CEMAttention,
@@ -21,8 +22,8 @@ from model import (
     make_positions,
     straight_through_sign,
 )
-from nanocem.compute import Phi, flops_per_token
 from nanocem.decode import generate
+from nanocem.loss import flops_per_token
 
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
 OPTIONS = dict(
@@ -314,7 +315,8 @@ def test_alibis_slopes(n_head: int) -> None:
 
 
 def test_a_block_starts_as_the_paper_says() -> None:
-    block = Transformer(ModelConfig(size='mini', vocab_size=50)).blocks[0]
+    options = dict(preconditioner='diag_lowrank', kq_diag='shared')
+    block = Transformer(ModelConfig(size='mini', vocab_size=50, **options)).blocks[0]
     P = block.mlp.P
     assert P.U.shape == (1, 64, 16) and block.attn.P.U.shape == (4, 64, 4)
     assert (block.attn.norm.gain == 1).all() and torch.equal(block.attn.kq_diag, torch.zeros(1, 64))

@@ -31,10 +31,12 @@ from tqdm import tqdm
 
 from configurator import UserError, build, command_line, convert_types, fail, in_range, read_options
 from model import ModelConfig, Transformer
-from nanocem import compute, fast, runs
+from nanocem import loss as loss_fn
+from nanocem import runs
+from nanocem.attention import describe_attention
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.files import say, to_json, write_atomic
-from nanocem.muon import make_optimizers
+from nanocem.optim import make_optimizers
 from nanocem.runs import perplexity
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer
 from nanocem.world import Distributed, divide_batch, find_device, read_environment, report_errors
@@ -76,7 +78,7 @@ class TrainConfig:
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
-    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # see fast.py
+    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # nanocem
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     activation_checkpointing: bool = False  # recompute activations in the backward pass
     timeout_minutes: float = 10.0  # how long a process waits for the others
@@ -141,22 +143,22 @@ class Trainer:
         self.raw_model = Transformer(self.model_cfg).to(world.device)
         self.raw_model.gradient_checkpointing = cfg.activation_checkpointing
         self.raw_model.set_attn_impl(cfg.attn_impl)
-        self.flops_per_token = compute.flops_per_token(self.raw_model)
+        self.flops_per_token = loss_fn.flops_per_token(self.raw_model)
 
         # Precision, compiler, optimizers, processes
         flops = self.max_steps * self.tokens_per_step * self.flops_per_token
         self.dtype, compiled, reason = world.run_on_rank0(
-            compute.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
+            loss_fn.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
         self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
         self.precision = str(self.dtype).removeprefix('torch.') + (', compiled' if compiled else '')
         self.autocast = torch.autocast(
             world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-        self.attention = fast.attention_path(self.raw_model, world.device, self.dtype, compiled)
+        self.attention = describe_attention(self.raw_model, world.device, self.dtype, compiled)
         if world.rank == 0 and world.device.type == 'cuda' and not compiled:
             say(f'Not compiled, which takes more memory: {reason or "compile=False"}')
         self.model = self.raw_model
         if compiled:  # on a CPU this compiles the blocks of raw_model in place
-            self.model = compute.compile_for(world.device, self.raw_model, self.attention)
+            self.model = loss_fn.compile_for(world.device, self.raw_model, self.attention)
         if world.size > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
 
@@ -288,9 +290,9 @@ class Trainer:
                 counts = (n_bytes > 0) == is_text
                 left_out[i:i + size] = (~counts).any(dim=1).cpu()
                 # Run a smaller last batch uncompiled: it is not worth a compilation
-                stance = compute.eager() if len(x) < size else contextlib.nullcontext()
+                stance = loss_fn.eager() if len(x) < size else contextlib.nullcontext()
                 with self.autocast, stance:
-                    loss = self.model(x, y.masked_fill(~counts, compute.NO_TARGET))[1]
+                    loss = self.model(x, y.masked_fill(~counts, loss_fn.NO_TARGET))[1]
                 n = int(counts.sum())
                 sums[row] += torch.tensor([float(loss) * n if n else 0.0, n, int(n_bytes.sum())])
             indices = indices[left_out]
@@ -356,7 +358,7 @@ class Trainer:
     def measure_speed(self) -> None:
         """Measure tokens per second and, if the GPU's peak is known, model FLOPs utilization."""
         self.tokens_per_s = (self.step - self.last_logged) * self.tokens_per_step / self.train_time
-        peak = compute.peak_flops(self.world.device, self.dtype) * self.world.size
+        peak = loss_fn.peak_flops(self.world.device, self.dtype) * self.world.size
         mfu = self.flops_per_token * self.tokens_per_s / peak
         self.mfu = mfu if math.isfinite(mfu) else None
         self.bar.set_postfix_str(f'loss {self.loss:.4f}, {self.tokens_per_s:,.0f} tok/s', False)
@@ -431,7 +433,7 @@ class Trainer:
             return
         self.raw_model.eval()
         try:
-            with compute.eager():
+            with loss_fn.eager():
                 text = sample_text(self.raw_model, self.tokenizer, prompt='',
                                    tokens=cfg.sample_tokens, temperature=0.8, top_k=None,
                                    seed=cfg.seed)
@@ -473,7 +475,7 @@ def main(argv: list[str]) -> int:
                    else runs.new_options(given))
         cfg = build(TrainConfig, options)
         world.device = find_device(cfg.device, world.local_rank)
-        compute.keep_freed_memory()
+        loss_fn.keep_freed_memory()
 
         # Find or prepare the data before the processes connect: it may take longer than they wait
         # for each other. One prepares it, and the others wait for its lock. Only rank 0 prints. A

@@ -3,4 +3,5 @@
 attn = 'cem'
 mlp = 'llama'
 attn_steps = 1
+kq_diag = 'shared'
 preconditioner = 'none'

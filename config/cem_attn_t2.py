@@ -3,3 +3,4 @@ attn = 'cem'
 mlp = 'llama'
 attn_steps = 2
 preconditioner = 'diag_lowrank'
+kq_diag = 'shared'

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import fail, require
+from configurator import check, fail
 from nanocem.files import read_json
 
 FORMAT = 1  # the version of meta.json
@@ -29,7 +29,7 @@ def read_meta(folder: str) -> dict[str, Any]:
         valid &= all(type(n) is int and n > 0 for n in numbers)
     except (KeyError, TypeError, AttributeError):
         valid = False
-    require(valid, f'{path} is damaged, or of another version: prepare the data again')
+    check(valid, f'{path} is damaged, or of another version: prepare the data again')
     return meta
 
 

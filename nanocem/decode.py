@@ -2,8 +2,8 @@
 Generate text with a cache. For each token and layer it stores this many numbers:
 
     Llama                                       2 D    keys and values
-    CEM with the diagonal, the default            D    h
-    CEM without the diagonal                      D    keys, which are the values
+    CEM                                           D    keys, which are the values
+    CEM with the key-query diagonal               D    h
     CEM with the diagonal and one of these:
         RoPE, exact_update                      2 D    h and keys
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import fail, require
+from configurator import check, fail
 
 
 class Cache:
@@ -32,11 +32,11 @@ class Cache:
         """Begin a pass over new ids (B, I). Returns how many tokens precede them. UserError if they
         do not fit or have another batch size."""
         length = self.length + idx.shape[1]
-        require(length <= self.max_length,
+        check(length <= self.max_length,
                 f'the cache holds {self.length} of {self.max_length} tokens: {idx.shape[1]} more '
                 'do not fit')
         rows = self.buffers[0].shape[0] if self.buffers else idx.shape[0]
-        require(rows == len(idx), f'the cache holds {rows} rows, the new ids have {len(idx)}')
+        check(rows == len(idx), f'the cache holds {rows} rows, the new ids have {len(idx)}')
         self.past, self.length, self.next = self.length, length, 0
         return self.past
 
@@ -94,7 +94,7 @@ def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 
     top_k below 1."""
     if not temperature >= 0 or (top_k is not None and top_k < 1):
         fail(f'temperature={temperature}, top_k={top_k}: expected at least 0 and at least 1')
-    require(idx.numel() > 0, f'idx {tuple(idx.shape)}: expected at least one token, such as BOS')
+    check(idx.numel() > 0, f'idx {tuple(idx.shape)}: expected at least one token, such as BOS')
     length = model.cfg.context_length
     start = max(0, idx.shape[1] - length)  # the first token of the context
     cache = Cache(length) if use_cache else None

@@ -17,8 +17,8 @@ from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
 PREFIX = 'model.'  # of weight names
-CODE = ('model.py', 'configurator.py', 'nanocem/compute.py', 'nanocem/fast.py',  # copied by export
-        'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
+CODE = ('model.py', 'configurator.py', 'energy.py', 'nanocem/loss.py',  # copied by export
+        'nanocem/attention.py', 'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
 
 CARD = """---
 library_name: transformers

@@ -13,11 +13,12 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from configurator import fail
+from energy import Phi  # noqa: F401
 from model import ModelConfig, Transformer
+from nanocem.attention import choose_impl  # noqa: F401
 
 # so that transformers copies these files as well
-from nanocem.compute import cross_entropy  # noqa: F401
-from nanocem.fast import select_impl  # noqa: F401
+from nanocem.loss import cross_entropy  # noqa: F401
 from nanocem.triton_attention import attention  # noqa: F401
 
 

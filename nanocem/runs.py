@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from configurator import UserError, build, check_values, fail, merge, require
+from configurator import UserError, build, check, check_values, fail, merge
 from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.data import TOKENIZER_KEYS
@@ -207,7 +207,7 @@ def read_run(path: str) -> dict[str, Any]:
     a run's folder, of which best.pt is read, or else the last one. UserError if there is none."""
     exported = os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE))
     if exported or os.path.isfile(path):
-        require(exported or path.endswith('.pt'),
+        check(exported or path.endswith('.pt'),
                 f'{path}: expected the folder of a run or an export, or a checkpoint (.pt)')
         return read_checkpoint(path)
     best = os.path.join(path, 'best.pt')

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from configurator import UserError, error_line, fail, require
+from configurator import UserError, check, error_line, fail
 
 CPU = torch.device('cpu')
 MICRO_BATCH_TOKENS = 16_384  # largest forward pass, unless micro_batch_size is given
@@ -37,7 +37,7 @@ class Distributed:
             torch.set_float32_matmul_precision('high')  # float32 products by TF32
         if self.size == 1:
             return
-        require(self.device.type != 'mps', 'device=mps: needs a single process')
+        check(self.device.type != 'mps', 'device=mps: needs a single process')
         timeout = timedelta(minutes=minutes)
         try:
             store, _, _ = next(rendezvous('env://', self.rank, self.size, timeout=timeout))
@@ -89,14 +89,14 @@ def read_environment() -> Distributed:
     numbers = []
     for name, default in (('RANK', '0'), ('WORLD_SIZE', '1'), ('LOCAL_RANK', '0')):
         text = os.environ.get(name) or default
-        require(text.isdecimal(), f'{name}={text} in the environment: expected a whole number')
+        check(text.isdecimal(), f'{name}={text} in the environment: expected a whole number')
         numbers.append(int(text))
     rank, size, local_rank = numbers
-    require(rank < size, f'RANK={rank} and WORLD_SIZE={size} in the environment contradict each '
+    check(rank < size, f'RANK={rank} and WORLD_SIZE={size} in the environment contradict each '
             'other: torchrun sets both; without torchrun, unset both')
     several_machines = os.environ.get('LOCAL_WORLD_SIZE') != os.environ.get('WORLD_SIZE')
     keeps_store = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
-    require(not (may_restart() and several_machines and keeps_store),
+    check(not (may_restart() and several_machines and keeps_store),
             'torchrun --max-restarts on several machines needs --rdzv_backend=c10d, and '
             'TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it: else restarted processes find the '
             'addresses of the dead ones')

@@ -4,7 +4,7 @@ import torch
 
 import bench
 from model import ModelConfig, Transformer
-from nanocem.compute import flops_per_token
+from nanocem.loss import flops_per_token
 
 TINY = dict(size='nano', context_length=32, batch_size=2, repeats=1, device='cpu',
             decode_context=16, decode_tokens=4)
@@ -49,7 +49,7 @@ def test_gpt_peer_has_llamas_flops() -> None:
 
 @pytest.mark.parametrize('table, broken, failed', [
     ('train', 'transformers.LlamaForCausalLM.forward', {'Hugging Face Llama'}),
-    ('attention', 'nanocem.fast.sdpa', {'Llama', 'CEM, exact RoPE', 'CEM, sdpa'})])
+    ('attention', 'nanocem.attention.sdpa', {'Llama', 'CEM, exact RoPE', 'CEM, sdpa'})])
 def test_a_row_that_fails_says_so_and_the_others_stay(
         table: str, broken: str, failed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **options: object) -> None:

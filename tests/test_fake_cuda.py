@@ -15,8 +15,9 @@ from torch._subclasses import FakeTensorMode
 
 from configurator import build, read_options
 from model import ModelConfig, Transformer
-from nanocem import compute, decode, fast, triton_attention
-from nanocem.muon import Muon, block_matrices
+from nanocem import attention, decode, triton_attention
+from nanocem import loss as loss_fn
+from nanocem.optim import Muon, block_matrices
 from train import TrainConfig
 
 DEVICE = 'cuda' if torch.version.cuda else 'meta'
@@ -44,7 +45,7 @@ def with_its_code(op: Callable, code: Callable) -> Callable:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All tensors are, and our kernels are taken to run."""
-    monkeypatch.setattr(fast, 'runs_triton', lambda *of: True)
+    monkeypatch.setattr(attention, 'runs_triton', lambda *of: True)
     monkeypatch.setattr(triton_attention, 'launch', launch)
     for name, code in (('attention_op', 'forward'), ('backward_op', 'backward')):
         op, code = getattr(triton_attention, name), getattr(triton_attention, code)
@@ -62,8 +63,8 @@ def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, impl: str 
         model = Transformer(ModelConfig(**{**options, **SMALL}))
         model.set_attn_impl(impl)
         idx = torch.zeros(2, 4, dtype=torch.long)
-    for at_once in (compute.LOGITS_AT_ONCE, 50):
-        monkeypatch.setattr(compute, 'LOGITS_AT_ONCE', at_once)
+    for at_once in (loss_fn.LOGITS_AT_ONCE, 50):
+        monkeypatch.setattr(loss_fn, 'LOGITS_AT_ONCE', at_once)
         loss = model(idx, idx)[1]
         assert loss.device.type == DEVICE
         if DEVICE == 'meta':

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from sklearn.gaussian_process.kernels import RBF, ExpSineSquared, Matern, RationalQuadratic
 
 import synthetic_gp as gp
-from nanocem.compute import Phi
+from energy import Phi
 from reproduce import read_csv as table
 from synthetic_gp import BLIND, KERNELS, Options
 

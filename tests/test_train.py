@@ -37,7 +37,7 @@ import configurator
 import train
 from configurator import UserError
 from model import ModelConfig, Transformer
-from nanocem import compute, runs
+from nanocem import loss, runs
 from nanocem.data import TokenDataset
 from nanocem.runs import Signals, checkpoints, read_checkpoint
 from nanocem.tokenizers import ByteTokenizer
@@ -63,7 +63,7 @@ def test_schedule_and_budget_are_the_papers(data: Path, tmp_path: Path) -> None:
 
 
 def test_decay_on_matrices_only_and_optimizer_as_the_paper(data: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(data, tmp_path)
+    trainer = make_trainer(data, tmp_path, preconditioner='diag_lowrank', kq_diag='shared')
     decayed, rest = trainer.optimizers[0].param_groups
     assert decayed['weight_decay'] == 0.1 and rest['weight_decay'] == 0.0
     assert decayed['betas'] == (0.9, 0.95) and decayed['eps'] == 1e-9
@@ -88,7 +88,7 @@ def graphs_made() -> int:
 def test_compiled_steps_stay_close_and_resume_to_the_bit(halves: Any, tmp_path: Path) -> None:
     """One graph serves all blocks' steps, one their evaluation; smaller batches and sampling run
     uncompiled."""
-    if compute.compiler_error(CPU):
+    if loss.compiler_error(CPU):
         pytest.skip('needs a C++ compiler')
     data = halves[0].parent / 'data'
     plain, compiled = (make_trainer(data, tmp_path, compile=c, n_layer=2, sample_tokens=4)
@@ -122,7 +122,7 @@ def test_two_processes_and_checkpointing_give_one_processs_losses(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
     kinds = {'two': (2, []), 'recomputed': (1, ['--activation_checkpointing'])}
-    if not compute.compiler_error(CPU):
+    if not loss.compiler_error(CPU):
         kinds['compiled'] = 2, ['--compile', '--activation_checkpointing']
     common = [f'--data={halves[0].parent / "data"}', steps(12), '--eval_interval=4']
     started = {name: Run(tmp_path, *common, *more, f'--out_dir={tmp_path / name}', world=world)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from model import ModelConfig
-from nanocem import fast, triton_attention
+from nanocem import attention, triton_attention
 from nanocem.triton_attention import TILES, settings, triton
-from tests.test_fast import SMALL, loss_and_gradients
+from tests.test_attention import SMALL, loss_and_gradients
 
-needs_triton = pytest.mark.skipif(not fast.HAS_TRITON, reason='Triton is not installed')
+needs_triton = pytest.mark.skipif(not attention.HAS_TRITON, reason='Triton is not installed')
 CPU = torch.device('cpu')
 
 

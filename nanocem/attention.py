@@ -23,7 +23,7 @@ BLOCK = 64  # the smallest block of queries in blockwise attention
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
-def select_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
+def choose_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
     """Choose the implementation for keys k (B, K, J, R); k is None if the cache gives h alone."""
     if k is None:
         return 'h_cache'
@@ -72,7 +72,7 @@ def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: in
     return triton_attention.agrees(device, dtype, n_head, width, diagonals, alibi)
 
 
-def fused_attention(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
+def attend(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
                     u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
     """Return o (B, K, I, R) = sum_j softmax_j(a_ijk) v_jk with model.py's scores a. q is like o;
     k, v (B, K, J, R), u (B, I, D), h (B, J, D)."""
@@ -143,7 +143,7 @@ def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
     return o[..., :R]
 
 
-def attention_path(model: Any, device: torch.device, dtype: torch.dtype,
+def describe_attention(model: Any, device: torch.device, dtype: torch.dtype,
                    compiled: bool = False) -> str:
     """Describe in words how the model attends to whole sequences on this device."""
     attn = model.blocks[0].attn

@@ -1,14 +1,12 @@
-"""Precision, compiler and memory; the loss and phi; FLOPs of a model and of a GPU."""
+"""The loss; FLOPs of a model and of a GPU; precision, compiler and memory."""
 import contextlib
 import ctypes
 import math
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.special import spence
 from torch import Tensor
 
 from configurator import fail
@@ -51,7 +49,7 @@ def compiler_error(device: torch.device) -> str:
 
 def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
-    compilation serves all. `attention` is what fast.attention_path returns."""
+    compilation serves all. `attention` is what attention.describe_attention returns."""
     if device.type == 'cuda':
         biased = model.cfg.positions == 'alibi' or model.cfg.kq_diag != 'none'
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
@@ -84,7 +82,7 @@ def eager() -> Any:
     return torch.compiler.set_stance('force_eager')
 
 
-# The loss, and phi
+# The loss
 
 def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the logits x W^T, for x (B, J, D), W (vocabulary, D) and
@@ -142,26 +140,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         # A second derivative would be wrong, and once_differentiable does not stop all of them.
         if torch.is_grad_enabled():
             raise RuntimeError('no second derivative of a loss of so many logits: set '
-                               'compute.LOGITS_AT_ONCE, or on a CPU LOGITS_IN_CACHE, higher')
+                               'loss.LOGITS_AT_ONCE, or on a CPU LOGITS_IN_CACHE, higher')
         dx, dW, n = ctx.saved_tensors
         grad = grad / n.clamp(min=1)
         return grad * dx, grad * dW, None, None, None
-
-
-class Phi(torch.autograd.Function):
-    """phi(z) = z softplus(z) + Li2(-e^z), elementwise: the integral of SiLU from -inf to z."""
-    @staticmethod
-    def forward(ctx: Any, z: Tensor) -> Tensor:
-        ctx.save_for_backward(z)
-        a = z.detach().cpu().double().numpy()
-        # Li2(-e^a). Where a > 0, the inversion formula avoids an overflow.
-        dilog = spence(1 + np.exp(-abs(a)))
-        dilog = np.where(a > 0, -math.pi ** 2 / 6 - a ** 2 / 2 - dilog, dilog)
-        return torch.as_tensor(a * np.logaddexp(0, a) + dilog).to(z)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * F.silu(ctx.saved_tensors[0])
 
 
 # FLOPs of a model and of a GPU

@@ -1,10 +1,10 @@
-"""nanocem/muon.py against torch's own."""
+"""nanocem/optim.py against torch's own."""
 import pytest
 import torch
 
 from model import ModelConfig, Transformer
-from nanocem import muon
-from nanocem.muon import Muon, block_matrices
+from nanocem import optim
+from nanocem.optim import Muon, block_matrices
 
 SHAPES = ((24, 24), (20, 24), (24, 24), (40, 16), (1, 8))
 
@@ -16,11 +16,11 @@ def matrices(seed: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize('dtype, entries', [
-    (torch.float32, 1), (torch.bfloat16, muon.BATCH_ENTRIES)])
+    (torch.float32, 1), (torch.bfloat16, optim.BATCH_ENTRIES)])
 def test_five_steps_stay_near_torchs_own(dtype: torch.dtype, entries: int,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch multiplies in bfloat16: the two differ by its rounding and no more."""
-    monkeypatch.setattr(muon, 'BATCH_ENTRIES', entries)
+    monkeypatch.setattr(optim, 'BATCH_ENTRIES', entries)
     ours, theirs = matrices(1, torch.float32), matrices(1, torch.float32)
     options = dict(lr=0.02, weight_decay=0.1, momentum=0.95)
     both = [Muon(ours, dtype=dtype, **options),

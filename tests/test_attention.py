@@ -1,4 +1,4 @@
-"""nanocem/fast.py: each implementation against the readable one, and which one runs where."""
+"""nanocem/attention.py: each implementation against the readable one, and which one runs where."""
 from collections.abc import Callable
 
 import pytest
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from model import ModelConfig, Transformer
-from nanocem import fast, triton_attention
+from nanocem import attention, triton_attention
 from test_model import SETS, TINY, describe, randomize
 
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
@@ -30,13 +30,13 @@ def loss_and_gradients(cfg: ModelConfig, impl: str, dtype: torch.dtype,
 ], ids=describe)
 def test_faster_attention_equals_the_readable_path(
         cfg: ModelConfig, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, 'BLOCK', 5)  # of 16 queries
+    monkeypatch.setattr(attention, 'BLOCK', 5)  # of 16 queries
     fused = loss_and_gradients(cfg, impl, torch.float64)
     expected = loss_and_gradients(cfg, 'readable', torch.float64)
     torch.testing.assert_close(fused, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize('impl', ['readable', 'blockwise', *['triton'] * fast.HAS_TRITON])
+@pytest.mark.parametrize('impl', ['readable', 'blockwise', *['triton'] * attention.HAS_TRITON])
 def test_a_training_step_is_one_graph(impl: str) -> None:
     """With fullgraph=True torch.compile refuses a break."""
     cfg = ModelConfig(**{**SMALL, 'n_layer': 1, 'attn_steps': 2})
@@ -74,25 +74,25 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
         with torch.device('meta'):
             model = Transformer(ModelConfig(**{**SMALL, **options}))
         model.set_attn_impl(impl)
-        return fast.attention_path(model, device, dtype)
+        return attention.describe_attention(model, device, dtype)
     llama, rope = dict(attn='llama'), dict(positions='rope', kq_diag='none')
     alibi = {**llama, 'positions': 'alibi'}
     by_softmax, by_torch, ours = 'readable attention', 'sdpa attention', 'triton attention'
     assert path(cpu, torch.float32) == path(cpu, half, **alibi) == 'blockwise attention'
     assert path(cpu, torch.float32, **rope) == by_torch
-    if fast.HAS_TRITON:
+    if attention.HAS_TRITON:
         assert path(cpu, torch.float32, 'triton') == ours  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
-    monkeypatch.setattr(fast, 'HAS_TRITON', True)
+    monkeypatch.setattr(attention, 'HAS_TRITON', True)
     monkeypatch.setattr(triton_attention, 'agrees', lambda *case: True)
     assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
     for options in (rope, llama, alibi, dict(impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == by_torch
-    for options in dict(impl='readable'), dict(exact_update=True):
+    for options in dict(impl='readable'), dict(exact_update=True, kq_diag='shared'):
         assert path(gpu, half, **options) == by_softmax
     assert path(gpu, torch.float32) == by_torch
     assert 'triton cannot run' in path(cpu, torch.float32, 'triton')
     monkeypatch.setattr(triton_attention, 'agrees', lambda *case: False)
     assert path(gpu, half) == by_torch
-    monkeypatch.setattr(fast, 'HAS_TRITON', False)
+    monkeypatch.setattr(attention, 'HAS_TRITON', False)
     assert path(gpu, half) == by_torch

@@ -1,4 +1,4 @@
-"""nanocem/compute.py: the loss in pieces against the whole, precision, compiler and memory."""
+"""nanocem/loss.py: the loss in pieces against the whole, precision, compiler and memory."""
 import math
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import UserError
 from model import ModelConfig, Transformer
-from nanocem import compute
+from nanocem import loss as loss_fn
 
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
 
@@ -27,17 +27,17 @@ def test_loss_in_pieces_is_the_mean_over_targets_that_count(
         mean = nn.functional.cross_entropy((x @ W.mT)[counts], targets[counts])
         gradients = torch.autograd.grad(3 * mean, (x, W))
         for at_once in (2 ** 26, 350, 50, 1):  # all rows; 7, the last piece shorter; 1; fewer
-            monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', at_once)
-            loss = compute.cross_entropy(x, W, targets.where(counts, -100))
+            monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', at_once)
+            loss = loss_fn.cross_entropy(x, W, targets.where(counts, -100))
             torch.testing.assert_close(loss, mean)
             torch.testing.assert_close(torch.autograd.grad(3 * loss, (x, W)), gradients)
-            none = compute.cross_entropy(x, W, torch.full_like(targets, -100))
+            none = loss_fn.cross_entropy(x, W, torch.full_like(targets, -100))
             assert not any(g.any() for g in torch.autograd.grad(none, (x, W)))
             with torch.no_grad():
-                assert torch.equal(compute.cross_entropy(x, W, targets.where(counts, -100)), loss)
+                assert torch.equal(loss_fn.cross_entropy(x, W, targets.where(counts, -100)), loss)
                 assert none.isnan()
                 infinite = x.where(counts[..., None], math.inf)  # behind targets that do not count
-                loss = compute.cross_entropy(infinite, W, targets.where(counts, -100))
+                loss = loss_fn.cross_entropy(infinite, W, targets.where(counts, -100))
                 torch.testing.assert_close(loss, mean)
 
 
@@ -51,7 +51,7 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
     model.gradient_checkpointing = True
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     for at_once, call in ((2 ** 26, model), (350, model), (350, compiled)):
-        monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', at_once)
+        monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', at_once)
         with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
             loss = call(idx[:, :-1], idx[:, 1:])[1]
         results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
@@ -64,8 +64,8 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
 def test_a_second_derivative_of_the_loss_in_pieces_is_an_error(
         monkeypatch: pytest.MonkeyPatch) -> None:
     x, W = torch.randn(2, 5, 8, requires_grad=True), torch.randn(50, 8)
-    monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', 50)
-    loss = compute.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
+    monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', 50)
+    loss = loss_fn.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(RuntimeError, match='no second derivative'):
         torch.autograd.grad(loss, x, create_graph=True)
 
@@ -82,22 +82,22 @@ def test_precision_and_compiler(dtype: str, compiled: bool | None, flops: float,
                                 error: str, expected: tuple | str,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
-    monkeypatch.setattr(compute, 'compiler_error', lambda device: error)
+    monkeypatch.setattr(loss_fn, 'compiler_error', lambda device: error)
     options = torch.device('cpu'), dtype, compiled, flops
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            compute.precision_and_compiler(*options)
+            loss_fn.precision_and_compiler(*options)
     else:
-        assert compute.precision_and_compiler(*options) == expected
+        assert loss_fn.precision_and_compiler(*options) == expected
 
 
 def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(function: object) -> None:
         raise RuntimeError('Failed to find C compiler.\nand a page of more')
     monkeypatch.setattr(torch, 'compile', fails)
-    compute.compiler_error.cache_clear()
-    assert compute.compiler_error(torch.device('cpu')) == 'Failed to find C compiler.'
-    compute.compiler_error.cache_clear()
+    loss_fn.compiler_error.cache_clear()
+    assert loss_fn.compiler_error(torch.device('cpu')) == 'Failed to find C compiler.'
+    loss_fn.compiler_error.cache_clear()
 
 
 def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> N
         return lookup_backend('aot_eager')(graph, inputs)
 
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
-    monkeypatch.setattr(compute, 'LOGITS_IN_CACHE', 350)
+    monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', 350)
     torch.manual_seed(3)
     model, ids = Transformer(ModelConfig(**SMALL, attn_steps=2)), torch.randint(50, (3, 20))
     model.set_attn_impl('readable')
@@ -118,7 +118,7 @@ def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> N
     with (torch._dynamo.config.patch(optimize_ddp=True),
           torch._functorch.config.patch(ban_recompute_materialized_backward=True,
                                         ban_recompute_used_far_apart=True)):
-        compiled = compute.compile_for(torch.device('cuda'), model, 'triton attention')
+        compiled = loss_fn.compile_for(torch.device('cuda'), model, 'triton attention')
         DistributedDataParallel(compiled, bucket_cap_mb=0.001)(ids, ids)[1].backward()
     dist.destroy_process_group()
     assert len(graphs) == 1
