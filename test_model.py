@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from scipy.integrate import quad
 from torch.utils.flop_counter import FlopCounterMode
 
+import energy
 from energy import Phi
 from model import (
     CEMMLP,
@@ -167,6 +168,78 @@ def test_a_looped_stack_is_one_whose_layers_are_listed_again(cfg: ModelConfig) -
     idx = torch.randint(50, (3, 16))
     torch.testing.assert_close(looped(idx)[0], listed(idx)[0], rtol=0, atol=1e-12)
     assert flops_per_token(looped) == flops_per_token(listed)
+
+
+# energy.py: the same layers by autograd
+
+class WithDiagonal(energy.Interaction):
+    def scores(self, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        """Add h_j . (d * u_i) / tau, d the key-query diagonal of all heads (Eq. 12)."""
+        return super().scores(u, h) + ((u * self.d) @ h.mT)[:, None] / self.tau
+
+
+class Turned(energy.Interaction):
+    def scores(self, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        """Rotate queries and keys by their positions, as complex numbers, in place of ALiBi."""
+        i, R = torch.arange(u.shape[1]), u.shape[-1] // self.K
+        angle = i[:, None] * 10_000.0 ** (-torch.arange(0, R, 2).double() / R)
+        turn = torch.polar(torch.ones_like(angle), angle)                       # (J, R / 2)
+        q, k = ((x @ W.T).unflatten(-1, (self.K, 2, -1)).transpose(1, 2)        # (B, K, J, 2, R/2)
+                for x, W in ((u, self.W_Q), (h, self.W_K)))
+        q, k = (torch.complex(x[..., 0, :], x[..., 1, :]) * turn for x in (q, k))
+        return ((q @ k.mH).real / self.tau).masked_fill(i[:, None] < i, -torch.inf)
+
+
+def by_energy(cfg: ModelConfig, interaction: type = energy.Interaction) -> tuple:
+    """Return a model of energy.py, one of model.py with the same weights, and the pairs of their
+    parameters."""
+    torch.manual_seed(30)
+    slow = energy.Transformer(cfg.d_model, cfg.n_head, cfg.d_mlp, cfg.n_layer, cfg.attn_steps)
+    for n in range(0, 2 * cfg.n_layer, 2):
+        slow.layers[n].__class__ = interaction
+        slow.layers[n].d = torch.nn.Parameter(0.3 * torch.randn(1, cfg.d_model))
+    fast = Transformer(cfg).double()
+    slow.double()
+    names = {'embedding': 'embedding', 'head': 'head', 'norm.gain': 'norm.weight'}
+    for n in range(cfg.n_layer):
+        for kind, at, weights in (('attn', 2 * n, ('W_Q', 'W_K')), ('mlp', 2 * n + 1, ('W', 'V'))):
+            for name in weights:
+                names[f'blocks.{n}.{kind}.{name}'] = f'layers.{at}.{name}'
+            names[f'blocks.{n}.{kind}.norm.gain'] = f'layers.{at}.norm.weight'
+        if cfg.kq_diag == 'shared':
+            names[f'blocks.{n}.attn.kq_diag'] = f'layers.{2 * n}.d'
+    theirs = dict(slow.named_parameters())
+    with torch.no_grad():
+        for name, p in fast.named_parameters():
+            if name in names:
+                p.copy_(theirs[names[name]])
+    return slow, fast, names
+
+
+@pytest.mark.parametrize(('options', 'interaction'), [
+    (dict(attn_steps=1, mlp_steps=1), energy.Interaction),
+    (dict(attn_steps=2, mlp_steps=2), energy.Interaction),
+    (dict(attn_steps=3, mlp_steps=3), energy.Interaction),
+    (dict(attn_steps=2, mlp_steps=2, positions='rope'), Turned),
+    (dict(attn_steps=2, mlp_steps=2, kq_diag='shared', exact_update=True), WithDiagonal)], ids=str)
+def test_energy_py_is_model_py(options: dict, interaction: type) -> None:
+    """Logits, all gradients, and the energies of every sublayer."""
+    cfg = ModelConfig(**{**TINY, 'vocab_size': 256}, **options)
+    slow, fast, names = by_energy(cfg, interaction)
+    idx = torch.randint(256, (2, 16))
+    logits = {'slow': slow(idx), 'fast': fast(idx)[0]}
+    torch.testing.assert_close(logits['slow'], logits['fast'], rtol=0, atol=1e-12)
+    for value in logits.values():
+        F.cross_entropy(value.flatten(0, 1), idx.roll(-1, 1).flatten()).backward()
+    theirs = dict(slow.named_parameters())
+    for name, p in fast.named_parameters():
+        if name in names:
+            torch.testing.assert_close(p.grad, theirs[names[name]].grad, rtol=0, atol=1e-12)
+    u, h = torch.randn(2, 2, 16, cfg.d_model, dtype=torch.float64)
+    for n, block in enumerate(fast.blocks):
+        for kind, at in (('attn', 2 * n), ('mlp', 2 * n + 1)):
+            torch.testing.assert_close(
+                getattr(block, kind).energy(u, h), slow.layers[at].energy(u, h), rtol=0, atol=1e-12)
 
 
 # Energies
