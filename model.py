@@ -9,13 +9,14 @@ energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7). Both
         u = norm(x)
         x = x + eta P update(u | h)        update = minus the energy's gradient with respect to u
 
-Algorithm 1 leaves out one term of attention's gradient, that of the diagonal in Eq. 12.
-exact_update=True adds it.
+energy.py has these energies, and lets autograd take the gradient; here it is written out. P and
+the key-query diagonal d_k of Eq. 12 are options of the paper. Algorithm 1 leaves out the gradient
+of the diagonal's part of the energy, and exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1, whose g includes V^T; rope is ours.
-docs/paper.md lists our choices where the paper is silent. nanocem/attention.py computes the same
-attention faster.
+Comments at the ends of lines are the formulas of Algorithm 1, which writes V^T into g; here it is
+in W_d. Lines that begin with rope are ours. docs/paper.md lists our choices where the paper is
+silent. nanocem/attention.py computes the same attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -28,14 +29,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from configurator import check, convert_types, in_range, only_with, resolve_defaults
 from energy import Phi
 from nanocem.attention import attend, choose_impl
 from nanocem.loss import cross_entropy
 
-# 86m to 162m are the paper's (Table 1). Of 256m it says only that CEM has two more layers.
+# 86m to 162m are the paper's (Table 1). 256m is our choice; its CEM model has two more layers:
+# --size=256m --n_layer=16 --tokens=5.1B, the budget of the Llama of 14 layers.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -44,7 +45,6 @@ SIZES: dict[str, dict[str, int]] = {
     '134m': dict(d_model=768, n_layer=12, n_head=12, d_mlp=2048),
     '162m': dict(d_model=864, n_layer=12, n_head=12, d_mlp=2304),
     '256m': dict(d_model=1056, n_layer=14, n_head=12, d_mlp=2816),
-    '256m_cem': dict(d_model=1056, n_layer=16, n_head=12, d_mlp=2816),
 }
 
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
@@ -54,7 +54,7 @@ EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 @dataclass
 class ModelConfig:
     """Describe the architecture. A field that is None gets the default that its comment names.
-    dataclasses.replace would copy resolved defaults: make a new ModelConfig instead."""
+    dataclasses.replace keeps defaults that were derived from the old values: do not use it."""
     size: Literal[tuple(SIZES)] = '134m'  # preset of the next four options
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
@@ -96,39 +96,36 @@ class ModelConfig:
         resolve_defaults(
             self, init_std=0.02 * math.sqrt(768 / self.d_model),
             attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps)
-        # Some defaults depend on the kind of sublayer. A Llama sublayer refuses options of CEM
+        # Each kind of attention has its own defaults, and refuses the other's options
         if self.attn == 'cem':
             resolve_defaults(self, positions='alibi', score_scale='model')
             only_with(self, 'attn=llama', tie='none')
         else:
             resolve_defaults(self, positions='rope', score_scale='head')
             only_with(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
-                           score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
+                      score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
         if self.mlp == 'llama':
             only_with(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
-                           mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
+                      mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
         if self.attn == self.mlp == 'llama':
             only_with(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
-        # Some options need others, or exclude each other
+        # Some options need others
         if self.preconditioner != 'diag_lowrank':
             only_with(self, 'preconditioner=diag_lowrank', attn_rank=ModelConfig.attn_rank,
-                           mlp_rank=ModelConfig.mlp_rank)
+                      mlp_rank=ModelConfig.mlp_rank)
         if self.positions == 'alibi':
             only_with(self, 'positions=rope', rope_theta=ModelConfig.rope_theta)
         D, K = self.d_model, self.n_head
         check(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         check(self.positions == 'alibi' or D // K % 2 == 0,
-                f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
+              f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
         check(self.kq_diag != 'none' or not self.exact_update,
-                'exact_update needs the diagonal: set kq_diag=shared or per_head')
+              'exact_update needs the diagonal: set kq_diag=shared or per_head')
 
     def llama(self) -> 'ModelConfig':
-        """Return the Llama whose parameter count sets the token budget: the same shape, but at
-        256m_cem that of 256m."""
+        """Return the Llama of the same shape. Its parameter count sets the token budget."""
         names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
         options = {name: getattr(self, name) for name in names}
-        if self.size == '256m_cem':
-            options.update(size='256m', n_layer=max(1, self.n_layer - 2))
         positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'  # RoPE: even widths
         return ModelConfig(**options, attn='llama', mlp='llama', positions=positions)
 
@@ -174,23 +171,18 @@ class Preconditioner(nn.Module):
 class Positions(NamedTuple):
     """Positions i of the queries and j of the keys, in the forms that attention needs."""
     distance: Tensor  # |i - j|, (I, J)
-    mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J), with padding (B, 1, I, J)
+    mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J)
     cos: Tensor  # cosines of RoPE's angles, (I, R / 2)
     sin: Tensor  # their sines
 
 
-def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0,
-                   key_mask: Tensor | None = None) -> Positions:
-    """Return the positions of x (B, I, D), which follows `past` cached tokens. key_mask (B, J) is 0
-    at padding, which no other position attends to."""
+def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0) -> Positions:
+    """Return the positions of x (B, I, D), which follows `past` cached tokens."""
     I, R = x.shape[1], cfg.d_model // cfg.n_head
     options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
     j = torch.arange(past + I, device=x.device)
-    masked = j > i
-    if key_mask is not None:  # padding attends to itself: a softmax over no keys would be NaN
-        masked = masked | (j != i) & ~key_mask.bool()[:, None, None]
-    mask = torch.zeros(masked.shape, **options).masked_fill_(masked, -torch.inf)
+    mask = torch.zeros(I, past + I, **options).masked_fill_(j > i, -torch.inf)
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
     return Positions((i - j).abs().type_as(mask), mask, angle.cos(), angle.sin())
 
@@ -213,12 +205,9 @@ class BaseAttention(nn.Module):
         self.norm = RMSNorm(D)
         self.W_Q = normal_param(D, D, std=cfg.init_std)  # W_k^Q is its k-th block of R rows
         self.W_K = normal_param(D, D, std=cfg.init_std)
-
-    def add_biases(self) -> None:
-        """Add the learned biases last: saved optimizer states rely on the parameters' order."""
-        if self.cfg.positions == 'alibi':
-            self.b_self = nn.Parameter(torch.zeros(self.K))
-            self.b_cross = nn.Parameter(torch.zeros(self.K))
+        if cfg.positions == 'alibi':
+            self.b_self = nn.Parameter(torch.zeros(K))
+            self.b_cross = nn.Parameter(torch.zeros(K))
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.K, -1)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
@@ -261,7 +250,6 @@ class LlamaAttention(BaseAttention):
         self.W_V = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)
         self.W_O = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)  # in blocks, as W_Q
         self.tie_weights()
-        self.add_biases()
 
     def tie_weights(self) -> None:
         """Let the matrices that cfg.tie names be one parameter. CEM ties both pairs."""
@@ -305,7 +293,6 @@ class CEMAttention(BaseAttention):
         self.P = Preconditioner(cfg, cfg.n_head, cfg.attn_rank)
         n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
         self.kq_diag = nn.Parameter(torch.zeros(n, cfg.d_model)) if n else None
-        self.add_biases()
 
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
@@ -314,10 +301,11 @@ class CEMAttention(BaseAttention):
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Insert the new h or keys into the cache, and get all so far; k is None if it has only h
+        # Insert the new h or keys into the cache, and get those of all tokens so far. Where the
+        # cache holds h instead of keys, k is None
         if cache is not None:
             h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
-        # Fold the preconditioner into the output projection W_O = W_Q
+        # Fold the preconditioner into the output projection: W_O = W_Q P
         W_O = self.output_weight() if cache is None else cache.output_weight(self)  # (D, D)
         for _ in range(self.T):
             # Project the current state to queries
@@ -374,7 +362,7 @@ class LlamaMLP(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
-        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # used as g @ W_d
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # stored as V is
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
@@ -441,7 +429,7 @@ class CEMMLP(nn.Module):
 
 def straight_through_sign(x: Tensor) -> Tensor:
     """Return sign(x), with the gradient of x."""
-    return x + (x.sign() - x).detach()
+    return x.sign().detach() + (x - x.detach())
 
 
 class Block(nn.Module):
@@ -466,7 +454,6 @@ class Transformer(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        self.gradient_checkpointing = False  # transformers' switch sets the same attribute
         self.embedding = normal_param(cfg.vocab_size, cfg.d_model, std=EMBEDDING_STD)
         self.head = normal_param(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -480,31 +467,31 @@ class Transformer(nn.Module):
             return F.linear(x, self.head), None
         return None, cross_entropy(x, self.head, targets)
 
-    def hidden(self, idx: Tensor, cache: Any = None, key_mask: Tensor | None = None) -> Tensor:
-        """Map ids (B, I) to the head's input, (B, I, D). key_mask (B, J) is 0 at padding."""
+    def hidden(self, idx: Tensor, cache: Any = None) -> Tensor:
+        """Map ids (B, I) to the head's input, (B, I, D)."""
         x = F.embedding(idx, self.embedding)
         past = 0 if cache is None else cache.begin(idx)
-        pos = make_positions(self.cfg, x, past, key_mask)
-        use_checkpointing = self.gradient_checkpointing and self.training and cache is None
-        for block in [*self.blocks] * self.cfg.loops:
-            if use_checkpointing:  # recompute activations in the backward pass
-                x = checkpoint(block, x, pos, use_reentrant=False)
-            else:
+        pos = make_positions(self.cfg, x, past)
+        for _ in range(self.cfg.loops):
+            for block in self.blocks:
                 x = block(x, pos, cache)
         return self.norm(x)
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
-        """Change T, but not eta; None keeps T. UserError for T < 1, or for a Llama sublayer."""
-        for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
-            check(T is None or T >= 1, f'{name}_steps={T}: expected at least 1')
-            check(T is None or getattr(self.cfg, name) == 'cem',
-                    f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
+        """Change T, but not eta; None keeps T. UserError unless T is a whole number from 1, or for
+        a Llama sublayer."""
+        given = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
+        for name, T in given.items():
+            check(T >= 1 and T == int(T), f'{name}_steps={T}: expected 1, 2, 3, ...')
+            check(getattr(self.cfg, name) == 'cem',
+                  f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
         for block in self.blocks:
-            block.attn.T = attn_steps or block.attn.T
-            block.mlp.T = mlp_steps or block.mlp.T
+            for name, T in given.items():
+                getattr(block, name).T = int(T)
 
     def set_attn_impl(self, impl: str) -> None:
-        """Choose how attention is computed: one of train.py's attn_impl (nanocem/attention.py)."""
+        """Choose how attention is computed: auto, readable, blockwise, sdpa or triton, which
+        nanocem/attention.py describes. Second derivatives on a CPU need readable."""
         for block in self.blocks:
             block.attn.impl = impl
 

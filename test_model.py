@@ -107,9 +107,6 @@ def test_parameter_counts() -> None:
                 ours, theirs = (sum(p.numel() for p in getattr(model.blocks[0], part).parameters())
                                 for model in (cem, llama))
                 assert ours / theirs == pytest.approx(fraction, rel=1e-3)
-        larger, llama = ModelConfig(size='256m_cem'), ModelConfig(size='256m').llama()
-        assert larger.llama() == llama
-        assert larger.n_layer == llama.n_layer + 2
         matched = Transformer(ModelConfig(size='86m', attn='llama', mlp_match='params',
                                           preconditioner='none'))
         assert matched.num_params() == expected['86m']
@@ -449,8 +446,9 @@ def test_steps_change_at_test_time() -> None:
     assert not torch.allclose(two(idx)[0], four(idx)[0])
     two.set_steps(4, 5)
     assert torch.equal(two(idx)[0], four(idx)[0])
-    with pytest.raises(ValueError, match='mlp_steps=-1'):
-        two.set_steps(3, -1)
+    for wrong in (-1, 1.5):
+        with pytest.raises(ValueError, match=f'mlp_steps={wrong}'):
+            two.set_steps(3, wrong)
     assert two.blocks[0].attn.T == 4  # nothing was changed
 
 

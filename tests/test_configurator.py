@@ -107,10 +107,12 @@ def test_values_from_python_and_from_a_saved_file_are_checked(
 def test_values_from_python_become_pythons_own() -> None:
     """NumPy's numbers and text, for example: JSON and checkpoints hold neither."""
     given = dict(size=np.str_('nano'), n_layer=np.int64(3), init_std=np.float32(0.1), rope_theta=5,
-                 positions='rope', kq_diag='shared', exact_update=np.True_, attn_steps='2', d_mlp=None)
+                 positions='rope', kq_diag='shared', exact_update=np.True_, attn_steps='2',
+                 d_mlp=None)
     cfg = ModelConfig(**given)
     assert {name: getattr(cfg, name) for name in given} == dict(
-        size='nano', n_layer=3, init_std=0.1, rope_theta=5.0, positions='rope', kq_diag='shared', exact_update=True,
+        size='nano', n_layer=3, init_std=0.1, rope_theta=5.0, positions='rope', kq_diag='shared',
+        exact_update=True,
         attn_steps=2, d_mlp=86)
     assert type(cfg.size) is str
     assert type(TrainConfig(data=np.str_('data/x')).data) is str

@@ -32,8 +32,8 @@ transformers = pytest.importorskip('transformers')
 MODELS = [{}, dict(attn='llama'), dict(mlp='llama', preconditioner='diag', residual='normed'),
           dict(attn='llama', mlp='llama', positions='alibi'), dict(positions='rope', attn_reuse=2),
           dict(attn='llama', mlp='llama')]
-CODE = {'attention.py', 'configurator.py', 'energy.py', 'loss.py', 'model.py', 'modeling_nanocem.py',
-        'triton_attention.py'}
+CODE = {'attention.py', 'configurator.py', 'energy.py', 'loss.py', 'model.py',
+        'modeling_nanocem.py', 'triton_attention.py'}
 FILES = {'README.md', 'config.json', 'generation_config.json', 'model.safetensors',
          'tokenizer.json', 'tokenizer_config.json'}
 TEXTS = ['d\u00e9j\u00e0 <s>', 'Th', '', 'The energy']
