@@ -482,7 +482,7 @@ class Transformer(nn.Module):
         a Llama sublayer."""
         given = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
         for name, T in given.items():
-            check(T >= 1 and T == int(T), f'{name}_steps={T}: expected 1, 2, 3, ...')
+            check(T >= 1 and int(T) == T, f'{name}_steps={T}: expected 1, 2, 3, ...')
             check(getattr(self.cfg, name) == 'cem',
                   f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
         for block in self.blocks:
