@@ -38,15 +38,13 @@ A language model by nanoCEM, an implementation of the paper
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{trust})
-    tokenizer = {tokenizer_call}
+    tokenizer = {call}
 
 {about}
 Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS.
 generate stops at the next BOS.
-nanoCEM's sample.py, evaluate.py and train.py read the tokenizer from tokenizer.model, if it is
-here. transformers does not copy that file into the folders that it writes: copy it yourself.
 """
-ABOUT_LLAMA = 'It is a plain LlamaForCausalLM without code of its own: other programs read it, too.'
+ABOUT_LLAMA = 'It is a plain LlamaForCausalLM without code: other programs read it, too.'
 ABOUT_NANOCEM = """It needs torch, transformers 5, numpy and scipy, and runs this folder's code.
 
 - There is no cache: each new token reads the whole text again (nanoCEM's sample.py has a cache).
@@ -91,14 +89,13 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     with tempfile.TemporaryDirectory(prefix='.export-', dir=path.parent) as temporary:
         new = Path(temporary, 'new')
         new.mkdir()
-        write_export(new, model, state, dtype)
+        write_files(new, model, state, dtype)
         if path.exists():
             path.rmdir()
         new.rename(path)
 
 
-def write_export(path: Path, model: Transformer, state: dict[str, Any],
-                 dtype: torch.dtype) -> None:
+def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
     """Write all files of an export."""
     cfg = model.cfg
     # Write the weights. named_parameters lists a matrix that a tie shares once
@@ -131,12 +128,11 @@ def write_export(path: Path, model: Transformer, state: dict[str, Any],
                dtype=str(dtype).removeprefix('torch.'))
     write_json(path / 'generation_config.json', use_cache=plain, **ids)
     # Say how the folder is used
-    tokenizer_call = 'AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)'
+    call = 'AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)'
     if not (path / 'tokenizer.json').exists():
-        tokenizer_call = '...  # this folder has none for transformers'
-    card = CARD.format(**state['data'], about=ABOUT_LLAMA if plain else ABOUT_NANOCEM,
-                       trust='' if plain else ', trust_remote_code=True',
-                       tokenizer_call=tokenizer_call)
+        call = '...  # this folder has none for transformers'
+    card = CARD.format(**state['data'], call=call, about=ABOUT_LLAMA if plain else ABOUT_NANOCEM,
+                       trust='' if plain else ', trust_remote_code=True')
     write_atomic(f'{path}/README.md', card.encode())
 
 
@@ -266,8 +262,8 @@ def sentencepiece_json(tokenizer: Any) -> dict[str, Any] | None:
     merges = [[word[:n], word[n:]] for word in words for n in range(1, len(word))
               if word[:n] in words and word[n:] in words]
     # Spell a space as the pieces do, and put one before the text if the model does
-    normalizers: list[dict[str, Any]] = []
-    decoders: list[dict[str, Any]] = [{'type': 'ByteFallback'}, {'type': 'Fuse'}]
+    normalizers: list[Any] = []
+    decoders: list[Any] = [{'type': 'ByteFallback'}, {'type': 'Fuse'}]
     if spec.add_dummy_prefix:
         normalizers.append({'type': 'Prepend', 'prepend': space})
         decoders.append({'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0})

@@ -55,16 +55,14 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """Load weights. UserError if they are not those of the configuration: transformers would
-        leave missing ones uninitialized, and drop others."""
+        """Load weights. UserError if they are not those that the configuration describes:
+        transformers would leave missing ones uninitialized, and drop others."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **options)
         untied = model._tied_weights_keys.keys() - model.all_tied_weights_keys.keys()
-        for kind, names in (
-                ('the file has none of the right shape for',
-                 [*info['missing_keys'], *info['mismatched_keys']]),
-                ('the file has others, which would be lost:', info['unexpected_keys']),
-                ('the file has two matrices where `tie` expects one:', untied)):
-            check(not names, f'weights do not match the configuration; {kind} {sorted(names)}')
+        different = [*info['missing_keys'], *info['mismatched_keys'], *info['unexpected_keys'],
+                     *untied]
+        check(not different, 'the weights are not those that the configuration describes. They '
+              f'differ in {sorted(map(str, different))}')
         return (model, info) if output_loading_info else model
 
     def _init_weights(self, module: Any) -> None:
@@ -101,9 +99,8 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                   f'attention_mask {tuple(attention_mask.shape)}: expected (batch, length)')
             check(not (attention_mask[:, 1:] > attention_mask[:, :-1]).any(),
                   "attention_mask: padding on the left; expected padding_side='right'")
-        kept = logits_to_keep
-        if isinstance(logits_to_keep, int):
-            kept = slice(-logits_to_keep, None)
+        last = isinstance(logits_to_keep, int)
+        kept = slice(-logits_to_keep, None) if last else logits_to_keep
         logits = F.linear(self.model.hidden(input_ids)[:, kept], self.model.head)
         loss = None
         if labels is not None:
