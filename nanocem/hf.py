@@ -41,6 +41,7 @@ A language model by nanoCEM, an implementation of the paper
     tokenizer = {call}
 
 {about}
+
 Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS.
 generate stops at the next BOS.
 """
@@ -153,7 +154,7 @@ def read_export(folder: str) -> dict[str, Any]:
     found = load_file(f'{folder}/{WEIGHTS_FILE}')
     different = found.keys() ^ {exported_name(name, cfg) for name in first.values()}
     check(not different, f'{folder}: config.json does not describe the weights, or some are '
-          f'missing: {sorted(different)}')
+          f'missing: {sorted(different)[:3]}')
     weights = {name: convert(name, found[exported_name(name, cfg)].float(), cfg)
                for name in first.values()}
     return {**config.get('run', {}), 'folder': folder, 'exported': True, 'model_config': vars(cfg),

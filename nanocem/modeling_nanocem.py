@@ -62,7 +62,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         different = [*info['missing_keys'], *info['mismatched_keys'], *info['unexpected_keys'],
                      *untied]
         check(not different, 'the weights are not those that the configuration describes. They '
-              f'differ in {sorted(map(str, different))}')
+              f'differ in {sorted(map(str, different))[:3]}')
         return (model, info) if output_loading_info else model
 
     def _init_weights(self, module: Any) -> None:
