@@ -172,8 +172,10 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
     try:
         tokenizer = make_tokenizer(meta['tokenizer'], path)
     except OSError as error:
-        fail(f'{path}: no tokenizer {meta["tokenizer"]:.40} ({error.strerror}); prepare the data '
-             'again')
+        remedy = 'prepare the data again'
+        if os.path.isfile(os.path.join(folder, 'model.safetensors')):  # transformers saved a model
+            remedy = 'copy it from the folder that evaluate.py --export wrote, or from the run'
+        fail(f'{path}: no tokenizer {meta["tokenizer"]:.40} ({error.strerror}); {remedy}')
     if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
         fail(f'{folder} was made with another {tokenizer.name} tokenizer, of vocabulary '
              f'{vocab_size} and SHA-256 {sha256}; prepare the data again')

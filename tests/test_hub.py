@@ -1,5 +1,4 @@
 """Exports: the folder alone gives transformers the same model and tokenizer, and is read back."""
-import json
 import os
 import shutil
 import subprocess
@@ -13,11 +12,10 @@ import sentencepiece
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from test_evaluate import LENGTH, PARTS, cells, loss_of, model_of, write_run
 from test_evaluate import TEXT as LONG_TEXT
 from test_tokenizers import LLAMA, NASTY, WORDS, documents, small_gpt2
-from torch.utils.checkpoint import checkpoint
 
 import evaluate
 import sample
@@ -25,46 +23,49 @@ from model import Transformer
 from nanocem import hf
 from nanocem.decode import generate
 from nanocem.hf import export
-from nanocem.runs import load_run, new_options
+from nanocem.runs import load_run
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, tokenizer_of, train_bpe
 
 transformers = pytest.importorskip('transformers')
-MODELS = [{}, dict(attn='llama'), dict(mlp='llama', preconditioner='diag', residual='normed'),
-          dict(attn='llama', mlp='llama', positions='alibi'), dict(positions='rope', attn_reuse=2),
-          dict(attn='llama', mlp='llama')]
-CODE = {'attention.py', 'configurator.py', 'energy.py', 'loss.py', 'model.py',
-        'modeling_nanocem.py', 'triton_attention.py'}
+LLAMA_MODEL = dict(attn='llama', mlp='llama')
+MODELS = [
+    {}, dict(kq_diag='per_head', preconditioner='diag_lowrank', exact_update=True),
+    dict(attn='llama', tie='kv', loops=2), dict(mlp='llama', residual='normed', attn_reuse=2),
+    dict(LLAMA_MODEL, positions='alibi', tie='both'), dict(LLAMA_MODEL, tie='qo'),
+    dict(positions='rope', loops=2), dict(LLAMA_MODEL, rope_theta=500.0)]
+CODE = {Path(name).name for name in hf.CODE}
 FILES = {'README.md', 'config.json', 'generation_config.json', 'model.safetensors',
          'tokenizer.json', 'tokenizer_config.json'}
 TEXTS = ['d\u00e9j\u00e0 <s>', 'Th', '', 'The energy']
 
 # What a program elsewhere does with exported folders, this repository not being on its path
 ELSEWHERE = """
-import sys, torch
+import os, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 found = {}
 for folder in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    code = dict(trust_remote_code=True) if os.path.exists(folder + '/model.py') else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, **code)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    left = tokenizer(TEXTS, return_tensors='pt', padding=True)
-    right = tokenizer(TEXTS, return_tensors='pt', padding=True, padding_side='right')
-    idx = left.input_ids
-    bfloat16 = AutoModelForCausalLM.from_pretrained(
-        folder, trust_remote_code=True, dtype='bfloat16')
-    found[folder] = dict(
-        left=model(**left).logits[left.attention_mask.bool()],
-        right=model(right.input_ids, right.attention_mask.bool()).logits[
-            right.attention_mask.bool()],
-        loss=model(idx, labels=idx).loss, bfloat16=bfloat16(idx).logits, idx=idx,
-        generated=[model.generate(**left, do_sample=False, max_new_tokens=5, use_cache=cached)
-                   for cached in (False, True)],
-        ids=tokenizer(TEXTS).input_ids,
-        texts=tokenizer.batch_decode(tokenizer(TEXTS).input_ids, skip_special_tokens=True))
+    padded = tokenizer(TEXTS, return_tensors='pt', padding=True)
+    idx = padded.input_ids
+    bfloat16 = AutoModelForCausalLM.from_pretrained(folder, **code, dtype='bfloat16')
     logits = model(idx).logits
+    places = torch.tensor([0, 3])
+    assert torch.equal(model(idx, logits_to_keep=places).logits, logits[:, places])
+    assert torch.equal(model(idx, logits_to_keep=2).logits, logits[:, -2:])
+    ids = tokenizer(TEXTS).input_ids
+    found[folder] = dict(
+        padded=model(**padded).logits[padded.attention_mask.bool()], idx=idx, ids=ids,
+        loss=model(idx, labels=idx).loss, bfloat16=bfloat16(idx).logits,
+        generated=[model.generate(torch.tensor([text]), do_sample=False, max_new_tokens=5,
+                                  use_cache=cached)[0].tolist()
+                   for text in ids for cached in (False, True)],
+        texts=tokenizer.batch_decode(ids, skip_special_tokens=True))
     model.resize_token_embeddings(300, mean_resizing=False)
     assert torch.equal(model(idx).logits[..., :257], logits)
     model.save_pretrained(folder + '-again')  # what push_to_hub uploads
-    again = AutoModelForCausalLM.from_pretrained(folder + '-again', trust_remote_code=True)
+    again = AutoModelForCausalLM.from_pretrained(folder + '-again', **code)
     assert torch.equal(again(idx).logits, model(idx).logits)
 cem = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, attn_steps=5)
 assert cem.model.cfg.attn_steps == 5
@@ -83,8 +84,16 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
     models = {str(tmp_path / f'hub{n}'): model_of(**options) for n, options in enumerate(MODELS)}
     for folder, model in models.items():
         export(model, folder, state_of(model))
-        assert {path.name for path in Path(folder).iterdir()} == FILES | CODE
-        assert 'Tokenizer: byte, vocabulary 257' in (Path(folder) / 'README.md').read_text()
+        # A Llama with RoPE is transformers' own, and comes without code
+        code = CODE if folder != str(tmp_path / 'hub7') else set()
+        assert {path.name for path in Path(folder).iterdir()} == FILES | code
+        card = (Path(folder) / 'README.md').read_text()
+        assert 'Tokenizer: byte, vocabulary 257' in card and 'arxiv.org/abs/2605.07588' in card
+        assert ('LlamaForCausalLM without code' in card) == (not code)
+        # The file has each weight once, in 4 bytes, and a header
+        rest = os.path.getsize(f'{folder}/model.safetensors') - 4 * model.num_params()
+        assert 0 < rest < 8000
+    assert len({path.name for path in tmp_path.iterdir()}) == len(models)
     bare = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
     env = {**bare, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
     done = subprocess.run([sys.executable, '-c', ELSEWHERE, *models], cwd=tmp_path, env=env,
@@ -94,19 +103,19 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
     for folder, found in torch.load(tmp_path / 'found.pt').items():
         model, idx = models[folder], found['idx']
         alone = torch.cat([model(torch.tensor([ids]))[0][0] for ids in documents])
-        for side in ('left', 'right'):  # a padded text has the logits that it has alone
-            torch.testing.assert_close(found[side], alone, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found['padded'], alone, rtol=1e-5, atol=1e-5)
         logits, _ = model(idx)
         assert found['loss'].item() == pytest.approx(model(idx[:, :-1], idx[:, 1:])[1].item(), 1e-5)
         assert (found['bfloat16'] - logits).abs().mean() < 0.1 * logits.abs().mean()
-        for generated in found['generated']:
-            for ids, row in zip(documents, generated.tolist(), strict=True):
-                ours = generate(model, torch.tensor([ids]), 5, temperature=0)[0, len(ids):].tolist()
-                n = ours.index(256) + 1 if 256 in ours else 5  # transformers stops at BOS
-                assert row[idx.shape[1]:][:n] == ours[:n]
+        for n, row in enumerate(found['generated']):
+            ids = documents[n // 2]
+            ours = generate(model, torch.tensor([ids]), 5, temperature=0)[0].tolist()
+            end = ours.index(256, 1) + 1 if 256 in ours[1:] else len(ours)
+            assert row == ours[:end]  # transformers stops at BOS
         assert (found['ids'], found['texts']) == (documents, TEXTS)
         again, state = load_run(folder)
         assert torch.equal(again(idx)[0], logits) and again.cfg == model.cfg and state['step'] == 2
+        assert again.num_params() == model.num_params()
         resized, _ = load_run(f'{folder}-again')
         assert resized.cfg.vocab_size == 300
         torch.testing.assert_close(resized(idx)[0][..., :257], logits)
@@ -115,73 +124,75 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> None:
     from nanocem.modeling_nanocem import NanocemForCausalLM
-    export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
-    model = NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+    folder, model = tmp_path / 'hub', model_of(preconditioner='diag')
+    export(model, str(folder), state_of(model))
+    model = NanocemForCausalLM.from_pretrained(folder)
     idx, cache = torch.randint(256, (2, 6)), transformers.DynamicCache()
     for name, value in [
-            ('past_key_values', cache), ('use_cache', True), ('return_dict', False),
-            ('output_hidden_states', True), ('output_attentions', True),
-            ('inputs_embeds', torch.ones(2, 6, 16)), ('attention_mask', torch.ones(2, 1, 6, 6)),
-            ('position_ids', torch.arange(6)[None])]:
+            ('past_key_values', cache), ('use_cache', True), ('output_hidden_states', True),
+            ('inputs_embeds', torch.ones(2, 6, 16)), ('position_ids', torch.arange(6)[None])]:
         with pytest.raises(ValueError, match=f'does not take {name}'):
             model(idx, **{name: value})
+    # A mask can only say that the end of a text is padding
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 4:] = 0
+    assert torch.equal(model(idx, mask).logits, model(idx, mask.bool()).logits)
+    for wrong in (mask.flip(1), mask.flip(1).bool()):
+        with pytest.raises(ValueError, match='padding on the left'):
+            model(idx, wrong)
+    with pytest.raises(ValueError, match=r'expected \(batch, length\)'):
+        model(idx, torch.ones(2, 1, 6, 6))
+    with pytest.raises(ValueError, match='this batch is padded'):
+        model.generate(idx, attention_mask=mask, max_new_tokens=1)
     cache.update(torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 8), 0)
-    for options in (dict(past_key_values=cache),
-                    dict(output_hidden_states=True, return_dict_in_generate=True)):
-        with pytest.raises(ValueError, match='does not take'):
-            model.generate(idx, max_new_tokens=2, **options)
-    options = dict(vocab_size=300, ignore_mismatched_sizes=True)
-    with pytest.raises(RuntimeError, match=r'right shape .*model\.embedding'):
-        NanocemForCausalLM.from_pretrained(tmp_path / 'hub', **options)
-    weights = load_file(tmp_path / 'hub/model.safetensors')
-    del weights['model.blocks.1.mlp.V']
-    save_file(weights, tmp_path / 'hub/model.safetensors', {'format': 'pt'})
-    with pytest.raises(RuntimeError, match=r'blocks\.1\.mlp\.V'):
-        NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+    with pytest.raises(ValueError, match='does not take past_key_values'):
+        model.generate(idx, max_new_tokens=2, past_key_values=cache)
 
 
-def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanocem.modeling_nanocem import NanocemConfig, NanocemForCausalLM
-    torch.manual_seed(0)
-    model = NanocemForCausalLM(NanocemConfig(**vars(model_of().cfg))).train()
-    idx, gradients, recomputed = torch.randint(256, (2, 6)), [], []
-    monkeypatch.setattr('model.checkpoint', lambda *args, **options: (
-        recomputed.append(args[0]) or checkpoint(*args, **options)))
-    for switch in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
-        switch()
-        model.zero_grad()
-        model(idx, labels=idx).loss.backward()
-        gradients.append((model.is_gradient_checkpointing, model.model.embedding.grad.clone()))
-    assert [on for on, _ in gradients] == [True, False] and len(recomputed) == 2
-    torch.testing.assert_close(gradients[0][1], gradients[1][1])
+def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    for folder, options in (('cem', dict(preconditioner='diag')), ('llama', dict(attn='llama'))):
+        export(model_of(**options), str(tmp_path / folder), state_of(model_of(**options)))
+    for folder, options, name in (
+            ('cem', dict(vocab_size=300, ignore_mismatched_sizes=True), r'model\.embedding'),
+            ('cem', dict(preconditioner='none'), r'attn\.P\.p'),
+            ('llama', dict(tie='kv'), r'attn\.W_V')):
+        with pytest.raises(ValueError, match=f'are not those.*{name}'):
+            NanocemForCausalLM.from_pretrained(tmp_path / folder, **options)
+    weights = load_file(tmp_path / 'cem/model.safetensors')
+    for change in (dict(less=weights.pop('model.blocks.1.mlp.V')), weights):
+        save_file({**weights, **change}, tmp_path / 'cem/model.safetensors', {'format': 'pt'})
+        with pytest.raises(ValueError, match=r'blocks\.1\.mlp\.V'):
+            NanocemForCausalLM.from_pretrained(tmp_path / 'cem')
+        with pytest.raises(ValueError, match=r'blocks\.1\.mlp\.V'):
+            hf.read_export(str(tmp_path / 'cem'))
+
+
+def test_an_export_appears_whole_or_not_at_all(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, 'write_tokenizer', lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    assert not list(tmp_path.iterdir())
 
 
 # Tokenizers
 
 @pytest.fixture(scope='module')
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """Of each kind: our tokenizer, and transformers' from an exported folder."""
+    """Of bytes, our own pieces and Llama's: our tokenizer, and transformers' from an export."""
     folder = tmp_path_factory.mktemp('tokenizers')
     texts = [*documents(100, seed=3), (running.ROOT / 'model.py').read_text(encoding='utf-8')]
-    lines = [line for text in texts for line in text.splitlines()]
-    train_bpe(f'{folder}/bpe.model', 600, lines)
-    options = dict(model_type='unigram', vocab_size=300, minloglevel=2)
-    for name, more in (('unigram', {}), ('exact', dict(
-            normalization_rule_name='identity', add_dummy_prefix=False, byte_fallback=True,
-            remove_extra_whitespaces=False, vocab_size=600))):
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_prefix=f'{folder}/{name}', **{**options, **more})
-    paths = [f'{folder}/{name}.model' for name in ('bpe', 'unigram', 'exact')]
+    train_bpe(f'{folder}/bpe.model', 600, texts)
+    paths = [f'{folder}/bpe.model', *([LLAMA] if os.path.isfile(LLAMA) else [])]
     found = {}
-    for ours in [ByteTokenizer(), small_gpt2(), *map(SentencePieceTokenizer, paths),
-                 *([SentencePieceTokenizer(LLAMA)] if os.path.isfile(LLAMA) else [])]:
-        name = Path(ours.path).stem if ours.path else ours.name
+    for ours in [ByteTokenizer(), *map(SentencePieceTokenizer, paths)]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
-            export(model_of(), f'{folder}/{name}', state_of(model_of(), ours.name))
+            export(model_of(), f'{folder}/{ours.name}', state_of(model_of(), ours.name))
         theirs = transformers.AutoTokenizer.from_pretrained(
-            f'{folder}/{name}', trust_remote_code=False)
-        found[name] = ours, theirs
+            f'{folder}/{ours.name}', trust_remote_code=False)
+        found[ours.name] = ours, theirs
     return found
 
 
@@ -193,8 +204,7 @@ def test_transformers_tokenizers_give_the_same_ids(pairs: dict, text: str) -> No
     for ours, theirs in pairs.values():
         ids = theirs(text).input_ids
         assert ids == [ours.bos, *ours.encode(text)], ours.name
-        if 0 not in ids[1:]:  # <unk>, which each spells in its way
-            assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
 
 
 def test_tokenizers_on_nasty_texts_and_single_tokens(pairs: dict) -> None:
@@ -202,23 +212,34 @@ def test_tokenizers_on_nasty_texts_and_single_tokens(pairs: dict) -> None:
         for text in [*NASTY, *documents(20, seed=1)]:
             assert theirs(text).input_ids == [ours.bos, *ours.encode(text)], (ours.name, text)
         assert theirs.convert_tokens_to_ids('no such token') == theirs.unk_token_id
-        assert (theirs.bos_token_id, theirs.padding_side) == (ours.bos, 'left')
+        assert (theirs.bos_token_id, theirs.padding_side) == (ours.bos, 'right')
 
 
-def test_a_tokenizer_that_transformers_cannot_have_is_said(
+def test_a_tokenizer_that_transformers_does_not_get_is_said(
         tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(documents(300, seed=3)), model_prefix=f'{tmp_path}/own',
-        model_type='bpe', vocab_size=150, minloglevel=2, user_defined_symbols=['energ'])
-    ours = SentencePieceTokenizer(f'{tmp_path}/own.model')
-    export(model_of(), str(tmp_path / 'gone'), state_of(model_of(), 'llama'))
-    monkeypatch.setattr(hf, 'tokenizer_of', lambda state: ours)
-    export(model_of(), str(tmp_path / 'own'), state_of(model_of(), ours.name))
-    said = capfd.readouterr().out
-    assert 'no tokenizer in' in said and 'Its tokenizer is tokenizer.model' in said
-    for name, more in (('gone', set()), ('own', {'tokenizer.model'})):
-        files = {path.name for path in (tmp_path / name).iterdir()}
+    like_ours = dict(byte_fallback=True, remove_extra_whitespaces=False,
+                     normalization_rule_name='identity', user_defined_symbols=['energ'])
+    for kind, options in (('unigram', {}), ('bpe', like_ours)):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(documents(300, seed=3)), model_prefix=f'{tmp_path}/{kind}',
+            model_type=kind, vocab_size=400, minloglevel=2, hard_vocab_limit=False, **options)
+    cases = [(SentencePieceTokenizer(f'{tmp_path}/unigram.model'), 'only bytes'),
+             (SentencePieceTokenizer(f'{tmp_path}/bpe.model'), 'would give other ids'),
+             (small_gpt2(), 'only bytes'), (ByteTokenizer(), 'pip install tokenizers')]
+    for n, (ours, reason) in enumerate(cases):
+        monkeypatch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
+        if ours.name == 'byte':  # the package tokenizers is not installed
+            monkeypatch.setattr(hf, 'find_spec', lambda name: None)
+        export(model_of(), f'{tmp_path}/{n}', state_of(model_of(), ours.name))
+        said = capfd.readouterr().out
+        assert 'the export has no tokenizer.json' in said and reason in said
+        more = {'tokenizer.model'} if ours.path else set()
+        files = {path.name for path in (tmp_path / str(n)).iterdir()}
         assert files == (FILES | CODE | more) - {'tokenizer.json', 'tokenizer_config.json'}
+        assert 'this folder has none' in (tmp_path / str(n) / 'README.md').read_text()
+    monkeypatch.undo()
+    export(model_of(), str(tmp_path / 'gone'), state_of(model_of(), 'llama'))
+    assert 'the export has no tokenizer: ' in capfd.readouterr().out
 
 
 # An exported folder in place of a run
@@ -284,30 +305,27 @@ def test_an_exported_folder_is_read_as_a_run_is(
 
 
 def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path) -> None:
-    options = new_options({'init_from': 'pretrained/cem'})
-    model = {name: options[name] for name in vars(model_of().cfg)}
     data = running.write_data(tmp_path / 'data', vocab_size=257)
-    trainer = running.make_trainer(data, tmp_path / 'tuned', init_from='pretrained/cem', **model)
-    trainer.restore(resume=False)
-    weights = rounded().state_dict()
-    assert all(torch.equal(w, weights[name]) for name, w in trainer.raw_model.state_dict().items())
+    model = [f'--{name}={value}' for name, value in vars(model_of().cfg).items()]
+    run = running.Run(tmp_path, f'--data={data}', *model, '--init_from=pretrained/cem',
+                      '--out_dir=tuned', running.steps(1), '--learning_rate=1e-30').wait()
+    assert run.codes == [0], run.text
+    weights = running.weights(tmp_path / 'tuned')
+    assert all(torch.equal(w, weights[name]) for name, w in rounded().state_dict().items())
 
 
-def test_damaged_exports_get_one_line(exported: Path) -> None:
-    weights, config = exported / 'model.safetensors', exported / 'config.json'
-    whole, values, less = weights.read_bytes(), json.loads(config.read_text()), load_file(weights)
-    del less['model.head']
-    wrong = [dict(d_mlp=9), dict(d_mlp='9'), dict(run=None), dict(run={}),
-             dict(run={**values['run'], 'data': {'tokenizer': 5}})]
-    damages = [(weights, content) for content in (whole[:100], whole[:-1], b'', save(less))]
-    damages += [(config, json.dumps({**values, **part}).encode()) for part in wrong]
-    for path, content in (*damages, (config, b'{'), (config, b'{}')):
-        before = path.read_bytes()
-        path.write_bytes(content)
-        with pytest.raises(SystemExit, match=r'pretrained/cem.* is damaged') as error:
-            sample.main(['--out_dir=pretrained/cem'])
-        assert '\n' not in str(error.value)
-        path.write_bytes(before)
-    weights.unlink()
-    with pytest.raises(SystemExit, match='no checkpoint in pretrained/cem'):
-        evaluate.main(['--out_dir=pretrained/cem'])
+def test_what_transformers_saved_of_a_pretrained_model_is_read(
+        tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    for name in ('cem', 'llama_alibi'):
+        folder, saved = str(running.ROOT / 'pretrained' / name), str(tmp_path / name)
+        options = [f'--out_dir={saved}', '--tokens=9', '--device=cpu']
+        NanocemForCausalLM.from_pretrained(folder).save_pretrained(saved)
+        with pytest.raises(SystemExit, match=r'copy it from the folder that evaluate\.py --export'):
+            sample.main(options)
+        shutil.copy(f'{folder}/tokenizer.model', saved)
+        for place in (saved, folder):
+            options[0] = f'--out_dir={place}'
+            sample.main(options)
+        said = capfd.readouterr().out
+        assert len(said) > 20 and said[:len(said) // 2] == said[len(said) // 2:]
