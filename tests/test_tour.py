@@ -1,5 +1,7 @@
-"""tour.ipynb runs as it stands. `python tests/test_tour.py` writes its outputs again."""
+"""tour.ipynb runs as it stands, and so do the answers to its exercises. `python tests/test_tour.py`
+writes its outputs again."""
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,26 +13,32 @@ ROOT = Path(__file__).parent.parent
 TOUR = ROOT / 'tour.ipynb'
 
 
-def run() -> nbformat.NotebookNode:
-    """Execute the notebook in a fresh kernel on one thread. CellExecutionError if a cell fails."""
+def run(answers: bool = False) -> nbformat.NotebookNode:
+    """Execute the notebook in a fresh kernel on one thread, with the Python code of its answers as
+    further cells if asked. CellExecutionError if a cell fails."""
     tour = nbformat.read(TOUR, as_version=4)
-    client = NotebookClient(tour, timeout=500, resources={'metadata': {'path': ROOT}})
+    if answers:
+        for answer in re.findall('```python\n(.*?)```', tour.cells[-1].source, flags=re.DOTALL):
+            tour.cells.append(nbformat.v4.new_code_cell(answer))
+    client = NotebookClient(tour, timeout=500, coalesce_streams=True,
+                            resources={'metadata': {'path': ROOT}})
     client.execute(env={**os.environ, 'OMP_NUM_THREADS': '1'})
     for cell in tour.cells:
         cell.metadata.pop('execution', None)  # the time of day
     return tour
 
 
-def test_it_runs() -> None:
-    run()
+def test_it_runs_with_its_answers() -> None:
+    cells = nbformat.read(TOUR, as_version=4).cells
+    assert len(run(answers=True).cells) == len(cells) + 5
 
 
 def test_outputs_are_committed() -> None:
     tour = nbformat.read(TOUR, as_version=4)
     code = [cell for cell in tour.cells if cell.cell_type == 'code']
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert sum('iVBOR' in str(cell.outputs) for cell in code) == 7
-    assert TOUR.stat().st_size < 500_000
+    assert sum('image/png' in str(cell.outputs) for cell in code) == 6
+    assert TOUR.stat().st_size < 400_000
 
 
 if __name__ == '__main__':
