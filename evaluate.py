@@ -4,7 +4,8 @@ Evaluate a trained model.
     python evaluate.py                         loss, perplexity, bits per byte of the newest run
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
-    python evaluate.py --energies              the energy along the steps of every CEM sublayer
+    python evaluate.py --energies              the energy along the steps of every CEM sublayer, and
+                                               whether its first step descends
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
@@ -178,52 +179,100 @@ def report_loss(model: Transformer, sequences: Tensor, token_bytes: Tensor,
 
 # Energies
 
-@torch.no_grad()
-def energies_along(sublayer: CEMAttention | CEMMLP, x: Tensor, *rest: Any, steps: int) -> Tensor:
-    """Return a CEM sublayer's energy at u_0 to u_steps for its input x: (steps + 1, B, J). `rest`
-    are the other arguments of forward."""
-    normed: list[Tensor] = []  # h, u_0, u_1, ...
-    hook = sublayer.norm.register_forward_hook(lambda norm, args, out: normed.append(out))
-    trained_T = sublayer.T
-    sublayer.T = steps + 1
-    sublayer.forward(x, *rest)
-    sublayer.T = trained_T
-    hook.remove()
-    return torch.stack([sublayer.energy(u, normed[0]) for u in normed[1:]])
+def name_use(name: str, use: int, uses: int) -> str:
+    """Name a sublayer, and if it is applied several times, which of its uses is meant."""
+    return f'{name}, use {use}' if uses > 1 else name
 
 
 @torch.no_grad()
-def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]:
-    """Return the mean energy over the tokens x (B, J) of every CEM sublayer at its steps 0 to
-    `steps`. The sublayers before it take their usual number of steps."""
-    layers = {f'{kind} {n}': getattr(block, kind) for kind in ('attn', 'mlp')
-              for n, block in enumerate(model.blocks, 1) if getattr(block, kind).cem}
-    inputs: dict[Any, tuple[Any, ...]] = {}
-    hooks = [layer.register_forward_pre_hook(inputs.__setitem__) for layer in layers.values()]
+def inputs_of_cem(model: Transformer, x: Tensor) -> list[tuple[str, Any, tuple[Any, ...]]]:
+    """Run the model on ids x (B, J). Return the name, the sublayer and the inputs of every use of
+    a CEM sublayer, attention first. A sublayer is used again by reuse and by loops."""
+    kinds = [kind for kind in ('attn', 'mlp') if getattr(model.cfg, kind) == 'cem']
+    found = [(f'{kind} {n}', getattr(block, kind), [])
+             for kind in kinds for n, block in enumerate(model.blocks, 1)]
+    hooks = [sublayer.register_forward_pre_hook(lambda _, inputs, calls=calls: calls.append(inputs))
+             for _, sublayer, calls in found]
     model.hidden(x)
     for hook in hooks:
         hook.remove()
-    return {name: energies_along(layer, *inputs[layer], steps=steps).mean(dim=(1, 2)).cpu().numpy()
-            for name, layer in layers.items()}
+    return [(name_use(name, use, len(calls)), sublayer, inputs)
+            for name, sublayer, calls in found for use, inputs in enumerate(calls, 1)]
+
+
+@torch.no_grad()
+def trajectory(sublayer: CEMAttention | CEMMLP, *inputs: Any, steps: int) -> tuple[Tensor, Tensor]:
+    """Take steps on the inputs of a CEM sublayer's forward. Return the context h (B, J, D) and the
+    states x_0 to x_steps, (steps + 1, B, J, D)."""
+    seen: list[tuple[Tensor, Tensor]] = []  # what the norm gets and returns: for h, then each step
+    hook = sublayer.norm.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    trained_T = sublayer.T
+    sublayer.T = steps + 1  # the last step shows the state after the one before
+    sublayer.forward(*inputs)
+    sublayer.T = trained_T
+    hook.remove()
+    (_, h), *states = seen
+    return h, torch.stack([x for x, _ in states])
+
+
+@torch.no_grad()
+def energies_along(sublayer: CEMAttention | CEMMLP, *inputs: Any, steps: int) -> Tensor:
+    """Return a CEM sublayer's energy at u_0 to u_steps, (steps + 1, B, J), for the inputs of its
+    forward."""
+    h, states = trajectory(sublayer, *inputs, steps=steps)
+    return torch.stack([sublayer.energy(sublayer.norm(x), h) for x in states])
+
+
+def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]:
+    """Return the mean energy over the tokens x (B, J) at steps 0 to `steps`, for every use of a CEM
+    sublayer. The sublayers before it take their usual number of steps."""
+    return {name: energies_along(sublayer, *inputs, steps=steps).mean(dim=(1, 2)).cpu().numpy()
+            for name, sublayer, inputs in inputs_of_cem(model, x)}
+
+
+def descent(model: Transformer, x: Tensor) -> list[tuple[str, float, float]]:
+    """Measure on tokens x (B, J) whether every use of a CEM sublayer descends by its first step.
+    Return its name, the cosine of the step with minus the gradient of the energy (of a token's
+    whole vectors, mean over tokens), and the share of tokens whose energy the step lowers."""
+    found = []
+    for name, sublayer, inputs in inputs_of_cem(model, x):
+        h, (x_0, x_1) = trajectory(sublayer, *inputs, steps=1)
+        # The energy before the step, and its gradient
+        with torch.enable_grad():
+            u = sublayer.norm(x_0).detach().requires_grad_()
+            before = sublayer.energy(u, h)
+            gradient, = torch.autograd.grad(before.sum(), u)
+        cosine = F.cosine_similarity(x_1 - x_0, -gradient, dim=-1).mean()
+        # The energy after the step, with the same context
+        with torch.no_grad():
+            after = sublayer.energy(sublayer.norm(x_1), h)
+        share = (after < before).double().mean()
+        found.append((name, float(cosine), float(share)))
+    return found
 
 
 def report_energies(model: Transformer, sequences: Tensor, steps: int) -> Report:
-    """Report the mean energy of each CEM sublayer at steps 0 to `steps`, over the first sequences:
-    some 4,096 tokens."""
+    """Report the mean energy at steps 0 to `steps` for each use of a CEM sublayer, and whether its
+    first step descends, over the first sequences: some 4,096 tokens."""
     x = sequences[:max(1, 4096 // sequences.shape[1]), :-1]
     x = x[(x != NO_TARGET).all(dim=1)]  # without the last sequence of a text if it is padded
-    by_layer = energies(model, x.to(model.embedding.device), steps)
+    x = x.to(model.embedding.device)
+    by_use = energies(model, x, steps)
     figure = Figure((9, 3.5), layout='constrained')
     for axes, kind in zip(figure.subplots(1, 2), ('attn', 'mlp'), strict=True):
         axes.set(title=kind, xlabel='step (dashed: as trained)', ylabel='energy minus that at 0')
-        for name, along in by_layer.items():
+        for name, along in by_use.items():
             if name.startswith(kind):
                 axes.plot(along - along[0], marker='o', ms=3, label=name)
         if axes.lines:
             axes.legend(fontsize=7)
             axes.axvline(getattr(model.cfg, f'{kind}_steps'), color='gray', ls='--', lw=1)
-    rows = [[name, *(f'{energy:.4g}' for energy in along)] for name, along in by_layer.items()]
-    return table(['energy at step', *map(str, range(steps + 1))], rows), figure
+    rows = [[name, *(f'{energy:.4g}' for energy in by_use[name]), f'{cosine:.2f}', f'{share:.0%}']
+            for name, cosine, share in descent(model, x)]
+    header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
+    words = ('Cosine: of the first step with minus the gradient of the energy. Lowered: the share '
+             'of tokens\nwhose energy the first step lowers.')
+    return f'{table(header, rows)}\n\n{words}', figure
 
 
 # Attention

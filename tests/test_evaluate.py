@@ -122,16 +122,49 @@ def test_llama_tokens_of_a_text_are_those_of_its_documents() -> None:
 
 
 def test_energies_are_those_of_the_sublayers() -> None:
-    model = model_of(preconditioner='none', kq_diag='none', attn_step_size=0.01, mlp_step_size=0.01)
+    model = model_of(attn_step_size=0.01, mlp_step_size=0.01)
     x = torch.randint(257, (3, LENGTH))
-    by_layer = evaluate.energies(model, x, steps=4)
-    assert list(by_layer) == ['attn 1', 'attn 2', 'mlp 1', 'mlp 2']
+    by_use = evaluate.energies(model, x, steps=4)
+    assert list(by_use) == ['attn 1', 'attn 2', 'mlp 1', 'mlp 2']
     h = model.blocks[0].attn.norm(F.embedding(x, model.embedding))
-    assert by_layer['attn 1'][0] == pytest.approx(float(model.blocks[0].attn.energy(h, h).mean()))
-    for along in by_layer.values():
+    assert by_use['attn 1'][0] == pytest.approx(float(model.blocks[0].attn.energy(h, h).mean()))
+    for along in by_use.values():
         assert len(along) == 5
         assert (np.diff(along) < 0).all()  # small steps down a gradient
     assert list(evaluate.energies(model_of(attn='llama'), x, steps=1)) == ['mlp 1', 'mlp 2']
+
+
+def test_each_use_of_a_sublayer_has_its_energies() -> None:
+    """Two loops of an MLP that is applied twice are four uses, each of the input that it gets."""
+    model = model_of(n_layer=1, mlp_reuse=2, loops=2)
+    x = torch.randint(257, (3, LENGTH))
+    by_use = evaluate.energies(model, x, steps=1)
+    assert list(by_use) == [*(f'attn 1, use {n}' for n in (1, 2)),
+                            *(f'mlp 1, use {n}' for n in (1, 2, 3, 4))]
+    block, state = model.blocks[0], F.embedding(x, model.embedding)
+    for use in 1, 2:
+        h = block.attn.norm(state)
+        energy = float(block.attn.energy(h, h).mean())
+        assert by_use[f'attn 1, use {use}'][0] == pytest.approx(energy)
+        state = block(state, make_positions(model.cfg, state))
+
+
+@pytest.mark.parametrize('options', [
+    dict(), dict(residual='normed'), dict(positions='rope'), dict(mlp_energy='sign_convex'),
+    dict(attn_reuse=2, loops=2), dict(kq_diag='per_head', exact_update=True)], ids=str)
+def test_the_plain_layer_and_the_exact_update_descend(options: dict) -> None:
+    model = model_of(**options, attn_step_size=1e-3, mlp_step_size=1e-3).double()
+    found = evaluate.descent(model, torch.randint(257, (3, LENGTH)))
+    assert [name for name, *_ in found] == list(evaluate.energies(model, PARTS[:1, :-1], steps=1))
+    for _, cosine, share in found:
+        assert cosine == pytest.approx(1, abs=1e-9)
+        assert share == 1
+
+
+def test_a_step_that_leaves_out_the_diagonal_is_not_the_gradient() -> None:
+    for options in dict(kq_diag='shared'), dict(preconditioner='diag'):
+        attention, *_ = evaluate.descent(model_of(**options), torch.randint(257, (3, LENGTH)))
+        assert attention[1] < 0.99
 
 
 @pytest.mark.parametrize(('options', 'steps'), [
@@ -232,14 +265,14 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
     assert Path('out/run/loss.png').read_bytes()[:4] == b'\x89PNG'
     # Llama's sublayers have no steps
     *energies, _, last = cells(report('--steps=1,3', '--energies', '--out_dir=out/mixed'))
-    assert [(row[0], len(row)) for row in energies] == [('mlp 1', 5), ('mlp 2', 5)]
+    assert [(row[0], len(row)) for row in energies] == [('mlp 1', 7), ('mlp 2', 7)]
     right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
     assert float(last[2]) == pytest.approx(right, abs=1e-4)
 
 
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     energies, attention = report('--energies', '--attention=word').split('out/run/energies.png')
-    assert [len(row) for row in cells(energies)] == [10] * 4
+    assert [len(row) for row in cells(energies)] == [12] * 4
     ids = torch.tensor([[256, *b'word']])
     shifts = [float(evaluate.attention_shift(maps).mean())
               for maps in evaluate.attention_maps(model_of(), ids)]
