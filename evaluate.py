@@ -16,7 +16,6 @@ Tables are printed. Pictures go into the run's folder: energies.png, attention.p
 import io
 import math
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +38,8 @@ from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data, read_documents
 
 Report = tuple[str, Figure | None]  # a Markdown table, and a picture or None
+DESCENT = """cosine: of the first step with minus the gradient of the energy, mean over tokens
+lowered: the share of tokens whose energy the first step lowers"""
 
 
 @dataclass
@@ -97,20 +98,16 @@ def read_text(path: str, tokenizer: Any, length: int, tokens: int) -> Sequences:
 def read_shards(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, length: int,
                 ) -> Sequences:
     """Read evenly spaced sequences of token shards, of at most cfg.tokens tokens. UserError if the
-    shards are another tokenizer's, or the run's own have changed."""
+    shards are not there, or are another tokenizer's."""
     folder = find_data(cfg.data) if cfg.data else state['data_dir']
     check(bool(cfg.data) or os.path.exists(folder),
             f'{folder}, which the model was trained on, is not here: --text=FILE evaluates on a '
             'text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
-    for name, value in data.identity.items():
-        of_run = state['data'].get(name, value)
-        check(value == of_run or name not in TOKENIZER_KEYS,
-                f'data={folder}: its {name} is {value}, that of the run {of_run}; expected data of '
-                'the same tokenizer')
-        check(value == of_run or bool(cfg.data),
-                f'the {cfg.split} split of {folder} has changed since the run was trained; '
-                f'--data={shlex.quote(folder)} reads it as it is now')
+    for name in TOKENIZER_KEYS:
+        check(data.meta.get(name) == state['data'][name],
+                f'data={folder}: its {name} is {data.meta.get(name)}, that of the run '
+                f'{state["data"][name]}; expected data of the same tokenizer')
     chosen = evenly_spaced(len(data), cfg.tokens // length)
     x, y = data.batch(chosen)
     ids = torch.cat([x, y[:, -1:]], dim=1)
@@ -171,19 +168,15 @@ def report_loss(model: Transformer, sequences: Sequences, bos: int, data_dir: st
                 steps: tuple[int, ...] = ()) -> Report:
     """Report the loss as trained, or at each T of `steps` with a picture of loss against T; the
     model keeps the last T."""
-    cfg = model.cfg
+    cfg, text_bytes = model.cfg, sequences.text_bytes
     trained = {T for kind, T in ((cfg.attn, cfg.attn_steps), (cfg.mlp, cfg.mlp_steps))
                if kind == 'cem'}
     llama_tokens, note = count_llama_tokens(sequences.documents, data_dir)
-    notes = [note] if note else []
+    lossy = 'Bits per byte are known of a whole text only (--text), as the tokenizer loses some.'
+    notes = [*[lossy] * (text_bytes is None), *[note] * bool(note)]
     header = ['T', 'tokens', 'loss, nats a token', 'perplexity']
-    if sequences.text_bytes:
-        header.append('bits per byte')
-    else:
-        notes.append('The tokenizer loses some of the text: bits per byte are known of a whole '
-                     'text only (--text, --tokens).')
-    if llama_tokens:
-        header.append('perplexity per Llama token')
+    header += ['bits per byte'] * bool(text_bytes)
+    header += ['perplexity per Llama token'] * bool(llama_tokens)
     rows, losses = [], []
     for T in steps or (None,):
         set_steps(model, T)
@@ -191,8 +184,8 @@ def report_loss(model: Transformer, sequences: Sequences, bos: int, data_dir: st
         losses.append(nats / n_tokens)
         row = [f'{T}, as trained' if trained == {T} else str(T or 'as trained'),
                f'{n_tokens:,}', f'{losses[-1]:.4f}', f'{perplexity(losses[-1]):.6g}']
-        if sequences.text_bytes:
-            row.append(f'{text_nats / math.log(2) / sequences.text_bytes:.4f}')
+        if text_bytes:
+            row.append(f'{text_nats / math.log(2) / text_bytes:.4f}')
         if llama_tokens:
             row.append(f'{perplexity(text_nats / llama_tokens):.6g}')
         rows.append(row)
@@ -247,18 +240,15 @@ def trajectory(sublayer: CEMAttention | CEMMLP, *inputs: Any, steps: int) -> tup
 
 
 @torch.no_grad()
-def energies_along(sublayer: CEMAttention | CEMMLP, *inputs: Any, steps: int) -> Tensor:
-    """Return a CEM sublayer's energy at u_0 to u_steps, (steps + 1, B, J), for the inputs of its
-    forward."""
-    h, states = trajectory(sublayer, *inputs, steps=steps)
-    return torch.stack([sublayer.energy(sublayer.norm(x), h) for x in states])
-
-
 def energies(model: Transformer, x: Tensor, steps: int) -> dict[str, np.ndarray]:
     """Return the mean energy over the tokens x (B, J) at steps 0 to `steps`, for every use of a CEM
     sublayer. The sublayers before it take their usual number of steps."""
-    return {name: energies_along(sublayer, *inputs, steps=steps).mean(dim=(1, 2)).cpu().numpy()
-            for name, sublayer, inputs in inputs_of_cem(model, x)}
+    found = {}
+    for name, sublayer, inputs in inputs_of_cem(model, x):
+        h, states = trajectory(sublayer, *inputs, steps=steps)
+        along = [sublayer.energy(sublayer.norm(x_t), h).mean() for x_t in states]
+        found[name] = torch.stack(along).cpu().numpy()
+    return found
 
 
 def descent(model: Transformer, x: Tensor) -> list[tuple[str, float, float]]:
@@ -301,9 +291,7 @@ def report_energies(model: Transformer, sequences: Tensor, steps: int) -> Report
     rows = [[name, *(f'{energy:.4g}' for energy in by_use[name]), f'{cosine:.2f}', f'{share:.0%}']
             for name, cosine, share in descent(model, x)]
     header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    words = ('Cosine: of the first step with minus the gradient of the energy. Lowered: the share '
-             'of tokens\nwhose energy the first step lowers.')
-    return f'{table(header, rows)}\n\n{words}', figure
+    return f'{table(header, rows)}\n\n{DESCENT}', figure
 
 
 # Attention
