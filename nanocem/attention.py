@@ -3,7 +3,8 @@ Choose and run faster implementations of attention. Tests compare each with the 
 
     readable               the lines in model.py
     blockwise              the same for a block of queries at a time, without the keys after it
-    sdpa                   torch's fused attention
+    sdpa                   torch's fused attention; without a bias on a CPU it has no second
+                           derivative, and model.set_attn_impl('readable') has
     triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
     h_cache                decoding from a cache of h; W_K is absorbed into query and output
 
@@ -27,31 +28,31 @@ def choose_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
     """Choose the implementation for keys k (B, K, J, R); k is None if the cache gives h alone."""
     if k is None:
         return 'h_cache'
-    if pos.mask.ndim > 2:  # only the readable lines take the mask of a padded batch
-        return 'readable'
     I, J = pos.mask.shape
     return fastest_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
 
 
 def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
                  compiled: bool = False) -> str:
-    """Return the implementation that attn.impl asks for, or the fastest that can run."""
-    on_gpu = device.type == 'cuda'
-    alibi = attn.cfg.positions == 'alibi'
-    biased = attn.kq_diag is not None or alibi
-    if attn.impl == 'readable' or attn.cfg.exact_update:  # the exact update needs alpha
+    """Return the implementation that attn.impl asks for, or the fastest one if that cannot run or
+    attn.impl is auto. no_past: the keys are those of the new positions alone."""
+    cfg, on_gpu = attn.cfg, device.type == 'cuda'
+    alibi = cfg.positions == 'alibi'
+    biased = alibi or cfg.kq_diag != 'none'
+    if attn.impl == 'readable' or cfg.exact_update:  # the exact update needs alpha
         return 'readable'
     if attn.impl == 'sdpa' or (attn.impl == 'blockwise' and no_past):
         return attn.impl
-    # The kernels need values that equal the keys, and pay only with a bias.
-    if (on_gpu or attn.impl == 'triton') and attn.cem and biased and no_past:
-        diagonals = 0 if attn.kq_diag is None else len(attn.kq_diag)
-        if runs_triton(device, dtype, attn.K, attn.cfg.d_model // attn.K, diagonals, alibi):
+    # The kernels need values that equal the keys, and pay only with a bias
+    tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
+    if (on_gpu or attn.impl == 'triton') and tied and biased and no_past:
+        diagonals = {'none': 0, 'shared': 1, 'per_head': attn.K}[cfg.kq_diag]
+        if runs_triton(device, dtype, attn.K, cfg.d_model // attn.K, diagonals, alibi):
             return 'triton'
     if on_gpu:
         return 'sdpa'
-    # On a CPU torch's fused attention has no backward pass for a bias.
-    short = compiled and attn.cfg.context_length <= SHORT_CONTEXT
+    # On a CPU torch's fused attention has no backward pass for a bias
+    short = compiled and cfg.context_length <= SHORT_CONTEXT
     if not (biased or short):
         return 'sdpa'
     return 'blockwise' if no_past else 'readable'
@@ -73,7 +74,7 @@ def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: in
 
 
 def attend(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
-                    u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+           u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
     """Return o (B, K, I, R) = sum_j softmax_j(a_ijk) v_jk with model.py's scores a. q is like o;
     k, v (B, K, J, R), u (B, I, D), h (B, J, D)."""
     if impl == 'h_cache':
@@ -91,9 +92,9 @@ def attend(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, 
     return attn.split_heads(triton_attention.attention(q, k, attn.K, 1 / attn.tau, du, h, b))
 
 
-def scaled_diagonal(attn: Any, u: Tensor) -> Tensor | None:
+def scaled_diagonal(attn: Any, u: Tensor | None) -> Tensor | None:
     """Return d_k * u_i / tau, (B, 1 or K, I, D); None if there is no diagonal."""
-    if attn.kq_diag is None:
+    if attn.cfg.kq_diag == 'none':
         return None
     return u[:, None] * (attn.kq_diag[:, None] / attn.tau)
 
@@ -120,8 +121,8 @@ def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | 
         end = min(begin + size, I)
         block = slice(begin, end)
         block_pos = pos._replace(distance=pos.distance[block, :end], mask=pos.mask[block, :end])
-        inputs = (u[:, block], h[:, :end]) if attn.cem else ()
-        a = attn.scores(q[:, :, block], k[:, :, :end], block_pos, *inputs)
+        states = (u[:, block], h[:, :end]) if attn.cfg.attn == 'cem' else ()
+        a = attn.scores(q[:, :, block], k[:, :, :end], block_pos, *states)
         alpha = a.softmax(dim=-1).type_as(v)
         outputs.append(alpha @ v[:, :, :end])
     return torch.cat(outputs, dim=2)
@@ -131,11 +132,11 @@ def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
          h: Tensor | None) -> Tensor:
     """Attend by torch's fused attention, with the biases as its mask, or with a causal mask."""
     I, R = q.shape[2:]
-    causal_only = attn.cfg.positions == 'rope' and attn.kq_diag is None
+    causal_only = attn.cfg.positions == 'rope' and attn.cfg.kq_diag == 'none'
     if causal_only and I in (1, k.shape[2]):
         return F.scaled_dot_product_attention(q, k, v, scale=1 / attn.tau, is_causal=I > 1)
     bias = attn.bias(pos)
-    if attn.kq_diag is not None:
+    if attn.cfg.kq_diag != 'none':
         bias = bias + scaled_diagonal(attn, u) @ h[:, None].mT
     if pad := -R % 8:  # with a bias, the fused kernel needs widths that are multiples of 8
         q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))

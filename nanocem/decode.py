@@ -41,20 +41,21 @@ class Cache:
         return self.past
 
     def clear(self) -> None:
-        """Forget the tokens, and keep the buffers and weights."""
+        """Forget the tokens and the folded weights, and keep the buffers."""
         self.past = self.length = 0
+        self.weights.clear()
 
     def update(self, attn: Any, h: Tensor, k: Tensor, v: Tensor,
                ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Insert the new h, k, v, and return those of all tokens so far. Without a diagonal h is
         only the new one. If the cache stores h alone, k and v are None after the first pass."""
         cfg = attn.cfg
-        if attn.kq_diag is not None:
+        if cfg.kq_diag != 'none':
             h = self.append(h)
             if cfg.positions == 'alibi' and not cfg.exact_update:
                 return (h, k, v) if self.past == 0 else (h, None, None)  # the first pass has keys
         k = attn.split_heads(self.append(attn.merge_heads(k)))
-        if attn.cem:
+        if cfg.attn == 'cem':
             return h, k, k
         return h, k, attn.split_heads(self.append(attn.merge_heads(v)))
 

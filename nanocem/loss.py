@@ -14,6 +14,7 @@ from configurator import fail
 WORTH_COMPILING = 2e12  # FLOPs of a run; a shorter one (a minute on a CPU) is not compiled
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU: with more logits than this, the loss is computed in parts
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: the logits of a part, which fit into the processor's cache
+ROW_TILE = 128  # on a GPU a part has a multiple of this many rows, which fills its matrix products
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 
 
@@ -90,15 +91,18 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
     if x.shape[:-1] != targets.shape:
         raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
     x, targets = x.flatten(0, 1), targets.flatten()
-    most = at_once = LOGITS_AT_ONCE
-    if x.device.type == 'cpu':  # up to four times as many are just as fast in one piece
-        most, at_once = 4 * LOGITS_IN_CACHE, LOGITS_IN_CACHE
-    if len(x) * len(W) <= most:
+    on_cpu = x.device.type == 'cpu'
+    at_once = LOGITS_IN_CACHE if on_cpu else LOGITS_AT_ONCE
+    limit = 4 * at_once if on_cpu else at_once  # up to this many, one piece is just as fast
+    # torch.func differentiates the loss in one piece only
+    if len(x) * len(W) <= limit or torch._C._are_functorch_transforms_active():
         logits = F.linear(x, W)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=NO_TARGET)
-    return LinearCrossEntropy.apply(x, W, targets, max(1, at_once // len(W)),
-                                    torch.is_grad_enabled())
+    rows = max(1, at_once // len(W))
+    if not on_cpu and rows > ROW_TILE:
+        rows -= rows % ROW_TILE
+    return LinearCrossEntropy.apply(x, W, targets, rows, torch.is_grad_enabled())
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -151,35 +155,27 @@ class LinearCrossEntropy(torch.autograd.Function):
 # FLOPs a second in dense bfloat16, by data sheet, for the first key found in the GPU's name
 DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
               'B200': 2250e12}
-# Estimated MFU of training on an A100 at 134m, for Llama and for all-CEM with T = 2. It adds up the
-# kernels' work and the memory's traffic (docs/speed.md).
-MFU_ESTIMATE = {'llama': 0.37, 'cem': 0.29}
-
 
 def flops_per_token(model: Any) -> float:
     """Count the FLOPs of training, per token at full context. A multiply-add is 2, and a backward
     pass counts as two forward passes. Each step counts projections, scores, weighted values and the
     diagonal's scores; the head counts once. The masked half of attention does not count."""
     cfg, D = model.cfg, model.cfg.d_model
+    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
-    macs = 0.0
-    for block in model.blocks:
-        attn, mlp = block.attn, block.mlp
-        if attn.cem:
-            diagonals = 0 if attn.kq_diag is None else len(attn.kq_diag)
-            step = 2 * D * D + (2 + diagonals) * mean_context * D
-            if cfg.exact_update:
-                rank = 0 if attn.P.U is None else cfg.attn_rank
-                step += cfg.n_head * (mean_context * D + 4 * rank * D)
-            macs += cfg.attn_reuse * (D * D + attn.T * step)
-        else:
-            projections = 3 if attn.W_V is attn.W_K else 4
-            macs += cfg.attn_reuse * (projections * D * D + 2 * mean_context * D)
-        if mlp.cem:
-            macs += cfg.mlp_reuse * mlp.W.numel() * (1 + 2 * mlp.T)
-        else:
-            macs += cfg.mlp_reuse * mlp.W.numel() * 3
-    macs = cfg.loops * macs + cfg.vocab_size * D
+    if cfg.attn == 'cem':
+        diagonals = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
+        step = 2 * D * D + (2 + diagonals) * mean_context * D
+        if cfg.exact_update:
+            rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
+            step += cfg.n_head * (mean_context * D + 4 * rank * D)
+        attn_macs = D * D + attn.T * step
+    else:
+        projections = 3 if cfg.tie in ('kv', 'both') else 4
+        attn_macs = projections * D * D + 2 * mean_context * D
+    mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
+    layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs
+    macs = cfg.loops * cfg.n_layer * layer + cfg.vocab_size * D
     return 3 * 2.0 * macs
 
 

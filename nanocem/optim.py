@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MATRICES = ('W_Q', 'W_K', 'W_V', 'W_O', 'W', 'V', 'W_d')  # attention's and the MLP's
-DECAYED = (*MATRICES, 'embedding', 'head', 'U')  # U and V are also the low-rank part of P
+DIAGONALS = ('kq_diag', 'p')  # d_k and the diagonal of P: a vector for each head
 BATCH_ENTRIES = 2**20  # at most in a batch on a CPU: it then fits the processor's cache
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
@@ -23,8 +22,7 @@ def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.opti
     """Return AdamW with train.py's options; only matrices have weight decay. With optimizer=muon,
     return Muon as well, for the matrices in the layers. Its products are in dtype."""
     muon_params = block_matrices(model) if cfg.optimizer == 'muon' else []
-    decayed = [p for name, p in model.named_parameters()
-               if name.split('.')[-1] in DECAYED and p not in set(muon_params)]
+    decayed = [p for p in matrices(model) if p not in set(muon_params)]
     others = [p for p in model.parameters() if p not in {*muon_params, *decayed}]
     groups = [{'params': decayed, 'weight_decay': cfg.weight_decay},
               {'params': others, 'weight_decay': 0.0}]
@@ -34,10 +32,16 @@ def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.opti
     return [adamw, Muon(muon_params, cfg.learning_rate, cfg.weight_decay, dtype=dtype)]
 
 
+def matrices(module: Any) -> list[Tensor]:
+    """Return all parameters that are matrices: not gains, biases and diagonals."""
+    return [p for name, p in module.named_parameters()
+            if p.ndim > 1 and name.split('.')[-1] not in DIAGONALS]
+
+
 def block_matrices(model: Any) -> list[Tensor]:
-    """Return the matrices of attention and MLP, without those of a Preconditioner."""
-    return [p for name, p in model.blocks.named_parameters()
-            if name.split('.')[-1] in MATRICES and '.P.' not in name]
+    """Return the matrices of attention and MLP. Those of a Preconditioner have three dimensions,
+    one of them for the head, and are left out."""
+    return [p for p in matrices(model.blocks) if p.ndim == 2]
 
 
 class Muon(torch.optim.Optimizer):

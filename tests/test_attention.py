@@ -1,6 +1,7 @@
 """nanocem/attention.py: each implementation against the readable one, and which one runs where."""
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +10,11 @@ from model import ModelConfig, Transformer
 from nanocem import attention, triton_attention
 from test_model import SETS, TINY, describe, randomize
 
+OLD = (attention.HAS_TRITON and triton_attention.triton.__version__.startswith('3.6.')
+       and np.lib.NumpyVersion(np.__version__) >= '2.4.0')
+interpreted = pytest.mark.skipif(
+    not attention.HAS_TRITON or OLD,
+    reason="no Triton, or Triton 3.6, whose interpreter does not run with numpy 2.4 and later")
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
 
 
@@ -36,7 +42,8 @@ def test_faster_attention_equals_the_readable_path(
     torch.testing.assert_close(fused, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize('impl', ['readable', 'blockwise', *['triton'] * attention.HAS_TRITON])
+@pytest.mark.parametrize('impl', ['readable', 'blockwise',
+                                  pytest.param('triton', marks=interpreted)])
 def test_a_training_step_is_one_graph(impl: str) -> None:
     """With fullgraph=True torch.compile refuses a break."""
     cfg = ModelConfig(**{**SMALL, 'n_layer': 1, 'attn_steps': 2})
@@ -46,24 +53,15 @@ def test_a_training_step_is_one_graph(impl: str) -> None:
         assert (a - b).norm() <= 1e-5 * a.norm()
 
 
-@pytest.mark.parametrize('options', [
-    dict(attn='llama', mlp='llama'), dict(attn='llama', positions='alibi'), dict(attn_steps=2),
-    dict(positions='rope', kq_diag='per_head')], ids=str)
-def test_padding_changes_no_logit(options: dict) -> None:
-    """Two texts in a batch, the shorter one padded on the left or on the right, against each
-    alone; every implementation falls back to the one that takes a mask."""
-    model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=21)
-    idx = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(22))
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    for impl in ('auto', 'sdpa', 'triton'):
-        model.set_attn_impl(impl)
-        for hidden, shown in ((slice(0, 4), slice(4, 9)), (slice(5, 9), slice(0, 5))):
-            mask[1] = True
-            mask[1, hidden] = False
-            both, alone = model.hidden(idx, key_mask=mask), model.hidden(idx[1:, shown])
-            torch.testing.assert_close(both[1:, shown], alone, rtol=0, atol=1e-11)
-            torch.testing.assert_close(both[:1], model.hidden(idx[:1]), rtol=0, atol=1e-11)
-            assert both.isfinite().all()
+def test_the_readable_path_has_second_derivatives_of_rope() -> None:
+    """On a CPU torch's fused attention has none."""
+    model = randomize(Transformer(ModelConfig(**TINY, attn='llama', mlp='llama')), seed=21)
+    idx = torch.randint(50, (1, 9))
+    model.set_attn_impl('readable')
+    loss = model(idx, idx)[1]
+    gradient, = torch.autograd.grad(loss, model.embedding, create_graph=True)
+    second, = torch.autograd.grad(gradient.square().sum(), model.embedding)
+    assert second.isfinite().all() and second.any()
 
 
 # Which implementation runs
@@ -86,6 +84,7 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, 'HAS_TRITON', True)
     monkeypatch.setattr(triton_attention, 'agrees', lambda *case: True)
     assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
+    assert path(gpu, half, **alibi, tie='kv') == ours
     for options in (rope, llama, alibi, dict(impl='sdpa'), dict(d_model=300)):
         assert path(gpu, half, **options) == by_torch
     for options in dict(impl='readable'), dict(exact_update=True, kq_diag='shared'):

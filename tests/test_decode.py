@@ -53,6 +53,15 @@ def test_a_cache_refuses_what_does_not_fit() -> None:
         generate(model, idx[:, :0], 3)
 
 
+def test_a_cleared_cache_forgets_weights_that_have_changed() -> None:
+    model = randomize(Transformer(ModelConfig(**TINY, preconditioner='diag')), seed=17)
+    cache, idx = Cache(16), torch.randint(50, (2, 10))
+    model(idx, cache=cache)
+    randomize(model, seed=18)
+    cache.clear()
+    torch.testing.assert_close(model(idx, cache=cache)[0], model(idx)[0], rtol=0, atol=1e-9)
+
+
 def test_top_k_keeps_to_the_likeliest_tokens() -> None:
     model = randomize(Transformer(ModelConfig(**TINY)), seed=16)
     prompt = torch.randint(50, (64, 4))

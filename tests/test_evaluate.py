@@ -1,7 +1,6 @@
 """evaluate.py: each number against another way to it, and the command line."""
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from running import write_data
+from running import edit_meta, write_data
 from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
@@ -18,8 +17,8 @@ from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 LENGTH = 16
 TEXT = 'The energy of a word falls, step by step: d\u00e9j\u00e0 vu.\n' * 8
-BYTES = torch.tensor([1] * 256 + [0])
 PARTS = torch.tensor([256, *TEXT.encode()]).unfold(0, LENGTH + 1, LENGTH)
+PARTS_TEXT = bytes(PARTS[:, 1:].flatten().tolist()).decode()
 
 
 def model_of(**options) -> Transformer:
@@ -91,59 +90,78 @@ def report(capsys: pytest.CaptureFixture) -> Report:
 
 def test_loss_is_the_models() -> None:
     model = model_of()
-    ids = torch.randint(257, (5, LENGTH + 1))
+    ids = torch.randint(256, (5, LENGTH + 1))
     ids[-1, 4:] = -100
-    n_tokens, nats, text_bytes, _ = evaluate.evaluate_loss(model, ids, BYTES)
+    n_tokens, nats, text_nats = evaluate.evaluate_loss(model, ids, bos=256)
     assert n_tokens == 4 * LENGTH + 3
     total = sum(float(model(part[:, :-1].clamp(min=0), part[:, 1:])[1]) * n
                 for part, n in ((ids[:4], 4 * LENGTH), (ids[4:], 3)))
-    assert nats == pytest.approx(total, rel=1e-6)
-    assert text_bytes == int(((ids[:, 1:] >= 0) & (ids[:, 1:] < 256)).sum())
-    # A model that knows nothing gives each token log(257) nats; BOS spells no text
+    assert nats == text_nats == pytest.approx(total, rel=1e-6)
+    # A model that knows nothing gives each token log(257) nats; BOS is no text
     torch.nn.init.zeros_(model.head)
     ids = torch.tensor([[256, *b'two texts', 256, *b'of twelve']])
-    for size in 1, 2:
-        *_, text_bytes, text_nats = evaluate.evaluate_loss(model, ids, size * BYTES)
-        assert text_bytes == 18 * size
-        assert text_nats == pytest.approx(18 * math.log(257))
-
-
-@needs_llama
-def test_llama_tokens_of_a_text_are_those_of_its_documents() -> None:
-    tokenizer, llama = ByteTokenizer(), SentencePieceTokenizer(LLAMA)
-    texts = ['The energy of a word falls.', 'déjà vu\n' * 9]
-    ids = torch.tensor([i for text in texts for i in (256, *text.encode())] + [-100] * 6)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('LLAMA_TOKENIZER', LLAMA)
-        found = evaluate.count_llama_tokens(ids.unfold(0, 9, 8), tokenizer, 'nowhere')
-        assert found == sum(len(llama.encode(text)) for text in texts)
-        patch.delenv('LLAMA_TOKENIZER')
-        assert evaluate.count_llama_tokens(ids[None], tokenizer, 'nowhere') is None
+    n_tokens, nats, text_nats = evaluate.evaluate_loss(model, ids, bos=256)
+    assert nats == pytest.approx(19 * math.log(257))
+    assert text_nats == pytest.approx(18 * math.log(257))
 
 
 def test_energies_are_those_of_the_sublayers() -> None:
-    model = model_of(preconditioner='none', kq_diag='none', attn_step_size=0.01, mlp_step_size=0.01)
+    model = model_of(attn_step_size=0.01, mlp_step_size=0.01)
     x = torch.randint(257, (3, LENGTH))
-    by_layer = evaluate.energies(model, x, steps=4)
-    assert list(by_layer) == ['attn 1', 'attn 2', 'mlp 1', 'mlp 2']
+    by_use = evaluate.energies(model, x, steps=4)
+    assert list(by_use) == ['attn 1', 'attn 2', 'mlp 1', 'mlp 2']
     h = model.blocks[0].attn.norm(F.embedding(x, model.embedding))
-    assert by_layer['attn 1'][0] == pytest.approx(float(model.blocks[0].attn.energy(h, h).mean()))
-    for along in by_layer.values():
+    assert by_use['attn 1'][0] == pytest.approx(float(model.blocks[0].attn.energy(h, h).mean()))
+    for along in by_use.values():
         assert len(along) == 5
         assert (np.diff(along) < 0).all()  # small steps down a gradient
     assert list(evaluate.energies(model_of(attn='llama'), x, steps=1)) == ['mlp 1', 'mlp 2']
 
 
-@pytest.mark.parametrize(('options', 'steps'), [
-    (dict(attn_steps=1), 1), (dict(attn_steps=3), 3), (dict(attn='llama', mlp='llama'), 1),
-    (dict(attn='llama', attn_reuse=3), 3), (dict(attn_reuse=2), 4)], ids=str)
-def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int) -> None:
+def test_each_use_of_a_sublayer_has_its_energies() -> None:
+    """Two loops of an MLP that is applied twice are four uses, each of the input that it gets."""
+    model = model_of(n_layer=1, mlp_reuse=2, loops=2)
+    x = torch.randint(257, (3, LENGTH))
+    by_use = evaluate.energies(model, x, steps=1)
+    assert list(by_use) == [*(f'attn 1, use {n}' for n in (1, 2)),
+                            *(f'mlp 1, use {n}' for n in (1, 2, 3, 4))]
+    block, state = model.blocks[0], F.embedding(x, model.embedding)
+    for use in 1, 2:
+        h = block.attn.norm(state)
+        energy = float(block.attn.energy(h, h).mean())
+        assert by_use[f'attn 1, use {use}'][0] == pytest.approx(energy)
+        state = block(state, make_positions(model.cfg, state))
+
+
+@pytest.mark.parametrize('options', [
+    dict(), dict(residual='normed'), dict(positions='rope'), dict(mlp_energy='sign_convex'),
+    dict(attn_reuse=2, loops=2), dict(kq_diag='per_head', exact_update=True)], ids=str)
+def test_the_plain_layer_and_the_exact_update_descend(options: dict) -> None:
+    model = model_of(**options, attn_step_size=1e-3, mlp_step_size=1e-3).double()
+    found = evaluate.descent(model, torch.randint(257, (3, LENGTH)))
+    assert [name for name, *_ in found] == list(evaluate.energies(model, PARTS[:1, :-1], steps=1))
+    for _, cosine, share in found:
+        assert cosine == pytest.approx(1, abs=1e-9)
+        assert share == 1
+
+
+def test_a_step_that_leaves_out_the_diagonal_is_not_the_gradient() -> None:
+    for options in dict(kq_diag='shared'), dict(preconditioner='diag'):
+        attention, *_ = evaluate.descent(model_of(**options), torch.randint(257, (3, LENGTH)))
+        assert attention[1] < 0.99
+
+
+@pytest.mark.parametrize(('options', 'steps', 'uses'), [
+    (dict(attn_steps=1), 1, 1), (dict(attn_steps=3), 3, 1), (dict(attn='llama', mlp='llama'), 1, 1),
+    (dict(attn='llama', attn_reuse=3), 1, 3), (dict(attn_reuse=2, loops=2), 2, 4)], ids=str)
+def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int, uses: int) -> None:
     model = model_of(**options)
     model.set_attn_impl('sdpa')
     idx = torch.randint(257, (1, 9))
     before = model(idx)[0]
     maps = evaluate.attention_maps(model, idx)
     assert torch.equal(model(idx)[0], before)
+    assert len(maps) == 2 * uses  # two layers
     for alpha in maps:
         assert alpha.shape == (steps, 2, 9, 9)
         assert alpha.sum(dim=-1).allclose(torch.ones(()))
@@ -153,7 +171,7 @@ def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int) 
     h = first.norm(x)
     q = first.rotate(first.split_heads(F.linear(h, first.W_Q)), pos)
     k = first.rotate(first.split_heads(F.linear(h, first.W_K)), pos)
-    alpha = first.scores(q, k, pos, *([h, h] if first.cem else [])).softmax(dim=-1)
+    alpha = first.scores(q, k, pos, *([h, h] if model.cfg.attn == 'cem' else [])).softmax(dim=-1)
     assert maps[0][0].allclose(alpha[0], atol=1e-6)
 
 
@@ -175,24 +193,9 @@ def test_the_newest_run_on_its_test_split(place: Path, report: Report) -> None:
     assert float(loss) == pytest.approx(right, abs=1e-4)
     assert float(perplexity) == pytest.approx(math.exp(right), rel=1e-4)
     assert float(bits) == pytest.approx(right / math.log(2), abs=1e-3)
-
-
-def test_a_runs_data_that_changed_is_not_read_unasked(
-    halves: tuple[Path, Path], tmp_path: Path
-) -> None:
-    out, data = (Path(shutil.copytree(folder, tmp_path / folder.name))
-                 for folder in (halves[0], halves[0].parent / 'data'))
-    for path in out.glob('*.pt'):
-        torch.save({**torch.load(path, weights_only=True), 'data_dir': str(data)}, path)
-    content = (data / 'val.bin').read_bytes()
-    (data / 'val.bin').write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    options = [f'--out_dir={out}', '--tokens=100', '--device=cpu']
-    evaluate.main(options)
-    with pytest.raises(SystemExit, match=r'val split of .* has changed since'):
-        evaluate.main([*options, '--split=val'])
-    evaluate.main([*options, '--split=val', f'--data={data}'])
-    moved = data.rename(tmp_path / 'moved')
-    evaluate.main([*options, f'--data={moved}'])  # its own tokenizer serves
+    edit_meta(Path('data'), tokenizer='gpt2')
+    with pytest.raises(SystemExit, match='its tokenizer is gpt2, that of the run byte'):
+        evaluate.main([])
 
 
 def test_a_text_is_read_whole(place: Path, report: Report) -> None:
@@ -209,15 +212,58 @@ def test_a_text_is_read_whole(place: Path, report: Report) -> None:
         assert int(cells(report(f'--text={text}', '--tokens=40'))[0][1]) == count
 
 
+def test_the_documents_of_json_lines_are_read_and_not_their_braces(
+    place: Path, report: Report
+) -> None:
+    texts = ['one', 'and another']
+    Path('two.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+    _, tokens, loss, _, bits = cells(report('--text=two.jsonl'))[0]
+    ids = torch.tensor([256, *b'one', 256, *b'and another'])
+    assert int(tokens) == len(ids) - 1
+    assert float(loss) == pytest.approx(float(model_of()(ids[None, :-1], ids[None, 1:])[1]), 1e-4)
+    losses = F.cross_entropy(model_of()(ids[None, :-1])[0][0], ids[1:], reduction='none')
+    nats = float(losses[ids[1:] != 256].sum())
+    assert float(bits) == pytest.approx(nats / math.log(2) / 14, abs=1e-3)
+
+
+class LossyTokenizer(ByteTokenizer):
+    """It loses all spaces and spells every other character in lower case."""
+    def encode(self, text: str) -> list[int]:
+        return super().encode(text.replace(' ', '').lower())
+
+
+def test_bits_per_byte_of_a_tokenizer_that_loses_text(
+    place: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of a whole text count. Of a part, or of shards, no number is printed."""
+    monkeypatch.setattr(evaluate, 'tokenizer_of', lambda state: LossyTokenizer())
+    _, tokens, loss, _, bits = cells(report('--text=text.txt'))[0]
+    nats = float(loss) * int(tokens)
+    assert int(tokens) < len(TEXT.encode())
+    assert float(bits) == pytest.approx(nats / math.log(2) / len(TEXT.encode()), abs=1e-3)
+    edit_meta(Path('data'), lossless=False)
+    for options in ['--text=text.txt', '--tokens=40'], []:
+        page = report(*options)
+        assert len(cells(page)[0]) == 4 and 'the tokenizer loses some' in page
+
+
 @needs_llama
 def test_perplexity_a_llama_token(
     place: Path, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
-    _, tokens, loss, *_, perplexity = cells(report('--text=text.txt'))[0]
-    n_llama = len(SentencePieceTokenizer(LLAMA).encode(TEXT))
-    assert math.log(float(perplexity)) == pytest.approx(float(loss) * int(tokens) / n_llama, 1e-4)
-    assert len(cells(report('--text=text.txt', '--tokens=40'))[0]) == 5  # a part of the text
+    llama = SentencePieceTokenizer(LLAMA)
+    for option, text in ('--text=text.txt', TEXT), ('--split=val', PARTS_TEXT):
+        _, tokens, loss, *_, perplexity = cells(report(option))[0]
+        n_llama = len(llama.encode(text))
+        expected = float(loss) * int(tokens) / n_llama
+        assert math.log(float(perplexity)) == pytest.approx(expected, 1e-4)
+    page = report('--text=text.txt', '--tokens=40')  # a part of the text
+    assert len(cells(page)[0]) == 5 and 'whole text' in page
+    for wrong in 'nothere', 'text.txt':
+        monkeypatch.setenv('LLAMA_TOKENIZER', wrong)
+        page = report('--text=text.txt')
+        assert f"LLAMA_TOKENIZER={wrong} is not Llama's" in page and len(cells(page)[0]) == 5
 
 
 def test_other_steps_at_test_time(place: Path, report: Report) -> None:
@@ -232,14 +278,14 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
     assert Path('out/run/loss.png').read_bytes()[:4] == b'\x89PNG'
     # Llama's sublayers have no steps
     *energies, _, last = cells(report('--steps=1,3', '--energies', '--out_dir=out/mixed'))
-    assert [(row[0], len(row)) for row in energies] == [('mlp 1', 5), ('mlp 2', 5)]
+    assert [(row[0], len(row)) for row in energies] == [('mlp 1', 7), ('mlp 2', 7)]
     right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
     assert float(last[2]) == pytest.approx(right, abs=1e-4)
 
 
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     energies, attention = report('--energies', '--attention=word').split('out/run/energies.png')
-    assert [len(row) for row in cells(energies)] == [10] * 4
+    assert [len(row) for row in cells(energies)] == [12] * 4
     ids = torch.tensor([[256, *b'word']])
     shifts = [float(evaluate.attention_shift(maps).mean())
               for maps in evaluate.attention_maps(model_of(), ids)]
@@ -252,11 +298,21 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
         evaluate.main([f'--attention={"long " * 9}'])
 
 
-def test_a_picture_that_cannot_be_written_costs_no_table(place: Path, report: Report) -> None:
-    Path('out/run/energies.png').mkdir()
-    said = report('--energies', '--attention=word')
-    assert said.index('| ') < said.index('WARNING: out/run/energies.png not written')
-    assert Path('out/run/attention.png').exists()
+def test_the_attention_of_reused_sublayers_is_named(
+    place: Path, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = []
+    monkeypatch.setattr('matplotlib.axes.Axes.set_ylabel',
+                        lambda axes, text, **_: labels.append(text))
+    write_run(place / 'out/reused', Path('data'), model_of(n_layer=1, attn_reuse=2))
+    page = report('--attention=word', '--out_dir=out/reused')
+    assert [(row[0], len(row)) for row in cells(page)] == [
+        ('layer 1, use 1', 2), ('layer 1, use 2', 2)]
+    assert labels == [f'layer 1, use {use}\nstep {t}' for use in (1, 2) for t in (1, 2)]
+    labels.clear()
+    write_run(place / 'out/llama', Path('data'), model_of(n_layer=1, attn='llama', attn_reuse=2))
+    assert 'No attention takes a second step' in report('--attention=word', '--out_dir=out/llama')
+    assert labels == ['layer 1, use 1', 'layer 1, use 2']
 
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
@@ -271,7 +327,15 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     assert cells(capsys.readouterr().out) == [['out/run', '', '', '', '3', '4.5', '', 'data'],
                            ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
                            ['old/run', '', '', '', '', '', '', 'data']]
-    panels = evaluate.compare(folders)[1].axes
+    text, figure = evaluate.compare(folders)
+    assert text.endswith('differ in data (bpe, data).')
+    panels = figure.axes
     assert [[line.get_label() for line in axes.lines] for axes in panels] == [
         ['run out/run', 'run old/run'], ['run out/bpe']]
+    config = json.loads(Path('out/run/config.json').read_text())
+    config['train'] |= {'test_tokens': 500}
+    Path('out/run/config.json').write_text(json.dumps(config))
+    text, _ = evaluate.compare(['out/run', 'old/run'])
+    assert text.endswith('differ in test_tokens (500, None).')
+    assert 'compared' not in evaluate.compare(['old/run'])[0]
     assert panels[1].lines[0].get_xydata().tolist() == [[1000, 5], [4000, 4]]

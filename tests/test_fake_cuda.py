@@ -88,6 +88,15 @@ def test_every_config(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try_out(vars(build(ModelConfig, given)), monkeypatch)
 
 
+def test_parts_of_the_loss_have_a_multiple_of_128_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_fn.LinearCrossEntropy, 'apply', lambda x, W, targets, rows, _: rows)
+    with torch.device(DEVICE):
+        x, targets = torch.zeros(1, 2 ** 16, 8), torch.zeros(1, 2 ** 16, dtype=torch.long)
+        found = {n: loss_fn.cross_entropy(x, torch.zeros(n, 8), targets)
+                 for n in (32_000, 50_257, 2 ** 20)}
+    assert found == {32_000: 2048, 50_257: 1280, 2 ** 20: 64}
+
+
 def test_a_tensor_on_the_wrong_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('model.alibi_slopes', lambda n_head, like: torch.ones(n_head))
     with pytest.raises(RuntimeError, match='device'):

@@ -4,7 +4,8 @@ import torch
 
 from model import ModelConfig, Transformer
 from nanocem import optim
-from nanocem.optim import Muon, block_matrices
+from nanocem.optim import Muon
+from train import TrainConfig
 
 SHAPES = ((24, 24), (20, 24), (24, 24), (40, 16), (1, 8))
 
@@ -35,11 +36,26 @@ def test_five_steps_stay_near_torchs_own(dtype: torch.dtype, entries: int,
         assert (a - b).norm() < 0.02 * (b - w).norm()
 
 
-@pytest.mark.parametrize('attn', ['llama', 'cem'])
-def test_it_takes_the_matrices_of_the_blocks_and_nothing_else(attn: str) -> None:
-    model = Transformer(ModelConfig(size='nano', vocab_size=50, attn=attn, mlp='cem'))
-    ids = {id(p) for p in block_matrices(model)}
-    chosen = {name for name, p in model.named_parameters() if id(p) in ids}
-    names = ['attn.W_Q', 'attn.W_K', 'mlp.W', 'mlp.V']
-    names += ['attn.W_V', 'attn.W_O'] if attn == 'llama' else []
-    assert chosen == {f'blocks.{n}.{name}' for n in range(2) for name in names}
+def names_of(model: Transformer, params: list[torch.Tensor]) -> set[str]:
+    ids = {id(p) for p in params}
+    return {name for name, p in model.named_parameters() if id(p) in ids}
+
+
+@pytest.mark.parametrize('attn, matrices', [
+    ('llama', ['attn.W_Q', 'attn.W_K', 'attn.W_V', 'attn.W_O']), ('cem', ['attn.W_Q', 'attn.W_K'])])
+def test_which_parameters_muon_takes_and_which_decay(attn: str, matrices: list[str]) -> None:
+    kq_diag = 'per_head' if attn == 'cem' else 'none'
+    model = Transformer(ModelConfig(size='nano', vocab_size=50, attn=attn, mlp='cem', n_layer=1,
+                                    kq_diag=kq_diag, positions='alibi',
+                                    preconditioner='diag_lowrank'))
+    in_blocks = {f'blocks.0.{name}' for name in [*matrices, 'mlp.W', 'mlp.V']}
+    of_P = {name for name, _ in model.named_parameters() if name.endswith(('P.U', 'P.V'))}
+    assert len(of_P) == (4 if attn == 'cem' else 2)
+    for optimizer in 'adamw', 'muon':
+        cfg = TrainConfig(optimizer=optimizer)
+        adamw, *muon = optim.make_optimizers(model, cfg, torch.float32)
+        decayed, others = (names_of(model, group['params']) for group in adamw.param_groups)
+        taken = [names_of(model, muon[0].param_groups[0]['params'])] if muon else []
+        assert taken == ([in_blocks] if optimizer == 'muon' else [])
+        assert decayed == {'embedding', 'head'} | of_P | (set() if muon else in_blocks)
+        assert others == {name for name, _ in model.named_parameters()} - decayed - in_blocks

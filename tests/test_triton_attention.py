@@ -15,7 +15,7 @@ from torch import Tensor
 from model import ModelConfig
 from nanocem import attention, triton_attention
 from nanocem.triton_attention import TILES, settings, triton
-from tests.test_attention import SMALL, loss_and_gradients
+from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
 needs_triton = pytest.mark.skipif(not attention.HAS_TRITON, reason='Triton is not installed')
 CPU = torch.device('cpu')
@@ -30,7 +30,7 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@needs_triton
+@interpreted
 @pytest.mark.parametrize('case', [
     # positions, heads, head width, heads with their own diagonal (0: none), ALiBi
     (2, 2, 16, 1, True), (17, 3, 16, 1, True), (130, 3, 56, 1, True), (67, 2, 72, 2, True),
@@ -42,7 +42,7 @@ def test_kernels_equal_the_formula(case: tuple, monkeypatch: pytest.MonkeyPatch)
     assert triton_attention.find_error(CPU, torch.float32, *case) == ''
 
 
-@needs_triton
+@interpreted
 def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
     """Also for transposed inputs, a single position, and without diagonal and ALiBi."""
     torch.manual_seed(1)
@@ -62,11 +62,12 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
             assert torch.equal(a, b)
 
 
-@needs_triton
+@interpreted
 @pytest.mark.parametrize('options', [
     dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
     dict(kq_diag='none'), dict(attn_steps=2, residual='normed'), dict(positions='rope'),
-    dict(score_scale='head', mlp='llama')], ids=str)
+    dict(score_scale='head', mlp='llama'),
+    dict(attn='llama', mlp='llama', positions='alibi', tie='kv')], ids=str)
 def test_whole_models_agree(options: dict) -> None:
     """Compare norms of whole tensors in float32, because single elements may cancel."""
     cfg = ModelConfig(**{**SMALL, **options})
@@ -129,7 +130,7 @@ def test_kernels_compile_ahead_within_a_gpus_means(arch: int, width: int) -> Non
 HALF = (CPU, torch.float16, 2, 16, 1, True)
 
 
-@needs_triton
+@interpreted
 def test_right_kernels_agree_and_the_programs_random_numbers_stay() -> None:
     before = torch.random.get_rng_state()
     with torch.no_grad(), torch.autocast('cpu'):
@@ -138,7 +139,7 @@ def test_right_kernels_agree_and_the_programs_random_numbers_stay() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@needs_triton
+@interpreted
 @pytest.mark.parametrize('op, i, message', [
     ('attention_op', 0, 'give a wrong output (off by'),
     ('backward_op', 1, 'give a wrong gradient of k (off by'),
