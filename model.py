@@ -241,22 +241,11 @@ class BaseAttention(nn.Module):
 class LlamaAttention(BaseAttention):
     """Multi-head attention. Its four matrices are untied, unless `tie` says otherwise. Norm and
     residual are inside."""
-    cem = False
-    T = None  # it takes no gradient steps
-    kq_diag = None  # it has no diagonal
-
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
-        self.W_V = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)
-        self.W_O = normal_param(cfg.d_model, cfg.d_model, std=cfg.init_std)  # in blocks, as W_Q
-        self.tie_weights()
-
-    def tie_weights(self) -> None:
-        """Let the matrices that cfg.tie names be one parameter. CEM ties both pairs."""
-        if self.cfg.tie in ('kv', 'both'):
-            self.W_V = self.W_K
-        if self.cfg.tie in ('qo', 'both'):
-            self.W_O = self.W_Q
+        D, std = cfg.d_model, cfg.init_std
+        self.W_V = self.W_K if cfg.tie in ('kv', 'both') else normal_param(D, D, std=std)
+        self.W_O = self.W_Q if cfg.tie in ('qo', 'both') else normal_param(D, D, std=std)
 
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
         """Return x plus the attention output, (B, I, D)."""
@@ -285,8 +274,6 @@ class LlamaAttention(BaseAttention):
 
 class CEMAttention(BaseAttention):
     """T gradient steps down the interaction energy. They tie W_V = W_K and W_O = W_Q (Eq. 5)."""
-    cem = True
-
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
@@ -354,9 +341,6 @@ class CEMAttention(BaseAttention):
 class LlamaMLP(nn.Module):
     """Gated MLP with three untied matrices. Norm and residual are inside. Hugging Face calls the
     gate W up_proj, and V gate_proj."""
-    cem = False
-    T = None  # it takes no gradient steps
-
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(cfg.d_model)
@@ -378,8 +362,6 @@ class LlamaMLP(nn.Module):
 
 class CEMMLP(nn.Module):
     """T gradient steps down the element-wise energy. They tie W_d = V^T (Eq. 11)."""
-    cem = True
-
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg, self.T, self.eta = cfg, cfg.mlp_steps, cfg.mlp_step_size

@@ -48,7 +48,6 @@ def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
     plain = dict(kq_diag='none', preconditioner='none', attn_steps=1, mlp_steps=1)
     cfg = ModelConfig(**{**SMALL, 'n_layer': 1}, **plain)
     model, idx, results = Transformer(cfg), torch.randint(50, (3, 18)), []
-    model.gradient_checkpointing = True
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     for at_once, call in ((2 ** 26, model), (350, model), (350, compiled)):
         monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', at_once)
