@@ -25,11 +25,13 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, read_options
 from model import SIZES as PRESETS
@@ -49,7 +51,8 @@ from nanocem.verdicts import (
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
-FIRST, SECOND, FIGURES = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second', f'{RESULTS}/figures'
+FIRST, SECOND = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second'
+FIGURE_DATA = f'{RESULTS}/figures'
 LAPTOP_SIZES = ('nano', 'mini')
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 
@@ -63,8 +66,15 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
-MODELS = {row['model']: row for folder in (FIRST, SECOND, FIGURES)
+MODELS = {row['model']: row for folder in (FIRST, SECOND, FIGURE_DATA)
           for row in read_csv(f'{folder}/models.csv')}
+FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
+SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
+FIGURE_SIZES = ('XS', 'S', 'M', *(size for size in PRESETS if size != '256m_cem'))
+
+# Estimated FLOP/s: an A100 by docs/speed.md, a CPU thread by the published runs
+A100_FLOPS = {'llama': 0.37 * 312e12, 'cem': 0.29 * 312e12}
+CPU_FLOPS = 30e9
 
 
 # Models and runs
@@ -228,7 +238,7 @@ def loss_per_llama_token(val_bpb: float, test_bpb: float, data: str) -> float:
 
 def publish(own: Results) -> None:
     """Append finished runs of the second family's and the figures' cells to their runs.csv."""
-    for folder in (SECOND, FIGURES):
+    for folder in (SECOND, FIGURE_DATA):
         published = read_published(f'{folder}/runs.csv')
         cells = read_cells(f'{folder}/cells.csv')
         new = [run for run in cells if run in own and run not in published]
@@ -383,36 +393,277 @@ def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
     return figure
 
 
+# The paper's figures
+
+class Point(NamedTuple):
+    """A model's runs at one size and rate. The perplexity is that of the mean loss of the runs that
+    did not fail, NaN if all did; `std` is its standard deviation over seeds."""
+    series: str
+    x: str
+    size: str
+    model: str
+    parameters: float
+    tokens: float
+    rate: float
+    seeds: tuple[int, ...]
+    failed: tuple[int, ...]
+    perplexity: float
+    std: float
+    panel: str
+
+
+def make_point(series: dict[str, str], runs: Results) -> Point:
+    """Summarize runs of one model, size, rate and panel."""
+    finished, _ = split_failed({(run.model, run.seed): row['y'] for run, row in runs.items()})
+    losses = list(finished.values())
+    seeds = {run.seed for run in runs}
+    failed = seeds - {seed for _, seed in finished}
+    run, row = next(iter(runs.items()))
+    return Point(
+        series['series'], series['x'], run.size, run.model, row['parameters'], row['tokens'],
+        run.rate, tuple(sorted(seeds)), tuple(sorted(failed)),
+        math.exp(statistics.fmean(losses)) if losses else math.nan,
+        statistics.stdev(map(math.exp, losses)) if len(losses) > 1 else 0, row['panel'])
+
+
+def collect(figure: str, size: str | None, found: Results) -> list[Point]:
+    """Return the points of a figure, sorted by size: all rates of a sweep, otherwise the rate with
+    the most seeds. Sweeps of the study have the seeds of its trials."""
+    sweep = FIGURES[figure]['plot'] == 'rates'
+    points = []
+    for series in (row for row in SERIES if row['figure'] == figure):
+        groups: dict[tuple[str, str], dict[float, Results]] = defaultdict(lambda: defaultdict(dict))
+        for run, row in found.items():
+            trial = sweep and run.size in SIZES and SIZES[run.size]['trial_seeds'] != ''
+            if run.model == series['model'] and (run.seed >= TRIAL_SEEDS) == trial:
+                groups[run.size, row['panel']][run.rate][run] = row
+        for (at, _), rates in groups.items():
+            if at == (size or at) and at in FIGURE_SIZES:
+                shown = sorted(rates) if sweep else [max(rates, key=lambda rate: len(rates[rate]))]
+                points += [make_point(series, rates[rate]) for rate in shown]
+    return sorted(points, key=lambda point: FIGURE_SIZES.index(point.size))
+
+
+def planned(figure: str, size: str) -> list[Run]:
+    """Return the runs of a figure at a size. A sweep has five rates, octaves around the size's. In
+    other figures a model has its rate in the published lists, or else Llama's, as in the paper."""
+    given = read_options(size_options(size).split(), TrainConfig, ModelConfig)
+    middle = float(SIZES[size]['middle_rate']) if size in SIZES else build(
+        TrainConfig, given).learning_rate
+    cells = [run for folder, name in ((FIRST, 'runs'), (SECOND, 'cells'), (FIGURE_DATA, 'cells'))
+             for run in read_cells(f'{folder}/{name}.csv') if run.seed < TRIAL_SEEDS]
+    rates = {run.model: run.rate for run in cells if run.size == size}
+    sweep = FIGURES[figure]['plot'] == 'rates'
+    seeds = SIZES[size]['trial_seeds' if sweep else 'seeds'] if size in SIZES else ''
+    runs = []
+    for model in dict.fromkeys(row['model'] for row in SERIES if row['figure'] == figure):
+        rate = rates.get(model, rates.get('llama', middle))
+        for rate in [middle * 2 ** n for n in (-2, -1, 0, 1, 2)] if sweep else [rate]:
+            runs += [Run(size, model, float(f'{rate:.3g}'), int(seed))
+                     for seed in (seeds or '1').split()]
+    return runs
+
+
+def hours(run: Run) -> float:
+    """Estimate the hours of a run on one A100, or on one CPU thread at laptop sizes."""
+    given = read_options(run_options(run.size, run.model).split(), TrainConfig, ModelConfig)
+    train = build(TrainConfig, given)
+    meta = read_json(f'{train.data}/meta.json') or {}
+    cfg = build(ModelConfig, {'vocab_size': meta.get('vocab_size', 32_000)} | given)
+    with torch.device('meta'):
+        model, llama = Transformer(cfg), Transformer(cfg.llama())
+    flops = (train.tokens or 20 * llama.num_params()) * flops_per_token(model)
+    if run.size in SIZES or run.size in LAPTOP_SIZES:
+        return flops / CPU_FLOPS / 3600
+    return flops / A100_FLOPS['cem' if 'cem' in (cfg.attn, cfg.mlp) else 'llama'] / 3600
+
+
+def print_todo(runs: list[Run], root: str) -> None:
+    for run in runs:
+        unit = 'core-hours' if run.size in SIZES or run.size in LAPTOP_SIZES else 'A100-hours'
+        print(f'{run.command(root)}  # {hours(run):.2g} {unit}', flush=True)
+
+
+def figure_table(figure: str, points: list[Point], found: Results) -> str:
+    """Format the points, the planned runs that are missing, and the optima of sweeps."""
+    rows = [[p.model, p.size, f'{p.parameters:,.0f}', f'{p.tokens:,.0f}', f'{p.rate:g}',
+             ' '.join(map(str, p.seeds)), f'{p.perplexity:.2f}',
+             'failed: ' + ' '.join(map(str, p.failed)) if p.failed else ''] for p in points]
+    missing: dict[tuple[str, str, float], list[str]] = defaultdict(list)
+    for size in dict.fromkeys(point.size for point in points):
+        for run in planned(figure, size):
+            if run not in found:
+                missing[run[:3]].append(str(run.seed))
+    rows += [[model, size, '', '', f'{rate:g}', '', '', 'missing: ' + ' '.join(seeds)]
+             for (size, model, rate), seeds in missing.items()]
+    header = ['model', 'size', 'parameters', 'tokens', 'rate', 'seeds', 'perplexity', 'lacks']
+    lines = [f'Figure {figure}. The paper: {FIGURES[figure]["paper"]}.', '', table(header, rows)]
+    if FIGURES[figure]['plot'] == 'rates':
+        for (series, size), group in by_curve(points).items():
+            if len(group) >= 3:
+                _, rate, perplexity = akima(group)
+                lines.append(f'{series}, {size}: lowest perplexity {perplexity:.2f} at rate {rate:.3g}')
+    return '\n'.join([*lines, ''])
+
+
+def by_curve(points: list[Point]) -> dict[tuple[str, str], list[Point]]:
+    """Group the points that are finished by series and size, sorted by rate."""
+    curves = defaultdict(list)
+    for point in sorted(points, key=lambda point: point.rate):
+        if not math.isnan(point.perplexity):
+            curves[point.series, point.size].append(point)
+    return curves
+
+
+def akima(points: list[Point]) -> tuple[Akima1DInterpolator, float, float]:
+    """Interpolate perplexity over the log of the rate. Return the curve and its minimum."""
+    x = np.log([point.rate for point in points])
+    curve = Akima1DInterpolator(x, [point.perplexity for point in points])
+    candidates = np.array([x[0], *curve.derivative().roots(extrapolate=False), x[-1]])
+    best = candidates[np.argmin(curve(candidates))]
+    return curve, float(np.exp(best)), float(curve(best))
+
+
+def plot_parameters(axes: Axes, points: list[Point]) -> None:
+    """Perplexity over parameters, linked to Llama's, with the tokens above the markers."""
+    llama = {point.size: point for point in points if point.x == 'baseline'}
+    markers = dict(zip(dict.fromkeys(point.series for point in points), 'Dos', strict=False))
+    for series, marker in markers.items():
+        shown = [point for point in points if point.series == series]
+        axes.plot([p.parameters for p in shown], [p.perplexity for p in shown], marker, label=series)
+    for p in points:
+        start = llama.get(p.size, p)
+        axes.plot([start.parameters, p.parameters], [start.perplexity, p.perplexity], color='gray',
+                  lw=0.5, zorder=0)
+        axes.annotate(f'{p.tokens / 1e6:.3g} M', (p.parameters, p.perplexity), (0, 6),
+                      textcoords='offset points', ha='center', fontsize=7)
+    axes.set(xscale='log', xlabel='parameters', yscale='log')
+
+
+def plot_bars(axes: Axes, points: list[Point]) -> None:
+    """Bars at each size and x, coloured by series, with Llama's perplexity dashed."""
+    bars = [point for point in points if point.x != 'baseline']
+    places = list(dict.fromkeys((point.size, point.x) for point in bars))
+    series = list(dict.fromkeys(point.series for point in bars))
+    for n, p in enumerate(bars):
+        place = places.index((p.size, p.x)) + series.index(p.series) / (len(series) + 1)
+        axes.bar(place, p.perplexity, 0.9 / (len(series) + 1), yerr=p.std,
+                 color=f'C{series.index(p.series)}', label=p.series)
+    for point in set(points) - set(bars):
+        axes.axhline(point.perplexity, ls='--', color='hotpink', label=f'Llama, {point.size}')
+    axes.set_xticks(range(len(places)), [f'{x}\n{size}' for size, x in places])
+    low, *_, high = sorted(point.perplexity for point in points) * 2
+    axes.set_ylim(0.98 * low, 1.02 * high)
+
+
+def plot_rates(axes: Axes, points: list[Point]) -> None:
+    """Perplexity over the learning rate, interpolated, with a star at the minimum."""
+    colors = {'Llama': 'C1'}
+    sizes = list(dict.fromkeys(point.size for point in points))
+    for (series, size), group in by_curve(points).items():
+        color = colors.get(series, 'C0')
+        axes.plot([p.rate for p in group], [p.perplexity for p in group],
+                  'osD^v<>'[sizes.index(size)], color=color, label=f'{series}, {size}')
+        if len(group) >= 3:
+            curve, *star = akima(group)
+            rates = np.geomspace(group[0].rate, group[-1].rate, 200)
+            axes.plot(rates, curve(np.log(rates)), color=color, lw=1)
+            axes.plot(*star, '*', color=color, ms=14)
+    axes.set(xscale='log', xlabel='learning rate')
+
+
+def plot_gain(axes: Axes, points: list[Point]) -> None:
+    """What a second step or use brings: the area between T = 1 and T = 2 at each size."""
+    series = list(dict.fromkeys(point.series for point in points))
+    sizes = list(dict.fromkeys(point.size for point in points))
+    found = {(point.series, point.size, point.x): point for point in points}
+    for (name, size, x), p in found.items():
+        place = sizes.index(size) + series.index(name) / (len(series) + 1)
+        axes.errorbar([place], [p.perplexity], [p.std], fmt='o', capsize=2,
+                      color={'1': 'C1', '2': 'C0'}[x], label=f'T = {x}')
+        if x == '2' and (name, size, '1') in found:
+            gain = found[name, size, '1'].perplexity - p.perplexity
+            axes.bar(place, gain, 0.2, bottom=p.perplexity, alpha=0.3,
+                     color=f'C{series.index(name) + 2}', label=name)
+    axes.set_xticks(range(len(sizes)), sizes)
+
+
+PLOTS = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates, 'gain': plot_gain}
+
+
+def draw_figure(figure: str, points: list[Point]) -> plt.Figure:
+    """Draw the points that did not fail, in one panel for each text, vocabulary and so on."""
+    points = [point for point in points if not math.isnan(point.perplexity)]
+    panels = sorted({point.panel for point in points})
+    picture, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False,
+                                 layout='constrained')
+    for ax, panel_name in zip(axes[0], panels, strict=True):
+        PLOTS[FIGURES[figure]['plot']](ax, [p for p in points if p.panel == panel_name])
+        ax.set_title(f'{figure}: {panel_name}', fontsize=7)
+        ax.set_ylabel('perplexity per ' + panel_name.partition('; per ')[2])
+        # Name each series once
+        handles, labels = ax.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))
+        ax.legend(once.values(), once.keys(), fontsize=7)
+    return picture
+
+
 @dataclass
 class ReproduceConfig:
     """What to print."""
     todo: bool = False  # print the commands of missing runs
-    publish: bool = False  # append finished runs of published lists to results/
+    figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
+    size: Literal[FIGURE_SIZES] | None = None  # for --figure: this size only; for --todo: XS
+    publish: bool = False  # append finished runs of the published lists to results/
     anew: bool = False  # leave the published runs out
 
 
 @command_line
 def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
+    check(cfg.size is None or cfg.figure is not None, f'size={cfg.size} is for --figure')
     own = read_own()
     if cfg.publish:
         return publish(own)
-    files = ('tokens/runs.csv', 'tokens/more_seeds.csv', 'tokens/second/runs.csv',
-             'figures/runs.csv')
-    published = {} if cfg.anew else {
-        run: row for name in files for run, row in read_published(f'{RESULTS}/{name}').items()}
-    found = own | published
+    lists = (FIRST, 'runs'), (FIRST, 'more_seeds'), (SECOND, 'runs'), (FIGURE_DATA, 'runs')
+    found = dict(own)
+    for folder, name in [] if cfg.anew else lists:
+        found |= read_published(f'{folder}/{name}.csv')
+    if cfg.figure:
+        names = list(FIGURES) if cfg.figure == 'all' else [cfg.figure]
+        return print_figures(names, cfg.size, cfg.todo, found)
     if cfg.todo:
-        for run in read_cells(f'{FIRST}/runs.csv') + read_cells(f'{SECOND}/cells.csv'):
-            if run not in found:
-                print(run.command('out/reproduce'), flush=True)
-        return
-    families = [first_family(found), second_family(found)]
-    verdicts = [judge(family, found) for family in families]
-    for family, rows in zip(families, verdicts, strict=True):
+        cells = read_cells(f'{FIRST}/runs.csv') + read_cells(f'{SECOND}/cells.csv')
+        print_todo([run for run in cells if run not in found], 'out/reproduce')
+        cells = read_cells(f'{FIGURE_DATA}/cells.csv')
+        return print_todo([run for run in cells if run not in found], 'out/figures')
+    verdicts = []
+    for family in (first_family(found), second_family(found)):
+        rows = judge(family, found)
         print(verdict_table(family, rows), flush=True)
+        verdicts += rows
     os.makedirs('out/results', exist_ok=True)
-    draw_rows([*verdicts[0], *verdicts[1]]).savefig('out/results/rows.png')
+    draw_rows(verdicts).savefig('out/results/rows.png')
+    print('out/results/rows.png shows all effects', flush=True)
+
+
+def print_figures(figures: list[str], size: str | None, todo: bool, found: Results) -> None:
+    """Print the tables of figures and draw them, or print the commands of their missing runs."""
+    os.makedirs('out/figures', exist_ok=True)
+    missing: dict[Run, None] = {}
+    for figure in figures:
+        fixed = FIGURES[figure]['size'] or size
+        if todo:
+            missing |= dict.fromkeys(run for run in planned(figure, fixed or 'XS')
+                                     if run not in found)
+        elif points := collect(figure, fixed, found):
+            print(figure_table(figure, points, found), flush=True)
+            draw_figure(figure, points).savefig(f'out/figures/{figure}.png')
+            print(f'out/figures/{figure}.png\n', flush=True)
+        else:
+            print(f'Figure {figure} has no finished runs: --figure={figure} --size={fixed or "XS"} '
+                  '--todo prints their commands\n', flush=True)
+    print_todo(list(missing), 'out/figures')
 
 
 if __name__ == '__main__':
