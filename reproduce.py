@@ -46,14 +46,12 @@ from nanocem.verdicts import (
     error_of_kind,
     residual_error,
     split_failed,
-    vertex,
 )
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
 FIRST, SECOND = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second'
 FIGURE_DATA = f'{RESULTS}/figures'
-LAPTOP_SIZES = ('nano', 'mini')
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 
 
@@ -73,18 +71,28 @@ SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
 FIGURE_SIZES = ('XS', 'S', 'M', *(size for size in PRESETS if size != '256m_cem'))
 
 # Estimated FLOP/s: an A100 by docs/speed.md, a CPU thread by the published runs
-A100_FLOPS = {'llama': 0.37 * 312e12, 'cem': 0.29 * 312e12}
+A100_FLOPS = {False: 0.37 * 312e12, True: 0.29 * 312e12}  # without and with CEM
 CPU_FLOPS = 30e9
 
 
 # Models and runs
 
 @cache
-def meta_model(options: str) -> Transformer:
-    """Return the model that train.py makes of these options, without memory for its weights."""
+def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
+    """Return what train.py makes of these options. The vocabulary is that of the data folder, if it
+    is there."""
     given = read_options(options.split(), TrainConfig, ModelConfig)
+    train = build(TrainConfig, given)
+    meta = read_json(f'{train.data}/meta.json') or {}
+    known = {'vocab_size': meta['vocab_size']} if meta else {}
+    return train, build(ModelConfig, known | given)
+
+
+@cache
+def meta_model(options: str) -> Transformer:
+    """Return the model of train.py's options, without memory for its weights."""
     with torch.device('meta'):
-        return Transformer(build(ModelConfig, given))
+        return Transformer(configs(options)[1])
 
 
 def count_weights(model: Transformer) -> int:
@@ -96,7 +104,11 @@ def size_options(size: str) -> str:
     """Return train.py's options for a size: of the study, of a config file, or of the paper."""
     if size in SIZES:
         return SIZES[size]['options']
-    return f'config/{size}.py' if size in LAPTOP_SIZES else f'--size={size}'
+    return f'config/{size}.py' if on_laptop(size) else f'--size={size}'
+
+
+def on_laptop(size: str) -> bool:
+    return size in SIZES or size in ('nano', 'mini')
 
 
 @cache
@@ -127,9 +139,8 @@ class Run(NamedTuple):
         paper's sizes, on one thread at others."""
         folder = f'{root}/{self.size}/{self.model}_rate={self.rate:g}_seed={self.seed}'
         resume = ' --init_from=resume' if os.path.exists(f'{folder}/config.json') else ''
-        start = 'torchrun --nproc_per_node=8'
-        if self.size in SIZES or self.size in LAPTOP_SIZES:
-            start = 'OMP_NUM_THREADS=1 python'
+        start = ('OMP_NUM_THREADS=1 python' if on_laptop(self.size)
+                 else 'torchrun --nproc_per_node=8')
         return (f'{start} train.py {run_options(self.size, self.model)} '
                 f'--learning_rate={self.rate:g} --seed={self.seed} --out_dir={folder}{resume}')
 
@@ -150,15 +161,14 @@ Results = dict[Run, dict[str, Any]]
 
 def panel(train: TrainConfig, model: ModelConfig, unit: str) -> str:
     return (f'{train.data}, vocabulary {model.vocab_size:,}, context {model.context_length:,}, '
-            f'{train.test_tokens:,} test tokens; per {unit}')
+            f'up to {train.test_tokens / 1e6:,g} M test tokens; per {unit}')
 
 
 def read_published(path: str) -> Results:
     found = {}
     for run, row in zip(read_cells(path), read_csv(path), strict=True):
-        given = read_options(size_options(run.size).split(), TrainConfig, ModelConfig)
-        found[run] = {name: float(row.get(name) or 'nan') for name in COLUMNS} | {
-            'panel': panel(build(TrainConfig, given), build(ModelConfig, given), 'Llama token')}
+        found[run] = {name: float(row.get(name) or 'nan') for name in COLUMNS}
+        found[run]['panel'] = panel(*configs(size_options(run.size)), 'Llama token')
     return found
 
 
@@ -186,9 +196,9 @@ def read_run(folder: str, run: Run) -> dict[str, Any] | None:
     config = read_json(f'{folder}/config.json')
     check(config is not None, 'it has no config.json')
     train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
-    given = read_options(run_options(run.size, run.model).split(), TrainConfig, ModelConfig)
-    expected = build(ModelConfig, given | {'vocab_size': cfg.vocab_size})
-    check(cfg == expected and (float(f'{train.learning_rate:.3g}'), train.seed) == run[2:],
+    options = f'{run_options(run.size, run.model)} --vocab_size={cfg.vocab_size}'
+    rate = float(f'{train.learning_rate:.3g}')
+    check(cfg == configs(options)[1] and (rate, train.seed) == (run.rate, run.seed),
           'its config.json is that of another run')
     with torch.device('meta'):
         model = Transformer(cfg)
@@ -296,25 +306,7 @@ def kind(model: str) -> str:
     return 'CEM or repeated MLP' if special else 'other'
 
 
-def best_rates(found: Results, size: str) -> Losses:
-    """Return the log of the best rate of each model and trial seed, by the validation loss."""
-    trials: dict[str, Results] = defaultdict(dict)
-    for run in read_cells(f'{FIRST}/runs.csv'):
-        if run.size == size and run.seed >= TRIAL_SEEDS and run in found:
-            trials[run.model][run] = found[run]
-    best = {}
-    for model, runs in trials.items():
-        # A rate's seeds fail as a model's do
-        finished, _ = split_failed({(str(run.rate), run.seed): runs[run]['y'] for run in runs})
-        rates = sorted({run.rate for run in runs})
-        for seed in {run.seed for run in runs}:
-            losses = [runs[Run(size, model, rate, seed)]['val_bpb']
-                      if (str(rate), seed) in finished else math.inf for rate in rates]
-            best[model, seed] = math.log(vertex(rates, np.array(losses)))
-    return best
-
-
-def measure(family: Family, claim: dict[str, str], size: str, found: Results) -> Effect | None:
+def measure(family: Family, claim: dict[str, str], size: str) -> Effect | None:
     """Compare a claim's models at a size; None if no seed has both."""
     y = family.losses[size]
     trained = {model for model, _ in y}
@@ -325,17 +317,19 @@ def measure(family: Family, claim: dict[str, str], size: str, found: Results) ->
         m = sum(size in row['sizes'].split() for row in family.claims
                 if row.get('unit', 'perplexity') == 'perplexity')
         return compare(y, A, B, size, m, family.kinds)
-    # The same rule for the logs of the best rates, as the only comparison
-    return compare(best_rates(found, size), A, B, size, m=1) if unit == 'rate' else None
+    # The same rule for the logs of the trials' best rates, as the only comparison
+    rates = {(row['model'], int(row['seed'])): math.log(float(row['rate']))
+             for row in read_csv(f'{FIRST}/best_rates.csv') if row['size'] == size}
+    return compare(rates, A, B, size, m=1) if unit == 'rate' else None
 
 
-def judge(family: Family, found: Results) -> list[Verdict]:
+def judge(family: Family) -> list[Verdict]:
     """Return every claim with its effects and its verdict: of the largest size with two seeds, or
     of all sizes where sizes.csv says so."""
     verdicts = []
     for claim in family.claims:
         sizes = claim['sizes'].split()
-        effects = [effect for size in sizes if (effect := measure(family, claim, size, found))]
+        effects = [effect for size in sizes if (effect := measure(family, claim, size))]
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
         words = [word for effect in effects if (word := decide(effect, above, below))]
         word = 'not run' if claim.get('unit', 'perplexity') else 'see results/gp'
@@ -447,9 +441,8 @@ def collect(figure: str, size: str | None, found: Results) -> list[Point]:
 def planned(figure: str, size: str) -> list[Run]:
     """Return the runs of a figure at a size. A sweep has five rates, octaves around the size's. In
     other figures a model has its rate in the published lists, or else Llama's, as in the paper."""
-    given = read_options(size_options(size).split(), TrainConfig, ModelConfig)
-    middle = float(SIZES[size]['middle_rate']) if size in SIZES else build(
-        TrainConfig, given).learning_rate
+    middle = (float(SIZES[size]['middle_rate']) if size in SIZES
+              else configs(size_options(size))[0].learning_rate)
     cells = [run for folder, name in ((FIRST, 'runs'), (SECOND, 'cells'), (FIGURE_DATA, 'cells'))
              for run in read_cells(f'{folder}/{name}.csv') if run.seed < TRIAL_SEEDS]
     rates = {run.model: run.rate for run in cells if run.size == size}
@@ -457,8 +450,8 @@ def planned(figure: str, size: str) -> list[Run]:
     seeds = SIZES[size]['trial_seeds' if sweep else 'seeds'] if size in SIZES else ''
     runs = []
     for model in dict.fromkeys(row['model'] for row in SERIES if row['figure'] == figure):
-        rate = rates.get(model, rates.get('llama', middle))
-        for rate in [middle * 2 ** n for n in (-2, -1, 0, 1, 2)] if sweep else [rate]:
+        own = [rates.get(model, rates.get('llama', middle))]
+        for rate in [middle * 2 ** n for n in (-2, -1, 0, 1, 2)] if sweep else own:
             runs += [Run(size, model, float(f'{rate:.3g}'), int(seed))
                      for seed in (seeds or '1').split()]
     return runs
@@ -466,21 +459,17 @@ def planned(figure: str, size: str) -> list[Run]:
 
 def hours(run: Run) -> float:
     """Estimate the hours of a run on one A100, or on one CPU thread at laptop sizes."""
-    given = read_options(run_options(run.size, run.model).split(), TrainConfig, ModelConfig)
-    train = build(TrainConfig, given)
-    meta = read_json(f'{train.data}/meta.json') or {}
-    cfg = build(ModelConfig, {'vocab_size': meta.get('vocab_size', 32_000)} | given)
+    train, cfg = configs(run_options(run.size, run.model))
     with torch.device('meta'):
         model, llama = Transformer(cfg), Transformer(cfg.llama())
     flops = (train.tokens or 20 * llama.num_params()) * flops_per_token(model)
-    if run.size in SIZES or run.size in LAPTOP_SIZES:
-        return flops / CPU_FLOPS / 3600
-    return flops / A100_FLOPS['cem' if 'cem' in (cfg.attn, cfg.mlp) else 'llama'] / 3600
+    speed = CPU_FLOPS if on_laptop(run.size) else A100_FLOPS['cem' in (cfg.attn, cfg.mlp)]
+    return flops / speed / 3600
 
 
 def print_todo(runs: list[Run], root: str) -> None:
     for run in runs:
-        unit = 'core-hours' if run.size in SIZES or run.size in LAPTOP_SIZES else 'A100-hours'
+        unit = 'core-hours' if on_laptop(run.size) else 'A100-hours'
         print(f'{run.command(root)}  # {hours(run):.2g} {unit}', flush=True)
 
 
@@ -501,8 +490,9 @@ def figure_table(figure: str, points: list[Point], found: Results) -> str:
     if FIGURES[figure]['plot'] == 'rates':
         for (series, size), group in by_curve(points).items():
             if len(group) >= 3:
-                _, rate, perplexity = akima(group)
-                lines.append(f'{series}, {size}: lowest perplexity {perplexity:.2f} at rate {rate:.3g}')
+                _, rate, lowest = akima(group)
+                lines.append(f'{series}, {size}: perplexity {lowest:.2f} at rate {rate:.3g}, '
+                             'the lowest of the interpolation')
     return '\n'.join([*lines, ''])
 
 
@@ -530,7 +520,8 @@ def plot_parameters(axes: Axes, points: list[Point]) -> None:
     markers = dict(zip(dict.fromkeys(point.series for point in points), 'Dos', strict=False))
     for series, marker in markers.items():
         shown = [point for point in points if point.series == series]
-        axes.plot([p.parameters for p in shown], [p.perplexity for p in shown], marker, label=series)
+        axes.plot([p.parameters for p in shown], [p.perplexity for p in shown], marker,
+                  label=series)
     for p in points:
         start = llama.get(p.size, p)
         axes.plot([start.parameters, p.parameters], [start.perplexity, p.perplexity], color='gray',
@@ -541,27 +532,27 @@ def plot_parameters(axes: Axes, points: list[Point]) -> None:
 
 
 def plot_bars(axes: Axes, points: list[Point]) -> None:
-    """Bars at each size and x, coloured by series, with Llama's perplexity dashed."""
-    bars = [point for point in points if point.x != 'baseline']
-    places = list(dict.fromkeys((point.size, point.x) for point in bars))
-    series = list(dict.fromkeys(point.series for point in bars))
-    for n, p in enumerate(bars):
-        place = places.index((p.size, p.x)) + series.index(p.series) / (len(series) + 1)
-        axes.bar(place, p.perplexity, 0.9 / (len(series) + 1), yerr=p.std,
-                 color=f'C{series.index(p.series)}', label=p.series)
-    for point in set(points) - set(bars):
-        axes.axhline(point.perplexity, ls='--', color='hotpink', label=f'Llama, {point.size}')
-    axes.set_xticks(range(len(places)), [f'{x}\n{size}' for size, x in places])
-    low, *_, high = sorted(point.perplexity for point in points) * 2
-    axes.set_ylim(0.98 * low, 1.02 * high)
+    """A bar for each x, coloured by series, with Llama's perplexity dashed."""
+    series = list(dict.fromkeys(p.series for p in points if p.x != 'baseline'))
+    places = list(dict.fromkeys(p.x for p in points if p.x != 'baseline'))
+    width = 1 / (len(series) + 1)
+    for p in points:
+        if p.x == 'baseline':
+            axes.axhline(p.perplexity, ls='--', color='hotpink', label=p.series)
+            continue
+        n = series.index(p.series)
+        axes.bar(places.index(p.x) + n * width, p.perplexity, width, yerr=p.std, color=f'C{n}',
+                 capsize=2, label=p.series)
+    axes.set_xticks(np.arange(len(places)) + (len(series) - 1) / 2 * width, places)
+    shown = [p.perplexity for p in points]
+    axes.set_ylim(0.95 * min(shown), 1.05 * max(shown))
 
 
 def plot_rates(axes: Axes, points: list[Point]) -> None:
     """Perplexity over the learning rate, interpolated, with a star at the minimum."""
-    colors = {'Llama': 'C1'}
     sizes = list(dict.fromkeys(point.size for point in points))
     for (series, size), group in by_curve(points).items():
-        color = colors.get(series, 'C0')
+        color = 'C1' if series == 'Llama' else 'C0'
         axes.plot([p.rate for p in group], [p.perplexity for p in group],
                   'osD^v<>'[sizes.index(size)], color=color, label=f'{series}, {size}')
         if len(group) >= 3:
@@ -573,34 +564,39 @@ def plot_rates(axes: Axes, points: list[Point]) -> None:
 
 
 def plot_gain(axes: Axes, points: list[Point]) -> None:
-    """What a second step or use brings: the area between T = 1 and T = 2 at each size."""
-    series = list(dict.fromkeys(point.series for point in points))
-    sizes = list(dict.fromkeys(point.size for point in points))
-    found = {(point.series, point.size, point.x): point for point in points}
-    for (name, size, x), p in found.items():
-        place = sizes.index(size) + series.index(name) / (len(series) + 1)
-        axes.errorbar([place], [p.perplexity], [p.std], fmt='o', capsize=2,
-                      color={'1': 'C1', '2': 'C0'}[x], label=f'T = {x}')
-        if x == '2' and (name, size, '1') in found:
-            gain = found[name, size, '1'].perplexity - p.perplexity
-            axes.bar(place, gain, 0.2, bottom=p.perplexity, alpha=0.3,
-                     color=f'C{series.index(name) + 2}', label=name)
-    axes.set_xticks(range(len(sizes)), sizes)
+    """What a second step or use brings each series: the shaded area from T = 1 to T = 2."""
+    series = list(dict.fromkeys(p.series for p in points))
+    before = {p.series: p.perplexity for p in points if p.x == '1'}
+    for p in points:
+        n = series.index(p.series)
+        axes.errorbar([n], [p.perplexity], [p.std], fmt='o', capsize=2, label=f'T = {p.x}',
+                      color={'1': 'C1', '2': 'C0'}[p.x])
+        if p.x == '2' and p.series in before:
+            axes.bar(n, before[p.series] - p.perplexity, 0.5, bottom=p.perplexity, alpha=0.3,
+                     color=f'C{n + 2}')
+    axes.set_xticks(range(len(series)), [name.replace(', ', '\n') for name in series], fontsize=7)
 
 
 PLOTS = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates, 'gain': plot_gain}
 
 
 def draw_figure(figure: str, points: list[Point]) -> plt.Figure:
-    """Draw the points that did not fail, in one panel for each text, vocabulary and so on."""
-    points = [point for point in points if not math.isnan(point.perplexity)]
-    panels = sorted({point.panel for point in points})
-    picture, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False,
+    """Draw the points that did not fail: a panel for each text, vocabulary and so on, and for each
+    size, too, if the figure has bars."""
+    plot = FIGURES[figure]['plot']
+    panels: dict[str, list[Point]] = defaultdict(list)
+    for p in points:
+        if not math.isnan(p.perplexity):
+            panels[f'{p.size}, {p.panel}' if plot in ('bars', 'gain') else p.panel].append(p)
+    # Leave out panels with Llama alone, unless all are such
+    whole = {name: group for name, group in panels.items() if len({p.series for p in group}) > 1}
+    panels = whole or panels
+    picture, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False,
                                  layout='constrained')
-    for ax, panel_name in zip(axes[0], panels, strict=True):
-        PLOTS[FIGURES[figure]['plot']](ax, [p for p in points if p.panel == panel_name])
-        ax.set_title(f'{figure}: {panel_name}', fontsize=7)
-        ax.set_ylabel('perplexity per ' + panel_name.partition('; per ')[2])
+    for ax, (name, group) in zip(axes[0], panels.items(), strict=True):
+        PLOTS[plot](ax, group)
+        ax.set_title(f'{figure}: {name}', fontsize=7)
+        ax.set_ylabel('perplexity per ' + name.partition('; per ')[2])
         # Name each series once
         handles, labels = ax.get_legend_handles_labels()
         once = dict(zip(labels, handles, strict=True))
@@ -639,7 +635,7 @@ def main(argv: list[str]) -> None:
         return print_todo([run for run in cells if run not in found], 'out/figures')
     verdicts = []
     for family in (first_family(found), second_family(found)):
-        rows = judge(family, found)
+        rows = judge(family)
         print(verdict_table(family, rows), flush=True)
         verdicts += rows
     os.makedirs('out/results', exist_ok=True)

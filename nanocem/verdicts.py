@@ -126,13 +126,3 @@ def decide(effect: Effect, above: float, below: float) -> str:
     if math.isinf(effect.d) or high < above or low > below:
         return 'does not hold'
     return '' if math.isnan(low) else 'undecided'
-
-
-def vertex(rates: list[float], losses: np.ndarray) -> float:
-    """Return the vertex of the parabola, in log rate, through the lowest loss and its neighbours.
-    At an end, or beside a failed run, return the rate of the lowest loss."""
-    best = int(losses.argmin())
-    left, middle, right = [math.inf, *losses, math.inf][best:best + 3]
-    curvature = left + right - 2 * middle
-    shift = (left - right) / curvature / 2 if 0 < curvature < math.inf else 0
-    return float(f'{rates[best] * (rates[1] / rates[0]) ** shift:.3g}')
