@@ -1,8 +1,9 @@
-"""Size S of the study in results/tokens: 388 k weights in Llama's layers, 14.3 M tokens, about half an hour
-on one CPU core for a Llama, at its best learning rate. The data folder is what prepare_slimpajama.py makes of the
-text that results/tokens/text.md describes, or of another:
+"""Size S of the study in results/tokens: 388 k weights in Llama's layers, 14.3 M tokens, at the
+best learning rate of a Llama. Half an hour on one CPU core. results/tokens/text.md describes the
+text.
 
-    python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 --out_dir=data/english
+    python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \\
+        --out_dir=data/english
     python train.py config/llama.py config/s.py
 """
 n_layer = 5

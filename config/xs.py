@@ -1,9 +1,8 @@
-"""Size XS of the study in results/tokens: 83 k weights in Llama's layers, 5.6 M tokens, about six minutes
-on one CPU core for a Llama, at its best learning rate. The data folder is what
-prepare_slimpajama.py makes of the
-text that results/tokens/text.md describes, or of another:
+"""Size XS of the study in results/tokens: 83 k weights in Llama's layers, 5.6 M tokens, at the best
+learning rate of a Llama. Six minutes on one CPU core. results/tokens/text.md describes the text.
 
-    python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 --out_dir=data/english
+    python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \\
+        --out_dir=data/english
     python train.py config/llama.py config/xs.py
 """
 n_layer = 3
