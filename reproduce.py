@@ -379,7 +379,9 @@ def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
         axes.errorbar([d], [place], xerr=[[d - low], [high - d]], fmt='o', ms=4, color=colors[word])
         for bound in filter(None, (claim['above_%'], claim['below_%'])):
             axes.plot([float(bound)] * 2, [place - 0.4, place + 0.4], color='black', lw=1)
-    axes.set_yticks(range(len(shown)), [claim['claim'] for claim, _, _ in shown], fontsize=7)
+    labels = [f'{"second family: " * ("question" in claim)}{claim["claim"]}, {effect.size}'
+              for claim, effect, _ in shown]
+    axes.set_yticks(range(len(shown)), labels, fontsize=7)
     axes.margins(y=0.01)
     axes.set_xscale('symlog', linthresh=10)
     axes.set_xticks(ticks := [-10, -5, -2, 0, 2, 5, 10, 20, 50], ticks)
@@ -649,6 +651,8 @@ def print_figures(figures: list[str], size: str | None, todo: bool, found: Resul
     missing: dict[Run, None] = {}
     for figure in figures:
         fixed = FIGURES[figure]['size'] or size
+        if len(figures) > 1 and size not in (None, fixed):
+            continue  # the appendix's figure has one size
         if todo:
             missing |= dict.fromkeys(run for run in planned(figure, fixed or 'XS')
                                      if run not in found)
