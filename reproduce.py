@@ -36,17 +36,9 @@ from scipy.interpolate import Akima1DInterpolator
 from configurator import build, check, command_line, read_options
 from model import SIZES as PRESETS
 from model import ModelConfig, Transformer
+from nanocem import verdicts as rule
 from nanocem.files import read_json, read_json_lines, table, write_atomic
 from nanocem.loss import flops_per_token
-from nanocem.verdicts import (
-    Effect,
-    Losses,
-    compare,
-    decide,
-    error_of_kind,
-    residual_error,
-    split_failed,
-)
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
@@ -88,16 +80,16 @@ def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
     return train, build(ModelConfig, known | given)
 
 
-@cache
-def meta_model(options: str) -> Transformer:
-    """Return the model of train.py's options, without memory for its weights."""
+def meta_model(cfg: ModelConfig) -> Transformer:
+    """Return the model without memory for its weights."""
     with torch.device('meta'):
-        return Transformer(configs(options)[1])
+        return Transformer(cfg)
 
 
-def count_weights(model: Transformer) -> int:
+@cache
+def count_weights(options: str) -> int:
     """Count the parameters of the layers, without embedding and head."""
-    return sum(p.numel() for p in model.blocks.parameters())
+    return sum(p.numel() for p in meta_model(configs(options)[1]).blocks.parameters())
 
 
 def size_options(size: str) -> str:
@@ -119,8 +111,8 @@ def run_options(size: str, model: str) -> str:
         options += ' --n_layer=16 --tokens=5.1B'  # two more layers, and the tokens of the Llama
     # If the model has as many weights as another, choose d_mlp for that
     if other := MODELS[model].get('weights_of'):
-        weights = count_weights(meta_model(run_options(size, other)))
-        at_1, at_2 = (count_weights(meta_model(f'{options} --d_mlp={d}')) for d in (1, 2))
+        weights = count_weights(run_options(size, other))
+        at_1, at_2 = (count_weights(f'{options} --d_mlp={width}') for width in (1, 2))
         options += f' --d_mlp={1 + round((weights - at_1) / (at_2 - at_1))}'
     # If an option is given twice, keep the later value
     values = dict(option.partition('=')[::2] for option in options.split())
@@ -186,7 +178,8 @@ def read_own() -> Results:
             if result := read_run(folder, run):
                 found[run] = result
         except (OSError, ValueError, TypeError, KeyError) as error:
-            print(f'{folder} is left out: {error}', file=sys.stderr, flush=True)
+            reason = f'its files lack {error}' if isinstance(error, KeyError) else error
+            print(f'{folder} is left out: {reason}', file=sys.stderr, flush=True)
     return found
 
 
@@ -200,8 +193,7 @@ def read_run(folder: str, run: Run) -> dict[str, Any] | None:
     rate = float(f'{train.learning_rate:.3g}')
     check(cfg == configs(options)[1] and (rate, train.seed) == (run.rate, run.seed),
           'its config.json is that of another run')
-    with torch.device('meta'):
-        model = Transformer(cfg)
+    model = meta_model(cfg)
     lines = read_json_lines(f'{folder}/log.jsonl')
     losses = [line['loss'] or math.inf for line in lines if 'lr' in line]
     # A spike is a loss 0.5 nats above the median of the 50 batches before
@@ -209,7 +201,7 @@ def read_run(folder: str, run: Run) -> dict[str, Any] | None:
                  for n in range(50, len(losses)))
     in_study = run.size in SIZES
     row = dict.fromkeys(COLUMNS, math.nan) | dict(
-        parameters=model.num_params(), weights=count_weights(model), spikes=spikes,
+        parameters=model.num_params(), weights=count_weights(options), spikes=spikes,
         flops_per_token=flops_per_token(model), skipped=count_skips(lines),
         panel=panel(train, cfg, 'Llama token' if in_study else 'token'))
     if result := read_json(f'{folder}/result.json'):
@@ -217,6 +209,7 @@ def read_run(folder: str, run: Run) -> dict[str, Any] | None:
         row |= dict(val_bpb=result['val_bits_per_byte'], test_bpb=result['test_bits_per_byte'],
                     y=result['test_loss'], skipped=result.get('skipped', row['skipped']))
         if in_study:
+            check(None not in row.values(), 'its result.json has no bits per byte')
             row['y'] = loss_per_llama_token(row['val_bpb'], row['test_bpb'], train.data)
         return row
     # train.py ends a run after more than MAX_SKIPPED consecutive skips
@@ -258,26 +251,26 @@ def publish(own: Results) -> None:
         lines = [','.join(map(str, row)) for row in [[*Run._fields, *COLUMNS], *rows]]
         if new:
             write_atomic(f'{folder}/runs.csv', '\n'.join([*lines, '']).encode())
-        print(f'{folder}/runs.csv: {len(new)} new runs, {len(rows)} of '
-              f'{len(cells)}', flush=True)
+        print(f'{folder}/runs.csv: {len(new)} new runs, {len(rows)} of {len(cells)}', flush=True)
 
 
 # Verdicts
 
-Verdict = tuple[dict[str, str], list[Effect], str]  # a claim, its effect at each size, the word
+# A claim, its effect at each size, and the word
+Verdict = tuple[dict[str, str], list[rule.Effect], str]
 
 
 class Family(NamedTuple):
     """Claims, the losses of each size, and the models' kinds: None for the first family's rule."""
     claims: list[dict[str, str]]
-    losses: dict[str, Losses]
+    losses: dict[str, rule.Losses]
     kinds: dict[str, str] | None = None
 
 
 def first_family(found: Results) -> Family:
     """The runs of results/tokens/runs.csv, without trials. Of two rates of a model the later line
     counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)."""
-    losses: dict[str, Losses] = {size: {} for size in SIZES}
+    losses: dict[str, rule.Losses] = {size: {} for size in SIZES}
     for run in read_cells(f'{FIRST}/runs.csv'):
         if run.seed < TRIAL_SEEDS and run in found:
             losses[run.size][run.model, run.seed] = found[run]['y']
@@ -286,10 +279,10 @@ def first_family(found: Results) -> Family:
 
 def second_family(found: Results) -> Family:
     """The runs of the models in the rows of each size, with those of the first family."""
-    claims = read_csv(f'{SECOND}/verdicts.csv')
+    claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{SECOND}/verdicts.csv')]
     files = (f'{FIRST}/runs.csv', f'{FIRST}/more_seeds.csv', f'{SECOND}/cells.csv')
     runs = [run for path in files for run in read_cells(path)]
-    losses: dict[str, Losses] = {}
+    losses: dict[str, rule.Losses] = {}
     for size in ('S', 'M'):
         rows = [claim for claim in claims if size in claim['sizes'].split()]
         models = {claim[side] for claim in rows for side in 'AB'}
@@ -301,26 +294,25 @@ def second_family(found: Results) -> Family:
 
 def kind(model: str) -> str:
     """Return the kind of model whose noise is pooled with this one's."""
-    cfg = meta_model(run_options('S', model)).cfg
+    _, cfg = configs(run_options('S', model))
     special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1 or cfg.loops > 1
     return 'CEM or repeated MLP' if special else 'other'
 
 
-def measure(family: Family, claim: dict[str, str], size: str) -> Effect | None:
+def measure(family: Family, claim: dict[str, str], size: str) -> rule.Effect | None:
     """Compare a claim's models at a size; None if no seed has both."""
     y = family.losses[size]
     trained = {model for model, _ in y}
     # Of two models, `A/B`, the trials chose one, which was trained on more seeds
     A, B = (next((name for name in claim[side].split('/') if name in trained), '') for side in 'AB')
-    unit = claim.get('unit', 'perplexity')
-    if unit == 'perplexity':
+    if claim['unit'] == 'perplexity':
         m = sum(size in row['sizes'].split() for row in family.claims
-                if row.get('unit', 'perplexity') == 'perplexity')
-        return compare(y, A, B, size, m, family.kinds)
+                if row['unit'] == 'perplexity')
+        return rule.compare(y, A, B, size, m, family.kinds)
     # The same rule for the logs of the trials' best rates, as the only comparison
     rates = {(row['model'], int(row['seed'])): math.log(float(row['rate']))
              for row in read_csv(f'{FIRST}/best_rates.csv') if row['size'] == size}
-    return compare(rates, A, B, size, m=1) if unit == 'rate' else None
+    return rule.compare(rates, A, B, size, m=1) if claim['unit'] == 'rate' else None
 
 
 def judge(family: Family) -> list[Verdict]:
@@ -331,16 +323,16 @@ def judge(family: Family) -> list[Verdict]:
         sizes = claim['sizes'].split()
         effects = [effect for size in sizes if (effect := measure(family, claim, size))]
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
-        words = [word for effect in effects if (word := decide(effect, above, below))]
-        word = 'not run' if claim.get('unit', 'perplexity') else 'see results/gp'
+        words = [word for effect in effects if (word := rule.decide(effect, above, below))]
+        word = 'not run' if claim['unit'] else 'see results/gp'
         if effects:
             word = 'one seed'
         if words:
             word = words[-1] if SIZES[sizes[0]]['word'] == 'largest size' else 'undecided'
             if words == [words[0]] * len(sizes):  # the sizes agree
                 word = words[0]
-        if claim.get('unit') == 'failed runs' and any(family.losses[size] for size in sizes):
-            failed = set.union(*(split_failed(family.losses[size])[1] for size in sizes))
+        if claim['unit'] == 'failed runs' and any(family.losses[size] for size in sizes):
+            failed = set.union(*(rule.split_failed(family.losses[size])[1] for size in sizes))
             word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
         verdicts.append((claim, effects, word))
     return verdicts
@@ -354,12 +346,12 @@ def verdict_table(family: Family, verdicts: list[Verdict]) -> str:
     lines = ['A over B: how much higher the perplexity per Llama token of A is than that of B, the '
              'interval over seeds, and each seed alone.']
     for size, y in family.losses.items():
-        finished, _ = split_failed(y)
+        finished, _ = rule.split_failed(y)
         kinds = family.kinds or dict.fromkeys([model for model, _ in y], '')
         for name in sorted(set(kinds.values())):
             n = sum(kinds[model] == name for model, _ in y)
-            s, freedom = (error_of_kind(finished, kinds, name) if family.kinds
-                          else residual_error(finished))
+            s, freedom = (rule.error_of_kind(finished, kinds, name) if family.kinds
+                          else rule.residual_error(finished))
             if freedom:
                 lines.append(f'{size}{name and ", "}{name}: {n} runs, '
                              f's = {100 * math.expm1(s):.1f}%, f = {freedom}.')
@@ -410,7 +402,7 @@ class Point(NamedTuple):
 
 def make_point(series: dict[str, str], runs: Results) -> Point:
     """Summarize runs of one model, size, rate and panel."""
-    finished, _ = split_failed({(run.model, run.seed): row['y'] for run, row in runs.items()})
+    finished, _ = rule.split_failed({(run.model, run.seed): row['y'] for run, row in runs.items()})
     losses = list(finished.values())
     seeds = {run.seed for run in runs}
     failed = seeds - {seed for _, seed in finished}
@@ -462,9 +454,8 @@ def planned(figure: str, size: str) -> list[Run]:
 def hours(run: Run) -> float:
     """Estimate the hours of a run on one A100, or on one CPU thread at laptop sizes."""
     train, cfg = configs(run_options(run.size, run.model))
-    with torch.device('meta'):
-        model, llama = Transformer(cfg), Transformer(cfg.llama())
-    flops = (train.tokens or 20 * llama.num_params()) * flops_per_token(model)
+    tokens = train.tokens or 20 * meta_model(cfg.llama()).num_params()
+    flops = tokens * flops_per_token(meta_model(cfg))
     speed = CPU_FLOPS if on_laptop(run.size) else A100_FLOPS['cem' in (cfg.attn, cfg.mlp)]
     return flops / speed / 3600
 

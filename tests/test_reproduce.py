@@ -145,7 +145,7 @@ def test_models_of_equal_weights_and_sizes_of_the_config_files() -> None:
             f'{SIZES[size]["options"]} --learning_rate=1')
     for size, models in (('XS', 'llama-alibi-narrow cem-1'),
                          ('scarce-25k', 'llama-alibi cem-2-equal cem-1-equal-twice')):
-        weights = [reproduce.count_weights(reproduce.meta_model(run_options(size, model)))
+        weights = [reproduce.count_weights(run_options(size, model))
                    for model in models.split()]
         assert max(weights) / min(weights) < 1.004
 
