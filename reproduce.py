@@ -1,385 +1,368 @@
 """
-Does the paper hold? Its claims, the training runs that decide them, and the verdicts.
+Does the paper hold? Its claims with their verdicts, its figures, and the runs behind both.
 
-    python reproduce.py                              the verdicts and pictures of results/tokens
-    python reproduce.py --todo --text=FILE | sh      train the missing runs on a text, one by one
-    python reproduce.py --anew                       the verdicts of your own runs alone
-    python reproduce.py --scale=paper                the commands at the paper's sizes
+    python reproduce.py                                  print the verdicts on all claims
+    python reproduce.py --todo | sh                      train the missing runs, one by one
+    python reproduce.py --figure=3a                      draw a figure of the paper, print its table
+    python reproduce.py --figure=3a --size=86m --todo    print the commands of its missing runs
+    python reproduce.py --publish                        append finished runs to the published ones
 
-results/tokens has the claims (verdicts.csv), the models, the sizes, and RULE.md, which explains
-them. Trials choose the learning rates: when all runs are finished, repeat --todo without --text,
-until it prints nothing. `| xargs -P 2 -I{} sh -c "{}"` trains two at a time. Runs are in
-out/reproduce/; tables and pictures are written to out/results/tokens/.
+results/tokens has the claims of the first family, models, sizes and RULE.md, which explains them;
+results/tokens/second has the second family; results/figures lists the paper's figures. One's own
+runs are in out/reproduce/SIZE/ and out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains
+two at a time; the same command goes on after a stop.
 
-A loss is in nats per Llama token of the held-out text, validation and test together. A claim
-compares models A and B by the rule of nanocem/verdicts.py, with bounds in per cent of perplexity.
-The largest size with two seeds or more decides it; the scarce sizes must agree.
+A loss y is in nats per Llama token of the held-out text, validation and test together; at sizes
+other than those of results/tokens it is in nats per token of the test text.
 """
 import csv
 import glob
 import math
 import os
 import re
-import shlex
 import statistics
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from scipy.interpolate import Akima1DInterpolator
 
-from configurator import build, check, command_line, fail, read_options
+from configurator import build, check, command_line, read_options
+from model import SIZES as PRESETS
 from model import ModelConfig, Transformer
-from nanocem.data import open_shard, read_meta
-from nanocem.files import read_json, read_json_lines, say, table, write_atomic
-from nanocem.loss import DENSE_BF16, MFU_ESTIMATE, flops_per_token
-from nanocem.tokenizers import SentencePieceTokenizer, load_tokenizer
-from nanocem.verdicts import (
-    Effect,
-    Losses,
-    compare,
-    decide,
-    differences,
-    residual_error,
-    split_failed,
-    vertex,
-)
+from nanocem import verdicts as rule
+from nanocem.files import read_json, read_json_lines, table, write_atomic
+from nanocem.loss import flops_per_token
 from train import MAX_SKIPPED, TrainConfig
 
-PUBLISHED = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results/tokens')
-OUT = 'out/results/tokens'
+RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
+FIRST, SECOND = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second'
+FIGURE_DATA = f'{RESULTS}/figures'
+TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 
 
 def read_csv(path: str) -> list[dict[str, str]]:
+    """Read the rows of a CSV; none if there is no file."""
+    if not os.path.exists(path):
+        return []
     with open(path, encoding='utf-8', newline='') as file:
         return list(csv.DictReader(file))
 
 
-CLAIMS = read_csv(f'{PUBLISHED}/verdicts.csv')
-MODELS = {row['model']: row for row in read_csv(f'{PUBLISHED}/models.csv')}
-SIZES = {row['size']: row for row in read_csv(f'{PUBLISHED}/sizes.csv')}  # in the order of runs
+SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
+MODELS = {row['model']: row for folder in (FIRST, SECOND, FIGURE_DATA)
+          for row in read_csv(f'{folder}/models.csv')}
+FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
+SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
+FIGURE_SIZES = ('XS', 'S', 'M', *(size for size in PRESETS if size != '256m_cem'))
+
+# Estimated FLOP/s: an A100 by docs/speed.md, a CPU thread by the published runs
+A100_FLOPS = {False: 0.37 * 312e12, True: 0.29 * 312e12}  # without and with CEM
+CPU_FLOPS = 30e9
+
+
+# Models and runs
+
+@cache
+def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
+    """Return what train.py makes of these options. The vocabulary is that of the data folder, if it
+    is there."""
+    given = read_options(options.split(), TrainConfig, ModelConfig)
+    train = build(TrainConfig, given)
+    meta = read_json(f'{train.data}/meta.json') or {}
+    known = {'vocab_size': meta['vocab_size']} if meta else {}
+    return train, build(ModelConfig, known | given)
+
+
+def meta_model(cfg: ModelConfig) -> Transformer:
+    """Return the model without memory for its weights."""
+    with torch.device('meta'):
+        return Transformer(cfg)
 
 
 @cache
-def meta_model(options: str) -> Transformer:
-    """Return the model that train.py makes of these options, without memory for its weights."""
-    given = read_options(options.split(), TrainConfig, ModelConfig)
-    with torch.device('meta'):
-        return Transformer(build(ModelConfig, given))
-
-
 def count_weights(options: str) -> int:
     """Count the parameters of the layers, without embedding and head."""
-    return sum(p.numel() for p in meta_model(options).blocks.parameters())
+    return sum(p.numel() for p in meta_model(configs(options)[1]).blocks.parameters())
+
+
+def size_options(size: str) -> str:
+    """Return train.py's options for a size: of the study, of a config file, or of the paper."""
+    if size in SIZES:
+        return SIZES[size]['options']
+    return f'config/{size}.py' if on_laptop(size) else f'--size={size}'
+
+
+def on_laptop(size: str) -> bool:
+    return size in SIZES or size in ('nano', 'mini')
 
 
 @cache
-def model_options(size_options: str, model: str) -> str:
-    """Return train.py's options for a model at a size. If the model has to have as many weights as
-    another, choose d_mlp for that. At 256m CEM has two more layers, as in the paper."""
-    if model.startswith('cem'):
-        size_options = size_options.replace('--size=256m ', '--size=256m_cem ')
-    options = f'{size_options} {MODELS[model]["options"]}'
-    if other := MODELS[model]['weights_of']:
-        weights = count_weights(model_options(size_options, other))
+def run_options(size: str, model: str) -> str:
+    """Return train.py's options for a model at a size."""
+    options = f'{size_options(size)} {MODELS[model]["options"]}'
+    if size == '256m' and model.startswith('cem'):
+        options += ' --n_layer=16 --tokens=5.1B'  # two more layers, and the tokens of the Llama
+    # If the model has as many weights as another, choose d_mlp for that
+    if other := MODELS[model].get('weights_of'):
+        weights = count_weights(run_options(size, other))
         at_1, at_2 = (count_weights(f'{options} --d_mlp={width}') for width in (1, 2))
         options += f' --d_mlp={1 + round((weights - at_1) / (at_2 - at_1))}'
     # If an option is given twice, keep the later value
-    values = dict(option.split('=') for option in options.split())
-    return ' '.join(f'{name}={value}' for name, value in values.items())
+    values = dict(option.partition('=')[::2] for option in options.split())
+    return ' '.join(f'{name}={value}' if value else name for name, value in values.items())
 
 
 class Run(NamedTuple):
     """One training run. Its learning rate has three digits, as in the folder's name."""
     size: str
     model: str
-    rate: float = math.nan
-    seed: int = 0
+    rate: float
+    seed: int
 
-    @property
-    def options(self) -> str:
-        return model_options(SIZES[self.size]['options'], self.model)
-
-    @property
-    def folder(self) -> str:
-        return f'out/reproduce/{self.size}/{self.model}_rate={self.rate:g}_seed={self.seed}'
-
-    @property
-    def command(self) -> str:
-        """Return a shell command that trains or resumes the run on one thread."""
-        resume = ' --init_from=resume' if os.path.exists(f'{self.folder}/config.json') else ''
-        return (f'OMP_NUM_THREADS=1 python train.py {self.options} --learning_rate={self.rate:g} '
-                f'--seed={self.seed} --out_dir={self.folder}{resume}')
+    def command(self, root: str) -> str:
+        """Return a shell command that trains or resumes the run in `root`: on eight GPUs at the
+        paper's sizes, on one thread at others."""
+        folder = f'{root}/{self.size}/{self.model}_rate={self.rate:g}_seed={self.seed}'
+        resume = ' --init_from=resume' if os.path.exists(f'{folder}/config.json') else ''
+        start = ('OMP_NUM_THREADS=1 python' if on_laptop(self.size)
+                 else 'torchrun --nproc_per_node=8')
+        return (f'{start} train.py {run_options(self.size, self.model)} '
+                f'--learning_rate={self.rate:g} --seed={self.seed} --out_dir={folder}{resume}')
 
 
-# Results of runs. In runs.csv these columns follow those of Run; y is the loss per Llama token.
+def read_cells(path: str) -> list[Run]:
+    """Read the size, model, rate and seed of each row."""
+    return [Run(row['size'], row['model'], float(row['rate']), int(row['seed']))
+            for row in read_csv(path)]
+
+
+# The results of runs. A panel names what points of one picture must share: text, vocabulary,
+# context, test tokens and unit. The other values are the columns of runs.csv.
 
 COLUMNS = ('parameters', 'weights', 'tokens', 'flops_per_token', 'seconds', 'val_bpb', 'test_bpb',
            'y', 'skipped', 'spikes')
-Results = dict[Run, dict[str, float]]
+Results = dict[Run, dict[str, Any]]
 
 
-def read_results(anew: bool) -> Results:
-    """Read the published runs, unless `anew`, and the finished runs in out/reproduce."""
-    found: Results = {}
-    for row in [] if anew else read_csv(f'{PUBLISHED}/runs.csv'):
-        run = Run(row['size'], row['model'], float(row['rate']), int(row['seed']))
-        found[run] = {name: float(row[name]) for name in COLUMNS}
-    for path in sorted(glob.glob('out/reproduce/*/*_rate=*_seed=*/log.jsonl')):
-        size, name = path.split('/')[2:4]
-        model, rate, seed = re.split('_rate=|_seed=', name)
-        run = Run(size, model, float(rate), int(seed))
-        if run not in found and (result := read_run(run)):
-            found[run] = result
+def panel(train: TrainConfig, model: ModelConfig, unit: str) -> str:
+    return (f'{train.data}, vocabulary {model.vocab_size:,}, context {model.context_length:,}, '
+            f'up to {train.test_tokens / 1e6:,g} M test tokens; per {unit}')
+
+
+def read_published(path: str) -> Results:
+    found = {}
+    for run, row in zip(read_cells(path), read_csv(path), strict=True):
+        found[run] = {name: float(row.get(name) or 'nan') for name in COLUMNS}
+        found[run]['panel'] = panel(*configs(size_options(run.size)), 'Llama token')
     return found
 
 
-def read_run(run: Run) -> dict[str, float] | None:
-    """Return the results of a run in out/reproduce; None if it is not finished. The losses of a
-    failed run are infinite."""
-    lines = read_json_lines(f'{run.folder}/log.jsonl')
+def read_own() -> Results:
+    """Read the finished runs in out/. Other folders are left out, with a line on stderr."""
+    found = {}
+    for folder in sorted(glob.glob('out/reproduce/*/*') + glob.glob('out/figures/*/*')):
+        size, name = folder.split('/')[2:]
+        try:
+            match = re.fullmatch(r'(.+)_rate=([^_]+)_seed=(\d+)', name)
+            check(bool(match), 'expected a name like MODEL_rate=0.01_seed=1')
+            run = Run(size, match[1], float(match[2]), int(match[3]))
+            check(run.model in MODELS, f'there is no model {run.model}')
+            check(size in SIZES or size in PRESETS, f'there is no size {size}')
+            if result := read_run(folder, run):
+                found[run] = result
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            reason = f'its files lack {error}' if isinstance(error, KeyError) else error
+            print(f'{folder} is left out: {reason}', file=sys.stderr, flush=True)
+    return found
+
+
+def read_run(folder: str, run: Run) -> dict[str, Any] | None:
+    """Return the results of a run; None if it is not finished. The losses of a failed run are
+    infinite. UserError, ValueError, TypeError or KeyError if it is damaged, or another run."""
+    config = read_json(f'{folder}/config.json')
+    check(config is not None, 'it has no config.json')
+    train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
+    options = f'{run_options(run.size, run.model)} --vocab_size={cfg.vocab_size}'
+    rate = float(f'{train.learning_rate:.3g}')
+    check(cfg == configs(options)[1] and (rate, train.seed) == (run.rate, run.seed),
+          'its config.json is that of another run')
+    model = meta_model(cfg)
+    lines = read_json_lines(f'{folder}/log.jsonl')
     losses = [line['loss'] or math.inf for line in lines if 'lr' in line]
     # A spike is a loss 0.5 nats above the median of the 50 batches before
     spikes = sum(losses[n] > statistics.median(losses[n - 50:n]) + 0.5
                  for n in range(50, len(losses)))
-    model = meta_model(run.options)
+    in_study = run.size in SIZES
     row = dict.fromkeys(COLUMNS, math.nan) | dict(
-        parameters=model.num_params(), weights=count_weights(run.options),
-        flops_per_token=flops_per_token(model), spikes=spikes)
-    if result := read_json(f'{run.folder}/result.json'):
-        val, test = result['val_bits_per_byte'], result['test_bits_per_byte']
-        row |= {name: result[name] for name in ('tokens', 'seconds', 'skipped')}
-        return row | dict(val_bpb=val, test_bpb=test, y=loss_per_llama_token(val, test))
-    # train.py ends a run after more than MAX_SKIPPED consecutive skips; each logs two lines
-    skipped = sum(line.get('event') == 'skipped' for line in lines[-2 * MAX_SKIPPED - 2:])
-    failed = row | dict.fromkeys(('val_bpb', 'test_bpb', 'y'), math.inf)
-    return failed if skipped > MAX_SKIPPED else None
+        parameters=model.num_params(), weights=count_weights(options), spikes=spikes,
+        flops_per_token=flops_per_token(model), skipped=count_skips(lines),
+        panel=panel(train, cfg, 'Llama token' if in_study else 'token'))
+    if result := read_json(f'{folder}/result.json'):
+        row |= {name: result[name] for name in ('tokens', 'seconds')}
+        row |= dict(val_bpb=result['val_bits_per_byte'], test_bpb=result['test_bits_per_byte'],
+                    y=result['test_loss'], skipped=result.get('skipped', row['skipped']))
+        if in_study:
+            check(None not in row.values(), 'its result.json has no bits per byte')
+            row['y'] = loss_per_llama_token(row['val_bpb'], row['test_bpb'], train.data)
+        return row
+    # train.py ends a run after more than MAX_SKIPPED consecutive skips
+    last = sorted({line['step'] for line in lines})[-MAX_SKIPPED:]
+    failed = count_skips([line for line in lines if line['step'] in last]) >= MAX_SKIPPED
+    return row | dict.fromkeys(('val_bpb', 'test_bpb', 'y'), math.inf) if failed else None
 
 
-def loss_per_llama_token(val_bpb: float, test_bpb: float) -> float:
-    """Convert bits per byte of both splits to nats per Llama token, by your text.csv or ours."""
-    own = f'{OUT}/text.csv'
-    val, test = read_csv(own if os.path.exists(own) else f'{PUBLISHED}/text.csv')
-    bits = val_bpb * int(val['bytes']) + test_bpb * int(test['bytes'])
-    return math.log(2) * bits / (int(val['llama_tokens']) + int(test['llama_tokens']))
+def count_skips(lines: list[dict[str, Any]]) -> int:
+    """Count the steps whose loss or gradient norm was not finite: null in the log."""
+    return len({line['step'] for line in lines
+                if line.get('loss', 0) is None or line.get('grad_norm', 0) is None})
 
 
-def print_counts(folder: str) -> None:
-    """Print text.csv for a data folder: documents, bytes and Llama tokens of its held-out splits.
-    Each document is encoded alone, without BOS, and keeps its line ends."""
-    meta, tokenizer = read_meta(folder), load_tokenizer(folder)
-    llama = SentencePieceTokenizer(os.environ.get('LLAMA_TOKENIZER', 'tokenizer.model'))
-    say('split,documents,bytes,llama_tokens')
-    for split in ('val', 'test'):
-        (shard,) = meta['splits'][split]['shards']
-        ids = open_shard(folder, meta, shard)
-        documents = np.split(ids, np.flatnonzero(ids == meta['bos']))[1:]
-        texts = [tokenizer.decode(document[1:].tolist()) for document in documents]
-        size = sum(len(text.encode()) for text in texts)
-        say(f'{split},{len(texts)},{size},{sum(len(llama.encode(text)) for text in texts)}')
+def loss_per_llama_token(val_bpb: float, test_bpb: float, data: str) -> float:
+    """Convert bits per byte of both splits to nats per Llama token, by text.csv. UserError if the
+    data folder is there and holds another text."""
+    counts = {row['split']: {name: int(row[name]) for name in row if name != 'split'}
+              for row in read_csv(f'{FIRST}/text.csv')}
+    val, test = counts['val'], counts['test']
+    if meta := read_json(f'{data}/meta.json'):
+        for split, n in counts.items():
+            same = meta['splits'][split]['tokens'] in (
+                n['bpe2048_tokens'], n['bytes'] + n['documents'])
+            check(same, f'{data} is not the text whose tokens results/tokens/text.csv counts')
+    bits = val_bpb * val['bytes'] + test_bpb * test['bytes']
+    return math.log(2) * bits / (val['llama_tokens'] + test['llama_tokens'])
 
 
-# Learning rates
-
-class Trials(NamedTuple):
-    """The learning rates to try. The other fields are known once all rates were tried."""
-    rates: list[float]
-    lowest: float = math.nan  # lowest mean of the seeds' validation losses, in bits per byte
-    best: float | None = None  # the best rate by these means
-    best_of_seed: dict[int, float] | None = None
-
-
-def search_rates(found: Results, size: str, model: str) -> Trials:
-    """Name three learning rates. While the best is at an end, add one beyond it, up to seven."""
-    middle, ratio = float(SIZES[size]['rate']), float(SIZES[size]['ratio'])
-    seeds = [int(seed) for seed in SIZES[size]['trial_seeds'].split()]
-    exponents = [-1, 0, 1]
-    while True:
-        rates = [float(f'{middle * ratio ** n:.3g}') for n in exponents]
-        runs = [[Run(size, model, rate, seed) for seed in seeds] for rate in rates]
-        if any(run not in found for row in runs for run in row):
-            return Trials(rates)
-        # Here each rate is a model
-        y = {(str(run.rate), run.seed): found[run]['y'] for row in runs for run in row}
-        finished, _ = split_failed(y)
-        losses = np.array([[found[run]['val_bpb'] if (str(run.rate), run.seed) in finished
-                            else math.inf for run in row] for row in runs])
-        mean = losses.mean(axis=1)
-        best = int(mean.argmin())
-        if 0 < best < len(rates) - 1 or len(rates) == 7:
-            by_seed = {seed: vertex(rates, losses[:, n]) for n, seed in enumerate(seeds)}
-            return Trials(rates, mean[best], vertex(rates, mean), by_seed)
-        if best == 0:
-            exponents.insert(0, exponents[0] - 1)
-        else:
-            exponents.append(exponents[-1] + 1)
-
-
-def best_rate(found: Results, size: str, model: str) -> float | None:
-    """Return a model's learning rate at a size; None while trials for it are missing."""
-    tried = MODELS[model]['rate_of']  # the model whose trials count
-    rate = search_rates(found, 'scarce-25k' if size.startswith('scarce') else 'XS', tried).best
-    if size not in ('S', 'M') or rate is None:
-        return rate
-    # Models with trials at S have their own change from XS to S, others the mean of these changes.
-    # It goes on to M as a power of the Llama's weights.
-    changes = {}
-    for name in SIZES['S']['tuned'].split():
-        small, large = (search_rates(found, at, name).best for at in ('XS', 'S'))
-        if small is None or large is None:
-            return None
-        changes[name] = math.log(large / small)
-    change = changes.get(tried, statistics.fmean(changes.values()))
-    x = {name: math.log(count_weights(Run(name, 'llama').options)) for name in ('XS', 'S', size)}
-    return float(f'{rate * math.exp(change * (x[size] - x["XS"]) / (x["S"] - x["XS"])):.3g}')
-
-
-def choose(found: Results, model: str) -> str | None:
-    """Return the better of the models 'A/B' in their trials; None while some are missing."""
-    if '/' not in model:
-        return model
-    lowest = {name: search_rates(found, 'scarce-25k', MODELS[name]['rate_of']).lowest
-              for name in model.split('/')}
-    return None if any(map(math.isnan, lowest.values())) else min(lowest, key=lowest.get)
-
-
-# The plan
-
-def planned(found: Results, size: str) -> tuple[list[Run], list[Run]]:
-    """Return the trials of a size, and the runs to report, sorted by seed. A learning rate is NaN
-    while it waits for trials."""
-    row = SIZES[size]
-    trials = [Run(size, model, rate, int(seed)) for model in row['tuned'].split()
-              for rate in search_rates(found, size, model).rates
-              for seed in row['trial_seeds'].split()]
-    compared = [claim[side] for claim in CLAIMS if size in claim['sizes'].split() for side in 'AB']
-    runs = []
-    for name in dict.fromkeys([*row['first'].split(), *filter(None, compared)]):
-        model = choose(found, name)
-        rate = best_rate(found, size, model) if model else None
-        for seed in map(int, row['seeds'].split()):
-            runs.append(Run(size, model or name.split('/')[0], rate or math.nan, seed))
-    return trials, sorted(runs, key=lambda run: run.seed)
-
-
-def print_todo(found: Results, text: str | None) -> None:
-    """Print the commands of missing runs, up to the first size that waits for learning rates."""
-    if text:
-        check(os.path.exists(text), f'text={text}: no such file or folder')
-        prepare = f'python prepare_slimpajama.py --input={shlex.quote(text)} --held_out=0.05'
-        say(f'{prepare} --tokenizer=bpe2048 --out_dir=data/english || exit 1')
-        say(f'{prepare} --tokenizer=byte --out_dir=data/english-bytes || exit 1')
-    elif not os.path.exists('data/english/meta.json'):
-        fail('text=None and there is no data/english: --text=FILE prepares it')
-    for size in SIZES:
-        trials, runs = planned(found, size)
-        missing = [run for run in [*trials, *runs] if run not in found]
-        waiting = [run for run in missing if math.isnan(run.rate)]
-        for run in missing:
-            if run not in waiting:
-                say(run.command)
-        if missing:
-            say(f'# {size}: {len(missing)} runs; {len(waiting)} of them wait for learning rates')
-        if waiting:
-            return
-
-
-def print_paper() -> None:
-    """Print the commands at the paper's sizes, with their A100-hours. Figure 3a has five rates."""
-    figure_3a = dict.fromkeys(('llama', 'cem-2'), (0.0005, 0.001, 0.002, 0.004, 0.008))
-    for size in ('86m', '108m', '134m', '162m', '256m'):
-        tokens = 20 * meta_model(f'--size={size} {MODELS["llama"]["options"]}').num_params()
-        for model in dict.fromkeys(run.model for run in planned({}, 'XS')[1]):
-            options = model_options(f'--size={size} --tokens={tokens}', model)
-            mfu = MFU_ESTIMATE['cem' if '=cem' in options else 'llama']
-            hours = tokens * flops_per_token(meta_model(options)) / mfu / DENSE_BF16['A100'] / 3600
-            for rate in figure_3a.get(model, (2e-3,)):
-                say(f'torchrun --nproc_per_node=8 train.py {options} --learning_rate={rate:g} '
-                    f'--seed=1 --out_dir=out/paper/{size}/{model}_rate={rate:g}'
-                    f'  # {hours:.0f} A100-hours')
+def publish(own: Results) -> None:
+    """Append finished runs of the second family's and the figures' cells to their runs.csv."""
+    for folder in (SECOND, FIGURE_DATA):
+        published = read_published(f'{folder}/runs.csv')
+        cells = read_cells(f'{folder}/cells.csv')
+        new = [run for run in cells if run in own and run not in published]
+        found = published | {run: own[run] for run in new}
+        rows = [[*run, *(f'{found[run][name]:.12g}' for name in COLUMNS)]
+                for run in cells if run in found]
+        lines = [','.join(map(str, row)) for row in [[*Run._fields, *COLUMNS], *rows]]
+        if new:
+            write_atomic(f'{folder}/runs.csv', '\n'.join([*lines, '']).encode())
+        print(f'{folder}/runs.csv: {len(new)} new runs, {len(rows)} of {len(cells)}', flush=True)
 
 
 # Verdicts
 
-Verdict = tuple[dict[str, str], list[Effect], str]  # a claim, its effect at each size, the word
+# A claim, its effect at each size, and the word
+Verdict = tuple[dict[str, str], list[rule.Effect], str]
 
 
-def measure(claim: dict[str, str], size: str, found: Results,
-            losses: dict[str, Losses]) -> Effect | None:
+class Family(NamedTuple):
+    """Claims, the losses of each size, and the models' kinds: None for the first family's rule."""
+    claims: list[dict[str, str]]
+    losses: dict[str, rule.Losses]
+    kinds: dict[str, str] | None = None
+
+
+def first_family(found: Results) -> Family:
+    """The runs of results/tokens/runs.csv, without trials. Of two rates of a model the later line
+    counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)."""
+    losses: dict[str, rule.Losses] = {size: {} for size in SIZES}
+    for run in read_cells(f'{FIRST}/runs.csv'):
+        if run.seed < TRIAL_SEEDS and run in found:
+            losses[run.size][run.model, run.seed] = found[run]['y']
+    return Family(read_csv(f'{FIRST}/verdicts.csv'), losses)
+
+
+def second_family(found: Results) -> Family:
+    """The runs of the models in the rows of each size, with those of the first family."""
+    claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{SECOND}/verdicts.csv')]
+    files = (f'{FIRST}/runs.csv', f'{FIRST}/more_seeds.csv', f'{SECOND}/cells.csv')
+    runs = [run for path in files for run in read_cells(path)]
+    losses: dict[str, rule.Losses] = {}
+    for size in ('S', 'M'):
+        rows = [claim for claim in claims if size in claim['sizes'].split()]
+        models = {claim[side] for claim in rows for side in 'AB'}
+        losses[size] = {(run.model, run.seed): found[run]['y'] for run in runs if run in found
+                        and run.size == size and run.model in models and run.seed < TRIAL_SEEDS}
+    return Family(claims, losses, {claim[side]: kind(claim[side]) for claim in claims
+                                   for side in 'AB'})
+
+
+def kind(model: str) -> str:
+    """Return the kind of model whose noise is pooled with this one's."""
+    _, cfg = configs(run_options('S', model))
+    special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1 or cfg.loops > 1
+    return 'CEM or repeated MLP' if special else 'other'
+
+
+def measure(family: Family, claim: dict[str, str], size: str) -> rule.Effect | None:
     """Compare a claim's models at a size; None if no seed has both."""
-    A, B = choose(found, claim['A']), choose(found, claim['B'])
+    y = family.losses[size]
+    trained = {model for model, _ in y}
+    # Of two models, `A/B`, the trials chose one, which was trained on more seeds
+    A, B = (next((name for name in claim[side].split('/') if name in trained), '') for side in 'AB')
     if claim['unit'] == 'perplexity':
-        m = sum(size in row['sizes'].split() for row in CLAIMS if row['unit'] == 'perplexity')
-        return compare(losses[size], A, B, size, m)
-    if claim['unit'] != 'rate':
-        return None
-    # The same rule for the logs of the best rates, as the only comparison
-    rates = {(model, seed): math.log(rate) for model in SIZES[size]['tuned'].split()
-             for seed, rate in (search_rates(found, size, model).best_of_seed or {}).items()}
-    return compare(rates, A, B, size, m=1)
+        m = sum(size in row['sizes'].split() for row in family.claims
+                if row['unit'] == 'perplexity')
+        return rule.compare(y, A, B, size, m, family.kinds)
+    # The same rule for the logs of the trials' best rates, as the only comparison
+    rates = {(row['model'], int(row['seed'])): math.log(float(row['rate']))
+             for row in read_csv(f'{FIRST}/best_rates.csv') if row['size'] == size}
+    return rule.compare(rates, A, B, size, m=1) if claim['unit'] == 'rate' else None
 
 
-def judge(found: Results, losses: dict[str, Losses]) -> list[Verdict]:
-    """Return every claim with its effects and its verdict."""
+def judge(family: Family) -> list[Verdict]:
+    """Return every claim with its effects and its verdict: of the largest size with two seeds, or
+    of all sizes where sizes.csv says so."""
     verdicts = []
-    for claim in CLAIMS:
+    for claim in family.claims:
         sizes = claim['sizes'].split()
-        effects = [effect for size in sizes if (effect := measure(claim, size, found, losses))]
+        effects = [effect for size in sizes if (effect := measure(family, claim, size))]
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
-        words = [word for effect in effects if (word := decide(effect, above, below))]
+        words = [word for effect in effects if (word := rule.decide(effect, above, below))]
         word = 'not run' if claim['unit'] else 'see results/gp'
         if effects:
             word = 'one seed'
         if words:
-            word = words[-1]
-            if claim['id'].startswith('s') and words != [word] * len(sizes):
-                word = 'undecided'  # the scarce sizes do not agree
-        if claim['unit'] == 'failed runs' and any(losses[size] for size in sizes):
-            failed = set.union(*(split_failed(losses[size])[1] for size in sizes))
+            word = words[-1] if SIZES[sizes[0]]['word'] == 'largest size' else 'undecided'
+            if words == [words[0]] * len(sizes):  # the sizes agree
+                word = words[0]
+        if claim['unit'] == 'failed runs' and any(family.losses[size] for size in sizes):
+            failed = set.union(*(rule.split_failed(family.losses[size])[1] for size in sizes))
             word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
         verdicts.append((claim, effects, word))
     return verdicts
 
 
-def equal_llama(losses: dict[str, Losses], size: str, model: str) -> str:
-    """Interpolate how many weights Llama with ALiBi needs for a model's loss, within its sizes."""
-    def log_loss(at: str, name: str) -> float:
-        return math.log(statistics.fmean(y for cell, y in losses[at].items() if cell[0] == name))
-
-    grid = [name for name in ('M', 'S', 'XS') if ('llama-alibi', 1) in losses[name]]
-    if size not in grid or (model, 1) not in losses[size]:
-        return ''
-    x = [log_loss(name, 'llama-alibi') for name in grid]
-    weights = [math.log(count_weights(Run(name, 'llama-alibi').options)) for name in grid]
-    needed = np.interp(log_loss(size, model), x, weights, math.nan, math.nan)
-    return '' if math.isnan(needed) else f'{math.exp(needed) / 1e3:.0f} k'
-
-
-def verdict_table(losses: dict[str, Losses], verdicts: list[Verdict]) -> str:
-    names = ('id', 'claim', 'A', 'B', 'kind')
-    rows = [[*map(claim.get, names), '; '.join(map(str, effects)),
-             equal_llama(losses, effects[-1].size, claim['A'])
-             if effects and claim['unit'] == 'perplexity' else '', word]
-            for claim, effects, word in verdicts]
-    header = [*names, 'A over B', 'equal Llama with ALiBi', 'verdict']
+def verdict_table(family: Family, verdicts: list[Verdict]) -> str:
+    """Format the verdicts, beside the expected effects if verdicts.csv has them."""
+    expected = [name for name in ('expected_S', 'expected_M') if name in family.claims[0]]
+    rows = [[*map(claim.get, ('id', 'claim', 'A', 'B', 'kind')), '; '.join(map(str, effects)),
+             *map(claim.get, expected), word] for claim, effects, word in verdicts]
     lines = ['A over B: how much higher the perplexity per Llama token of A is than that of B, the '
              'interval over seeds, and each seed alone.']
-    for size, y in losses.items():
-        s, freedom = residual_error(split_failed(y)[0])
-        if freedom:
-            lines.append(f'{size}: {len(y)} runs, s = {100 * math.expm1(s):.1f}%, f = {freedom}.')
+    for size, y in family.losses.items():
+        finished, _ = rule.split_failed(y)
+        kinds = family.kinds or dict.fromkeys([model for model, _ in y], '')
+        for name in sorted(set(kinds.values())):
+            n = sum(kinds[model] == name for model, _ in y)
+            s, freedom = (rule.error_of_kind(finished, kinds, name) if family.kinds
+                          else rule.residual_error(finished))
+            if freedom:
+                lines.append(f'{size}{name and ", "}{name}: {n} runs, '
+                             f's = {100 * math.expm1(s):.1f}%, f = {freedom}.')
+    header = ['id', 'claim', 'A', 'B', 'kind', 'A over B', *expected, 'verdict']
     return ' '.join(lines) + f'\n\n{table(header, rows)}\n'
 
 
-# Pictures
-
-def draw_claims(verdicts: list[Verdict]) -> plt.Figure:
+def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
     """Draw the interval of every claim, at the largest size that has one, coloured by verdict."""
     colors = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}
-    shown = [(claim, [effect for effect in effects if effect.half > 0], word)
+    shown = [(claim, [effect for effect in effects if effect.half_width > 0], word)
              for claim, effects, word in reversed(verdicts)]
     shown = [(claim, effects[-1], word) for claim, effects, word in shown if effects]
     figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(shown)), layout='constrained')
@@ -388,7 +371,9 @@ def draw_claims(verdicts: list[Verdict]) -> plt.Figure:
         axes.errorbar([d], [place], xerr=[[d - low], [high - d]], fmt='o', ms=4, color=colors[word])
         for bound in filter(None, (claim['above_%'], claim['below_%'])):
             axes.plot([float(bound)] * 2, [place - 0.4, place + 0.4], color='black', lw=1)
-    axes.set_yticks(range(len(shown)), [claim['claim'] for claim, _, _ in shown], fontsize=7)
+    labels = [f'{"second family: " * ("question" in claim)}{claim["claim"]}, {effect.size}'
+              for claim, effect, _ in shown]
+    axes.set_yticks(range(len(shown)), labels, fontsize=7)
     axes.margins(y=0.01)
     axes.set_xscale('symlog', linthresh=10)
     axes.set_xticks(ticks := [-10, -5, -2, 0, 2, 5, 10, 20, 50], ticks)
@@ -396,88 +381,280 @@ def draw_claims(verdicts: list[Verdict]) -> plt.Figure:
     return figure
 
 
-def draw_lines(losses: dict[str, Losses], base: str, models: dict[str, str], xlabel: str,
-               points: list[tuple[float, str]]) -> plt.Figure:
-    """Draw models' perplexity over that of `base` at points (x, size): means and standard
-    deviations over seeds. {} in a model's name is x."""
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout='constrained')
-    for label, model in models.items():
-        percent = {}
-        for x, size in points:
-            finished, _ = split_failed(losses[size])
-            if d := differences(finished, model.format(x), base):
-                percent[x] = 100 * np.expm1([*d.values()])
-        if not percent:
+# The paper's figures
+
+class Point(NamedTuple):
+    """A model's runs at one size and rate. The perplexity is that of the mean loss of the runs that
+    did not fail, NaN if all did; `std` is its standard deviation over seeds."""
+    series: str
+    x: str
+    size: str
+    model: str
+    parameters: float
+    tokens: float
+    rate: float
+    seeds: tuple[int, ...]
+    failed: tuple[int, ...]
+    perplexity: float
+    std: float
+    panel: str
+
+
+def make_point(series: dict[str, str], runs: Results) -> Point:
+    """Summarize runs of one model, size, rate and panel."""
+    finished, _ = rule.split_failed({(run.model, run.seed): row['y'] for run, row in runs.items()})
+    losses = list(finished.values())
+    seeds = {run.seed for run in runs}
+    failed = seeds - {seed for _, seed in finished}
+    run, row = next(iter(runs.items()))
+    return Point(
+        series['series'], series['x'], run.size, run.model, row['parameters'], row['tokens'],
+        run.rate, tuple(sorted(seeds)), tuple(sorted(failed)),
+        math.exp(statistics.fmean(losses)) if losses else math.nan,
+        statistics.stdev(map(math.exp, losses)) if len(losses) > 1 else 0, row['panel'])
+
+
+def collect(figure: str, size: str | None, found: Results) -> list[Point]:
+    """Return the points of a figure, sorted by size: all rates of a sweep, otherwise the rate with
+    the most seeds. Sweeps of the study have the seeds of its trials."""
+    sweep = FIGURES[figure]['plot'] == 'rates'
+    points = []
+    for series in (row for row in SERIES if row['figure'] == figure):
+        groups: dict[tuple[str, str], dict[float, Results]] = defaultdict(lambda: defaultdict(dict))
+        for run, row in found.items():
+            trial = sweep and run.size in SIZES and SIZES[run.size]['trial_seeds'] != ''
+            if run.model == series['model'] and (run.seed >= TRIAL_SEEDS) == trial:
+                groups[run.size, row['panel']][run.rate][run] = row
+        for (at, _), rates in groups.items():
+            if at == (size or at) and at in FIGURE_SIZES:
+                shown = sorted(rates) if sweep else [max(rates, key=lambda rate: len(rates[rate]))]
+                points += [make_point(series, rates[rate]) for rate in shown]
+    return sorted(points, key=lambda point: FIGURE_SIZES.index(point.size))
+
+
+def planned(figure: str, size: str) -> list[Run]:
+    """Return the runs of a figure at a size. A sweep has five rates, octaves around the size's. In
+    other figures a model has its rate in the published lists, or else Llama's, as in the paper."""
+    middle = (float(SIZES[size]['middle_rate']) if size in SIZES
+              else configs(size_options(size))[0].learning_rate)
+    cells = [run for folder, name in ((FIRST, 'runs'), (SECOND, 'cells'), (FIGURE_DATA, 'cells'))
+             for run in read_cells(f'{folder}/{name}.csv') if run.seed < TRIAL_SEEDS]
+    rates = {run.model: run.rate for run in cells if run.size == size}
+    sweep = FIGURES[figure]['plot'] == 'rates'
+    seeds = SIZES[size]['trial_seeds' if sweep else 'seeds'] if size in SIZES else ''
+    runs = []
+    for model in dict.fromkeys(row['model'] for row in SERIES if row['figure'] == figure):
+        own = [rates.get(model, rates.get('llama', middle))]
+        for rate in [middle * 2 ** n for n in (-2, -1, 0, 1, 2)] if sweep else own:
+            runs += [Run(size, model, float(f'{rate:.3g}'), int(seed))
+                     for seed in (seeds or '1').split()]
+    return runs
+
+
+def hours(run: Run) -> float:
+    """Estimate the hours of a run on one A100, or on one CPU thread at laptop sizes."""
+    train, cfg = configs(run_options(run.size, run.model))
+    tokens = train.tokens or 20 * meta_model(cfg.llama()).num_params()
+    flops = tokens * flops_per_token(meta_model(cfg))
+    speed = CPU_FLOPS if on_laptop(run.size) else A100_FLOPS['cem' in (cfg.attn, cfg.mlp)]
+    return flops / speed / 3600
+
+
+def print_todo(runs: list[Run], root: str) -> None:
+    for run in runs:
+        unit = 'core-hours' if on_laptop(run.size) else 'A100-hours'
+        print(f'{run.command(root)}  # {hours(run):.2g} {unit}', flush=True)
+
+
+def figure_table(figure: str, points: list[Point], found: Results) -> str:
+    """Format the points, the planned runs that are missing, and the optima of sweeps."""
+    rows = [[p.model, p.size, f'{p.parameters:,.0f}', f'{p.tokens:,.0f}', f'{p.rate:g}',
+             ' '.join(map(str, p.seeds)), f'{p.perplexity:.2f}',
+             'failed: ' + ' '.join(map(str, p.failed)) if p.failed else ''] for p in points]
+    missing: dict[tuple[str, str, float], list[str]] = defaultdict(list)
+    for size in dict.fromkeys(point.size for point in points):
+        for run in planned(figure, size):
+            if run not in found:
+                missing[run[:3]].append(str(run.seed))
+    rows += [[model, size, '', '', f'{rate:g}', '', '', 'missing: ' + ' '.join(seeds)]
+             for (size, model, rate), seeds in missing.items()]
+    header = ['model', 'size', 'parameters', 'tokens', 'rate', 'seeds', 'perplexity', 'lacks']
+    lines = [f'Figure {figure}. The paper: {FIGURES[figure]["paper"]}.', '', table(header, rows)]
+    if FIGURES[figure]['plot'] == 'rates':
+        for (series, size), group in by_curve(points).items():
+            if len(group) >= 3:
+                _, rate, lowest = akima(group)
+                lines.append(f'{series}, {size}: perplexity {lowest:.2f} at rate {rate:.3g}, '
+                             'the lowest of the interpolation')
+    return '\n'.join([*lines, ''])
+
+
+def by_curve(points: list[Point]) -> dict[tuple[str, str], list[Point]]:
+    """Group the points that are finished by series and size, sorted by rate."""
+    curves = defaultdict(list)
+    for point in sorted(points, key=lambda point: point.rate):
+        if not math.isnan(point.perplexity):
+            curves[point.series, point.size].append(point)
+    return curves
+
+
+def akima(points: list[Point]) -> tuple[Akima1DInterpolator, float, float]:
+    """Interpolate perplexity over the log of the rate. Return the curve and its minimum."""
+    x = np.log([point.rate for point in points])
+    curve = Akima1DInterpolator(x, [point.perplexity for point in points])
+    candidates = np.array([x[0], *curve.derivative().roots(extrapolate=False), x[-1]])
+    best = candidates[np.argmin(curve(candidates))]
+    return curve, float(np.exp(best)), float(curve(best))
+
+
+def plot_parameters(axes: Axes, points: list[Point]) -> None:
+    """Perplexity over parameters, linked to Llama's, with the tokens above the markers."""
+    llama = {point.size: point for point in points if point.x == 'baseline'}
+    markers = dict(zip(dict.fromkeys(point.series for point in points), 'Dos', strict=False))
+    for series, marker in markers.items():
+        shown = [point for point in points if point.series == series]
+        axes.plot([p.parameters for p in shown], [p.perplexity for p in shown], marker,
+                  label=series)
+    for p in points:
+        start = llama.get(p.size, p)
+        axes.plot([start.parameters, p.parameters], [start.perplexity, p.perplexity], color='gray',
+                  lw=0.5, zorder=0)
+        axes.annotate(f'{p.tokens / 1e6:.3g} M', (p.parameters, p.perplexity), (0, 6),
+                      textcoords='offset points', ha='center', fontsize=7)
+    axes.set(xscale='log', xlabel='parameters', yscale='log')
+
+
+def plot_bars(axes: Axes, points: list[Point]) -> None:
+    """A bar for each x, coloured by series, with Llama's perplexity dashed."""
+    series = list(dict.fromkeys(p.series for p in points if p.x != 'baseline'))
+    places = list(dict.fromkeys(p.x for p in points if p.x != 'baseline'))
+    width = 1 / (len(series) + 1)
+    for p in points:
+        if p.x == 'baseline':
+            axes.axhline(p.perplexity, ls='--', color='hotpink', label=p.series)
             continue
-        bars = [d.std(ddof=1) if len(d) > 1 else 0 for d in percent.values()]
-        axes.errorbar(list(percent), [d.mean() for d in percent.values()], bars, fmt='o-', ms=4,
-                      capsize=2, label=label)
-    axes.legend(fontsize=8)
-    axes.axhline(0, color='hotpink', lw=1)
-    axes.set(xscale='log', xlabel=xlabel, ylabel=f'perplexity per Llama token over {base}, %')
-    axes.set_xticks(ticks := [x for x, _ in points], [f'{x:,}' for x in ticks], minor=False)
-    axes.minorticks_off()
-    return figure
+        n = series.index(p.series)
+        axes.bar(places.index(p.x) + n * width, p.perplexity, width, yerr=p.std, color=f'C{n}',
+                 capsize=2, label=p.series)
+    axes.set_xticks(np.arange(len(places)) + (len(series) - 1) / 2 * width, places)
+    shown = [p.perplexity for p in points]
+    axes.set_ylim(0.95 * min(shown), 1.05 * max(shown))
 
 
-def draw(losses: dict[str, Losses], verdicts: list[Verdict]) -> dict[str, plt.Figure]:
-    """Draw all claims; the gap to Llama with ALiBi; steps and P, as in the paper's Figures 2 and 3;
-    and what a second pass is worth where weights are scarce."""
-    weights = [(count_weights(Run(size, 'llama').options), size) for size in ('XS', 'S', 'M')]
-    gap = {'Llama with RoPE': 'llama', "Llama with all-CEM's weights": 'llama-alibi-narrow',
-           'CEM attention, no P': 'attn-1-none', 'all-CEM': 'cem-1', 'all-CEM, T = 2': 'cem-2'}
-    steps = {'attention, P': 'attn-{}', 'attention, diagonal P': 'attn-{}-diag',
-             'attention, no P': 'attn-{}-none', 'MLP, P': 'mlp-{}',
-             'MLP, diagonal P': 'mlp-{}-diag', 'MLP, no P': 'mlp-{}-none'}
-    scarce = {'one step': 'cem-1-equal', 'two steps': 'cem-2-equal',
-              'two steps, eta = 1': 'cem-2-equal-eta1', 'all-CEM twice': 'cem-1-equal-twice',
-              'Llama twice': 'llama-alibi-twice'}
-    bytes_per_weight = [(40, 'scarce-25k-40'), (240, 'scarce-25k-240'), (1440, 'scarce-25k')]
-    return {'rows': draw_claims(verdicts),
-            'gap': draw_lines(losses, 'llama-alibi', gap, "weights of Llama's layers", weights),
-            'steps': draw_lines(losses, 'llama', steps, 'T', [(T, 'XS') for T in (1, 2, 3)]),
-            'scarce': draw_lines(losses, 'llama-alibi', scarce, 'bytes a weight', bytes_per_weight)}
+def plot_rates(axes: Axes, points: list[Point]) -> None:
+    """Perplexity over the learning rate, interpolated, with a star at the minimum."""
+    sizes = list(dict.fromkeys(point.size for point in points))
+    for (series, size), group in by_curve(points).items():
+        color = 'C1' if series == 'Llama' else 'C0'
+        axes.plot([p.rate for p in group], [p.perplexity for p in group],
+                  'osD^v<>'[sizes.index(size)], color=color, label=f'{series}, {size}')
+        if len(group) >= 3:
+            curve, *star = akima(group)
+            rates = np.geomspace(group[0].rate, group[-1].rate, 200)
+            axes.plot(rates, curve(np.log(rates)), color=color, lw=1)
+            axes.plot(*star, '*', color=color, ms=14)
+    axes.set(xscale='log', xlabel='learning rate')
+
+
+def plot_gain(axes: Axes, points: list[Point]) -> None:
+    """What a second step or use brings each series: the shaded area from T = 1 to T = 2."""
+    series = list(dict.fromkeys(p.series for p in points))
+    before = {p.series: p.perplexity for p in points if p.x == '1'}
+    for p in points:
+        n = series.index(p.series)
+        axes.errorbar([n], [p.perplexity], [p.std], fmt='o', capsize=2, label=f'T = {p.x}',
+                      color={'1': 'C1', '2': 'C0'}[p.x])
+        if p.x == '2' and p.series in before:
+            axes.bar(n, before[p.series] - p.perplexity, 0.5, bottom=p.perplexity, alpha=0.3,
+                     color=f'C{n + 2}')
+    axes.set_xticks(range(len(series)), [name.replace(', ', '\n') for name in series], fontsize=7)
+
+
+PLOTS = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates, 'gain': plot_gain}
+
+
+def draw_figure(figure: str, points: list[Point]) -> plt.Figure:
+    """Draw the points that did not fail: a panel for each text, vocabulary and so on, and for each
+    size, too, if the figure has bars."""
+    plot = FIGURES[figure]['plot']
+    panels: dict[str, list[Point]] = defaultdict(list)
+    for p in points:
+        if not math.isnan(p.perplexity):
+            panels[f'{p.size}, {p.panel}' if plot in ('bars', 'gain') else p.panel].append(p)
+    # Leave out panels with Llama alone, unless all are such
+    whole = {name: group for name, group in panels.items() if len({p.series for p in group}) > 1}
+    panels = whole or panels
+    picture, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False,
+                                 layout='constrained')
+    for ax, (name, group) in zip(axes[0], panels.items(), strict=True):
+        PLOTS[plot](ax, group)
+        ax.set_title(f'{figure}: {name}', fontsize=7)
+        ax.set_ylabel('perplexity per ' + name.partition('; per ')[2])
+        # Name each series once
+        handles, labels = ax.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))
+        ax.legend(once.values(), once.keys(), fontsize=7)
+    return picture
 
 
 @dataclass
 class ReproduceConfig:
     """What to print."""
-    scale: Literal['english', 'paper'] = 'english'  # the runs of results/tokens, or of the paper
-    todo: bool = False  # print the commands of missing runs instead of verdicts
-    text: str | None = None  # text that --todo prepares; not needed if data/english exists
+    todo: bool = False  # print the commands of missing runs
+    figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
+    size: Literal[FIGURE_SIZES] | None = None  # for --figure: this size only; for --todo: XS
+    publish: bool = False  # append finished runs of the published lists to results/
     anew: bool = False  # leave the published runs out
-    count: str | None = None  # print text.csv of this data folder; $LLAMA_TOKENIZER: Llama's model
 
 
 @command_line
 def main(argv: list[str]) -> None:
-    options = read_options(argv, ReproduceConfig)
-    cfg = build(ReproduceConfig, options)
-    check(cfg.text is None or cfg.todo, f'text={cfg.text} is for --todo')
-    alone = cfg.count is not None or cfg.scale == 'paper'
-    check(not alone or len(options) == 1, 'count or scale=paper: give no other option')
-    if cfg.count is not None:
-        return print_counts(cfg.count)
-    if cfg.scale == 'paper':
-        return print_paper()
-    found = read_results(cfg.anew)
+    cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
+    check(cfg.size is None or cfg.figure is not None, f'size={cfg.size} is for --figure')
+    own = read_own()
+    if cfg.publish:
+        return publish(own)
+    lists = (FIRST, 'runs'), (FIRST, 'more_seeds'), (SECOND, 'runs'), (FIGURE_DATA, 'runs')
+    found = dict(own)
+    for folder, name in [] if cfg.anew else lists:
+        found |= read_published(f'{folder}/{name}.csv')
+    if cfg.figure:
+        names = list(FIGURES) if cfg.figure == 'all' else [cfg.figure]
+        return print_figures(names, cfg.size, cfg.todo, found)
     if cfg.todo:
-        return print_todo(found, cfg.text)
-    losses: dict[str, Losses] = {}
-    for size in SIZES:
-        finished = [run for run in planned(found, size)[1] if run in found]
-        losses[size] = {(run.model, run.seed): found[run]['y'] for run in finished}
-    verdicts = judge(found, losses)
-    page = verdict_table(losses, verdicts)
-    say(page)
-    os.makedirs(OUT, exist_ok=True)
-    write_atomic(f'{OUT}/verdicts.md', page.encode())
-    rows = [[*run, *(f'{found[run][name]:.12g}' for name in COLUMNS)] for run in sorted(found)]
-    lines = [','.join(map(str, row)) for row in [[*Run._fields, *COLUMNS], *rows]]
-    write_atomic(f'{OUT}/runs.csv', '\n'.join([*lines, '']).encode())
-    for name, figure in draw(losses, verdicts).items():
-        figure.savefig(f'{OUT}/{name}.png')
-    say(f'{OUT}: runs.csv, verdicts.md, and the pictures')
+        cells = read_cells(f'{FIRST}/runs.csv') + read_cells(f'{SECOND}/cells.csv')
+        print_todo([run for run in cells if run not in found], 'out/reproduce')
+        cells = read_cells(f'{FIGURE_DATA}/cells.csv')
+        return print_todo([run for run in cells if run not in found], 'out/figures')
+    verdicts = []
+    for family in (first_family(found), second_family(found)):
+        rows = judge(family)
+        print(verdict_table(family, rows), flush=True)
+        verdicts += rows
+    os.makedirs('out/results', exist_ok=True)
+    draw_rows(verdicts).savefig('out/results/rows.png')
+    print('out/results/rows.png shows all effects', flush=True)
+
+
+def print_figures(figures: list[str], size: str | None, todo: bool, found: Results) -> None:
+    """Print the tables of figures and draw them, or print the commands of their missing runs."""
+    os.makedirs('out/figures', exist_ok=True)
+    missing: dict[Run, None] = {}
+    for figure in figures:
+        fixed = FIGURES[figure]['size'] or size
+        if len(figures) > 1 and size not in (None, fixed):
+            continue  # the appendix's figure has one size
+        if todo:
+            missing |= dict.fromkeys(run for run in planned(figure, fixed or 'XS')
+                                     if run not in found)
+        elif points := collect(figure, fixed, found):
+            print(figure_table(figure, points, found), flush=True)
+            draw_figure(figure, points).savefig(f'out/figures/{figure}.png')
+            print(f'out/figures/{figure}.png\n', flush=True)
+        else:
+            print(f'Figure {figure} has no finished runs: --figure={figure} --size={fixed or "XS"} '
+                  '--todo prints their commands\n', flush=True)
+    print_todo(list(missing), 'out/figures')
 
 
 if __name__ == '__main__':

@@ -1,11 +1,14 @@
 """
-The rule for verdicts (results/tokens/RULE.md), as functions of the losses y of one size's runs.
+The rules for verdicts, as functions of the losses y of one size's runs.
 
-y is a run's loss in nats per Llama token. The runs are a table of models by seeds, to which a mean
-for each model and each seed is fitted. s is the standard deviation of the residuals, with f degrees
-of freedom. d is the mean of y(A) - y(B) over the n seeds that both models have. Its interval is
+y is a run's loss in nats per Llama token, and d is the mean of y(A) - y(B) over the n seeds that
+both models have. The interval of d is
 
-    d +- t(1 - 0.025 / m; f) s sqrt(2 / n)      m: the number of comparisons (Bonferroni)
+    d +- t(1 - 0.025 / m; f) s_d / sqrt(n)      m: the number of comparisons (Bonferroni)
+
+where s_d is the standard deviation of one difference, with f degrees of freedom. The first family
+(results/tokens/RULE.md) pools all models of a size, the second (results/tokens/second/RULE.md)
+those of one kind.
 
 A claim holds if the interval lies inside its bounds, does not hold if it lies outside, and is
 otherwise undecided. If a run failed, the claim does not hold.
@@ -23,15 +26,16 @@ Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one
 
 class Effect(NamedTuple):
     """The difference d of the y of A and B at a size, half of its interval, and the differences of
-    the seeds. d is infinite if a run failed; without an interval, half is NaN."""
+    the seeds. d is infinite if a run failed; without an interval, half_width is NaN."""
     size: str
     d: float
-    half: float = math.nan
+    half_width: float = math.nan
     by_seed: Mapping[int, float] = {}
 
     def percent(self) -> list[float]:
         """Return the change in perplexity and the ends of its interval."""
-        return [100 * math.expm1(x) for x in (self.d, self.d - self.half, self.d + self.half)]
+        ends = self.d - self.half_width, self.d + self.half_width
+        return [100 * math.expm1(x) for x in (self.d, *ends)]
 
     def __str__(self) -> str:
         d, low, high = self.percent()
@@ -72,17 +76,46 @@ def differences(y: Losses, A: str, B: str) -> dict[int, float]:
             if model == A and (B, seed) in y}
 
 
-def compare(y: Losses, A: str, B: str, size: str, m: int) -> Effect | None:
-    """Compare two models at a size, one of m comparisons. None if no seed has both."""
+def error_of_kind(y: Losses, kinds: Mapping[str, str], kind: str) -> tuple[float, int]:
+    """Return the standard deviation of the runs of one kind of model around their models' means,
+    and its degrees of freedom."""
+    squares, freedom = 0.0, 0
+    for model in {model for model, _ in y if kinds[model] == kind}:
+        losses = [loss for (name, _), loss in y.items() if name == model]
+        squares += len(losses) * statistics.pvariance(losses)
+        freedom += len(losses) - 1
+    return math.sqrt(squares / (freedom or math.nan)), freedom
+
+
+def error_of_difference(kind_A: tuple[float, int], kind_B: tuple[float, int],
+                        same: bool) -> tuple[float, float]:
+    """Return the standard deviation of y(A) - y(B) and its degrees of freedom, from those of the
+    models' kinds: by Welch and Satterthwaite, unless both are of the same kind."""
+    (s_A, f_A), (s_B, f_B) = kind_A, kind_B
+    variance = s_A ** 2 + s_B ** 2
+    freedom = f_A if same else variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
+    return math.sqrt(variance), freedom
+
+
+def compare(y: Losses, A: str, B: str, size: str, m: int,
+            kinds: Mapping[str, str] | None = None) -> Effect | None:
+    """Compare two models at a size, one of m comparisons. None if no seed has both. Without the
+    models' kinds, the rule is that of the first family."""
     finished, failed = split_failed(y)
     if {A, B} & failed:
         return Effect(size, math.inf)
     d = differences(finished, A, B)
     if len(d) < 2:
         return Effect(size, *d.values()) if d else None
-    s, freedom = residual_error(finished)
-    half = student.ppf(1 - 0.025 / m, freedom) * s * math.sqrt(2 / len(d))
-    return Effect(size, statistics.fmean(d.values()), float(half), d)
+    if kinds is None:
+        s, freedom = residual_error(finished)
+        s_d = s * math.sqrt(2)
+    else:
+        s_d, freedom = error_of_difference(
+            error_of_kind(finished, kinds, kinds[A]), error_of_kind(finished, kinds, kinds[B]),
+            same=kinds[A] == kinds[B])
+    half_width = student.ppf(1 - 0.025 / m, freedom) * s_d / math.sqrt(len(d))
+    return Effect(size, statistics.fmean(d.values()), float(half_width), d)
 
 
 def decide(effect: Effect, above: float, below: float) -> str:
@@ -93,13 +126,3 @@ def decide(effect: Effect, above: float, below: float) -> str:
     if math.isinf(effect.d) or high < above or low > below:
         return 'does not hold'
     return '' if math.isnan(low) else 'undecided'
-
-
-def vertex(rates: list[float], losses: np.ndarray) -> float:
-    """Return the vertex of the parabola, in log rate, through the lowest loss and its neighbours.
-    At an end, or beside a failed run, return the rate of the lowest loss."""
-    best = int(losses.argmin())
-    left, middle, right = [math.inf, *losses, math.inf][best:best + 3]
-    curvature = left + right - 2 * middle
-    shift = (left - right) / curvature / 2 if 0 < curvature < math.inf else 0
-    return float(f'{rates[best] * (rates[1] / rates[0]) ** shift:.3g}')

@@ -72,10 +72,9 @@ evaluate            --tokens=5                             no run in out/: pytho
 bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
 bench               --what=gpu,train                       give it alone
-reproduce           --scale=huge                           scale=huge: expected one of english
-reproduce           --scale=paper --todo                   give no other option
-reproduce           --text=a.txt                           text=a.txt is for --todo
-reproduce           --todo --text=none                     text=none: no such file or folder
+reproduce           --figure=3d                            figure=3d: expected one of 2a
+reproduce           --figure=3a --size=85m                 size=85m: expected one of XS
+reproduce           --size=XS                              size=XS is for --figure
 prepare_slimpajama  --input=none                           no such file or folder
 prepare_slimpajama  --input=data                           holds no .parquet, .jsonl
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte

@@ -1,0 +1,27 @@
+"""Size XS of the study in results/tokens: 83 k weights in Llama's layers, 5.6 M tokens, at the best
+learning rate of a Llama. Six minutes on one CPU core. results/tokens/text.md describes the text.
+
+    python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \\
+        --out_dir=data/english
+    python train.py config/llama.py config/xs.py
+"""
+n_layer = 3
+d_model = 48
+n_head = 3
+d_mlp = 128
+context_length = 256
+vocab_size = 2048
+data = 'data/english'
+tokens = 5_600_000
+batch_size = 16
+micro_batch_size = 16
+learning_rate = 0.0223
+eval_interval = 1_000_000  # only at the end
+eval_tokens = 1_000_000_000
+test_tokens = 1_000_000_000
+log_interval = 1
+checkpoint_interval = 500
+dtype = 'float32'
+compile = True
+tensorboard = False
+sample_tokens = 0
