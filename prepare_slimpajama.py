@@ -229,7 +229,7 @@ def parse_line(line: bytes, column: str, where: str) -> Any:
         refuse_encoding(where, line, error)
     except json.JSONDecodeError as error:
         rest = error.doc[error.pos:].strip()
-        fail(f'{where} is no JSON ({error.msg}, at {rest:.20}): {expected}')
+        fail(f'{where} is no JSON ({error.msg}: {rest[:20]!r}): {expected}')
     check(isinstance(row, dict), f'{where} is {row!r:.20}: {expected}')
     check(column in row, f'{where} has no "{column}", only {", ".join(row)} (--column chooses)')
     return row[column]
@@ -251,8 +251,9 @@ def read_documents(path: str, column: str) -> Iterator[str]:
             # JSON can spell half a surrogate pair, which is not text and becomes "?".
             yield (text or '').encode('utf-8', 'replace').decode()
     except (pyarrow.ArrowException, OSError) as error:
-        unpack = '; if other programs can unpack it, do' if path.endswith(('.gz', '.zst')) else ''
-        fail(f'{path}: {error}'.partition('\n')[0] + unpack)
+        packed = path.lower().endswith(('.gz', '.zst'))
+        remedy = '; unpack it, if gzip -d or zstd -d --long=31 can' if packed else ''
+        fail(f'{path}: {error}'.partition('\n')[0] + remedy)
 
 
 def text_documents(path: str) -> Iterator[str]:
@@ -326,6 +327,7 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     elif o.tokenizer.startswith('bpe'):
         train_bpe(model, int(o.tokenizer.removeprefix('bpe')), sample_train(o, source))
     elif o.tokenizer not in ('gpt2', 'byte'):
+        make_tokenizer('sentencepiece', o.tokenizer)  # UserError, which names the user's file
         shutil.copyfile(o.tokenizer, model)
     return make_tokenizer(o.tokenizer, model)
 
@@ -369,19 +371,23 @@ class Writer:
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -> bool:
     """Write the tokens of all documents, until the train split is full. Return whether the
     tokenizer spells the text: one part of each batch is compared."""
-    train, lossless = writer.splits['train'], True
+    def encode(part: Part) -> np.ndarray:
+        ids = tokenizer.encode(part.text, part.begins)
+        return np.array([tokenizer.bos] * part.begins + ids, np.uint32)
+
     parts = read_parts(o, source)
+    train, lossless = writer.splits['train'], True
     with (ThreadPoolExecutor(o.workers) as pool,
           tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar):
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
-            encoded = list(pool.map(lambda part: tokenizer.encode(part.text, part.begins), batch))
-            lossless &= keeps_text(tokenizer, encoded[0], batch[0].text)
-            new: dict[str, list[int]] = {split: [] for split in SPLITS}
-            for part, ids in zip(batch, encoded, strict=True):
-                new[part.split] += [tokenizer.bos] * part.begins + ids
-            new['train'] = new['train'][:o.tokens - train['tokens']]
-            for split, ids in new.items():
-                writer.append(split, np.array(ids, np.uint32))
+            encoded = list(pool.map(encode, batch))
+            first = batch[0]
+            lossless &= keeps_text(tokenizer, encoded[0][first.begins:].tolist(), first.text)
+            for split in SPLITS:
+                new = [ids for part, ids in zip(batch, encoded, strict=True) if part.split == split]
+                room = o.tokens - train['tokens'] if split == 'train' else None
+                ids = np.concatenate([*new, np.empty(0, np.uint32)])[:room]
+                writer.append(split, ids)
                 bar.update(len(ids))
     return lossless
 
@@ -443,7 +449,7 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     sizes = {split: content['tokens'] for split, content in writer.splits.items()}
     empty = [split for split, size in sizes.items() if not size]
     check('train' not in empty and not (empty and o.held_out),
-          f'{o.input} holds too little text for {" and ".join(empty)}: give more, or '
+          f'{o.input} holds too little text for {", ".join(empty)}: give more, or '
           'prepare_slimpajama.py --held_out with a larger fraction')
 
     meta = {
