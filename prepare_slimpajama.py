@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tqdm import tqdm
 
 from configurator import check, command_line, fail, in_range, read_options, resolve_defaults
@@ -402,21 +402,16 @@ def prepare(o: PrepareConfig) -> None:
     parent, name = os.path.split(os.path.realpath(o.out_dir))
     partial_folder = os.path.join(parent, f'.{name}.partial')
     os.makedirs(parent, exist_ok=True)
-    lock = FileLock(os.path.join(parent, f'.{name}.lock'))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print(f'{o.out_dir} is being prepared by another process: waiting for it', flush=True)
-        lock.acquire()
-    try:
+    with FileLock(os.path.join(parent, f'.{name}.lock')):
+        if is_prepared(o):  # by another process, which held the lock
+            return
         shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed
-        if not is_prepared(o):  # by the process that held the lock
+        try:
             os.mkdir(partial_folder)
             write_folder(o, partial_folder)
             os.replace(partial_folder, os.path.join(parent, name))
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        lock.release()
+        finally:
+            shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def is_prepared(o: PrepareConfig) -> bool:

@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -141,18 +142,17 @@ def test_a_folder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match='is not a SentencePiece model'):
         load_tokenizer(str(out))
     model.unlink()
-    with pytest.raises(UserError, match='tokenizer.model: no such file; copy it'):
+    with pytest.raises(UserError, match='no such file; copy it'):
         load_tokenizer(str(out))
 
 
 @pytest.mark.parametrize('train, val', [('train/chunk1/a', 'validation/chunk1/b'),
-                                        ('Tiny-train', 'Tiny-valid'), ('a.train', 'a.val'),
                                         ('a_TRAIN', 'dev/a_valid')])
 def test_files_that_are_named_after_splits(tmp_path: Path, train: str, val: str) -> None:
     texts = documents(400, seed=6)
     write(tmp_path / f'in/{train}.jsonl.zst', texts[:300])
     write(tmp_path / f'in/{val}.jsonl.zst', texts[300:])
-    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2', '--tokens=10M')
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2')
     assert f'train: {train}.jsonl.zst\nval: {val}.jsonl.zst\n' in made['printed']
     right = expected(texts[:300], 0.2)
     kept = [text for text in texts[:300] if train_of([text]) not in right['test.bin']]
@@ -200,33 +200,21 @@ def test_many_text_files_are_split_by_hash(tmp_path: Path, monkeypatch: pytest.M
 
 # A trained tokenizer
 
-@pytest.mark.parametrize('name', ['a.jsonl', 'a.txt'])
-def test_a_tokenizer_is_trained_on_the_train_split_alone(tmp_path: Path, name: str) -> None:
+def test_a_tokenizer_is_trained_on_the_train_split_alone(tmp_path: Path) -> None:
     """A word of the held-out text becomes a piece only if all text is in train."""
-    def held_out(text: str) -> bool:
-        return prep.split_by_hash(text, 0.1) != 'train'
-
     def pieces(folder: Path) -> str:
         model = load_tokenizer(str(folder)).model
         return ' '.join(model.id_to_piece(i) for i in range(model.vocab_size()))
 
     lines = [f'{line} {n}' for n, line in enumerate('\n'.join(PAGES).split('\n') * 3)]
-    marked = [line + ' zyzzyva' for line in lines]
-    if name == 'a.jsonl':
-        texts = [new if held_out(new) else line for line, new in zip(lines, marked, strict=True)]
-        write(tmp_path / name, texts)
-    else:
-        end = len(lines) * 7 // 8
-        texts = ['\n'.join(lines[:end] + marked[end:])]
-        (tmp_path / name).write_text(texts[0])
-    options = ('--tokenizer=bpe1000', '--workers=1')
-    prepare(tmp_path / name, tmp_path / 'out', *options, '--held_out=0.1')
-    prepare(tmp_path / name, tmp_path / 'all', *options, '--held_out=0')
+    end = len(lines) * 7 // 8
+    text = '\n'.join(lines[:end] + [line + ' zyzzyva' for line in lines[end:]])
+    (tmp_path / 'a.txt').write_text(text)
+    prepare(tmp_path / 'a.txt', tmp_path / 'out', '--tokenizer=bpe1000', '--held_out=0.1')
+    made = prepare(tmp_path / 'a.txt', tmp_path / 'all', '--tokenizer=bpe1000', '--held_out=0')
     assert 'zyzz' in pieces(tmp_path / 'all') and 'zyzz' not in pieces(tmp_path / 'out')
-    tokenizer = load_tokenizer(str(tmp_path / 'all'))
-    ids = np.fromfile(tmp_path / 'all/train_00000.bin', '<u2').tolist()
-    assert tokenizer.decode(ids) == ''.join(texts)
-    assert ids.count(tokenizer.bos) == len(texts)
+    ids = np.frombuffer(made['train_00000.bin'], '<u2').tolist()
+    assert load_tokenizer(str(tmp_path / 'all')).decode(ids) == text and ids.count(made['bos']) == 1
 
 
 def test_a_large_text_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,18 +263,20 @@ def test_two_at_once(tmp_path: Path) -> None:
     """The second process waits for the first, and uses its folder."""
     script = ('import sys, prepare_slimpajama as prep\nwrite = prep.write_folder\n'
               'def slow(*args):\n'
-              '    print("writing", flush=True); sys.stdin.readline(); return write(*args)\n'
+              '    print("writing", flush=True); sys.stdin.readline(); write(*args)\n'
               'prep.write_folder = slow\nprep.find_data("./data/builtin")\n')
-    processes, printed = [], []
-    for _ in range(2):
-        processes.append(subprocess.Popen(
-            [sys.executable, '-c', script], env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path))
-        printed += [processes[-1].stdout.readline() for _ in range(2)]
-    assert printed[1] == 'writing\n' and 'waiting for it' in printed[3]
-    assert 'train' in processes[0].communicate('\n', timeout=60)[0]
-    last = processes[1].communicate('\n', timeout=60)[0]
-    assert 'data/builtin is prepared already' in last and 'writing' not in last
+    first, second = (subprocess.Popen(
+        [sys.executable, '-c', script], env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path) for _ in range(2))
+    for process in (first, second):
+        assert process.stdout.readline().startswith('Preparing')
+    time.sleep(1)
+    for process in (first, second):
+        process.stdin.write('\n')
+        process.stdin.flush()
+    printed = sorted(process.stdout.read() for process in (first, second))
+    assert 'data/builtin is prepared already' in printed[0] and 'writing' not in printed[0]
+    assert printed[1].startswith('writing\ntrain')
     assert sorted(os.listdir(tmp_path / 'data')) == ['.builtin.lock', 'builtin']
 
 
