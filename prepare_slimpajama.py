@@ -87,7 +87,7 @@ class PrepareConfig:
               f'tokenizer={self.tokenizer}: no such file, and none of llama, gpt2, byte, '
               'bpe512 to bpe65536')
 
-        name = os.path.basename(os.path.abspath(self.input)).partition('.')[0]
+        name = os.path.basename(os.path.abspath(self.input)).partition('.')[0] or 'text'
         if self.input == SLIMPAJAMA:
             name = 'slimpajama'
         elif self.input.startswith(HUB):
@@ -324,8 +324,8 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
         with hub() as hf:
             downloaded = hf.HfApi().hf_hub_download(*LLAMA)
         shutil.copyfile(downloaded, model)
-    elif o.tokenizer.startswith('bpe'):
-        train_bpe(model, int(o.tokenizer.removeprefix('bpe')), sample_train(o, source))
+    elif pieces := re.fullmatch(r'bpe(\d+)', o.tokenizer):
+        train_bpe(model, int(pieces[1]), sample_train(o, source))
     elif o.tokenizer not in ('gpt2', 'byte'):
         make_tokenizer('sentencepiece', o.tokenizer)  # UserError, which names the user's file
         shutil.copyfile(o.tokenizer, model)
@@ -484,17 +484,13 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
 
 def prepare_text(path: str, tokenizer: str | None) -> str:
     """Prepare a user's file or folder of text, and return the data folder. Its name contains a hash
-    of path, text and tokenizer, so that a changed text is prepared anew."""
+    of the files' paths, sizes and times, and of the tokenizer: a changed text is prepared anew."""
     source = find_source(os.path.abspath(path))
-    paths = [source.path(file) for file in source.files]
-    size = sum(map(os.path.getsize, paths))
-    digest = hashlib.sha256(os.fsencode(f'{os.path.abspath(path)} {tokenizer} {[*source.files]}'))
-    if size > 1e9:
-        print(f'Reading {path}, {size / 1e9:,.0f} GB, to see whether it has changed', flush=True)
-    for file in [*paths, tokenizer]:
-        if file and os.path.isfile(file):
-            with open(file, 'rb') as opened:
-                digest.update(hashlib.file_digest(opened, 'sha256').digest())
+    files = [source.path(file) for file in source.files]
+    states = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns)
+              for file in [*files, tokenizer] if file and os.path.exists(file)]
+    digest = hashlib.sha256(repr((tokenizer, states)).encode()).hexdigest()
+    size = sum(map(os.path.getsize, files))
 
     # A default that does not suit the text is followed by the next larger one, at last by bytes.
     defaults = [name for limit, name in TEXT_TOKENIZERS.items() if size < limit] + ['byte']
@@ -502,7 +498,7 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
         # A user's folder may be called builtin: with ./ it does not name the built-in text.
         o = PrepareConfig(input=os.path.join('.', path), tokenizer=name,
                           held_out=0.05 if size < 20e6 else 0.005)
-        o.out_dir += f'-{digest.hexdigest()[:8]}'
+        o.out_dir += f'-{digest[:8]}'
         if os.path.exists(os.path.join(o.out_dir, 'meta.json')):
             break
         tokens = 'one token a byte' if name == 'byte' else f'tokenizer {name}'
