@@ -156,17 +156,12 @@ def find_split(name: str) -> str | None:
 
 def list_files(root: str) -> list[str]:
     """List the files in a folder by name, and then those in its subfolders, without hidden ones.
-    Links are followed, but no folder is listed twice. OSError if one cannot be listed."""
+    Links are followed. OSError if a folder cannot be listed."""
     def refuse(error: OSError) -> None:
         raise error
 
-    names, visited = [], set()
+    names = []
     for folder, subfolders, files in os.walk(root, onerror=refuse, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in visited:
-            subfolders.clear()
-            continue
-        visited.add(real)
         subfolders[:] = sorted(name for name in subfolders if name[0] != '.')
         paths = [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
         names += [os.path.relpath(path, root) for path in paths]
