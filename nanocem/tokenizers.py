@@ -1,36 +1,38 @@
-"""Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, trained)."""
+"""Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, trained). The
+text files that they encode are read in blocks."""
+import codecs
 import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
-from configurator import fail
+from configurator import UserError, check, fail
 from nanocem.data import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
 LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
-# The last character of a word before a space or line end. No token holds it and the space, so the
-# texts on both sides can be tokenized separately. (A user's SentencePiece model may differ.)
-WORD_END = re.compile('[^\\s\u2581](?=[ \\n])')
+BLOCK = 1 << 16  # A text file is read in blocks of at most this many bytes.
+# A text up to its last word's end. No token holds a word's last character and the space or line
+# end after it, so the two parts can be encoded separately. (A user's model may differ.)
+WHOLE_WORDS = re.compile('.*[^\\s\u2581](?=[ \\n])', re.DOTALL)
+
+
+class UnsuitedVocabulary(UserError):
+    """A tokenizer of this vocabulary cannot be trained on this text."""
 
 
 class ByteTokenizer:
     """UTF-8 bytes as tokens 0 to 255. BOS is 256."""
     name, vocab_size, bos, sha256, path = 'byte', 257, 256, None, None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, begins: bool = True) -> list[int]:
+        """Encode a document or, unless it `begins` one, a later block: see read_text."""
         return list(text.encode('utf-8', 'replace'))
-
-    def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        """Encode parts of documents (prepare_slimpajama.Part), each with the ids that it has in its
-        whole document."""
-        return [np.frombuffer(part.text.encode('utf-8', 'replace'), np.uint8) for part in parts]
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode('utf-8', 'replace')
@@ -53,13 +55,8 @@ class Gpt2Tokenizer:
         vocabulary = (self.bpe.decode_single_token_bytes(i) for i in range(self.bos))
         self.sha256 = hashlib.sha256(b'\n'.join(vocabulary)).hexdigest()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, begins: bool = True) -> list[int]:
         return self.bpe.encode_ordinary(text)
-
-    def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        texts = [part.text for part in parts]
-        ids = self.bpe.encode_ordinary_batch(texts, num_threads=threads)
-        return [np.array(i, np.uint32) for i in ids]
 
     def decode(self, ids: list[int]) -> str:
         return self.bpe.decode([i for i in ids if i < self.bos])
@@ -78,7 +75,7 @@ class SentencePieceTokenizer:
             model = file.read()
         try:
             self.model = SentencePieceProcessor(model_proto=model)
-            self.newline = self.model.encode('\n')
+            self.newline = len(self.model.encode('\n'))
         except RuntimeError:
             fail(f'{path} is not a SentencePiece model')
         self.path = path
@@ -94,23 +91,15 @@ class SentencePieceTokenizer:
         ids = [self.model.piece_to_id(f'<0x{byte:02X}>') for byte in '\u2581'.encode()]
         self.u2581 = ids if not adds_space and all(map(self.model.is_byte, ids)) else None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, begins: bool = True) -> list[int]:
         text = text.encode('utf-8', 'replace').decode()  # half a surrogate pair becomes "?"
-        if self.u2581 is None:
+        if self.u2581 is not None:
+            first, *others = self.model.encode(text.split('\u2581'))
+            return first + [i for ids in others for i in (*self.u2581, *ids)]
+        if begins:
             return self.model.encode(text)
-        first, *others = self.model.encode(text.split('\u2581'))
-        return first + [i for ids in others for i in (*self.u2581, *ids)]
-
-    def encode_parts(self, parts: list[Any], threads: int) -> list[np.ndarray]:
-        if self.u2581 is not None and any('\u2581' in part.text for part in parts):
-            return [np.array(self.encode(part.text), np.int32) for part in parts]
-        # Llama's model puts a space before every text, but not after a newline. So the later parts
-        # of a document are encoded with a newline before them, whose tokens are then removed.
-        texts = [part.text if part.begins else '\n' + part.text for part in parts]
-        ids = self.model.encode(texts, num_threads=threads, return_type='numpy')
-        n = len(self.newline)
-        return [i if part.begins or list(i[:n]) != self.newline else i[n:]
-                for i, part in zip(ids, parts, strict=True)]
+        # Llama's model puts a space before every text, but not after a line end.
+        return self.model.encode('\n' + text)[self.newline:]
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode([i for i in ids if i < self.vocab_size])
@@ -125,15 +114,18 @@ class SentencePieceTokenizer:
         return torch.tensor(counts)
 
 
+# Training and loading
+
 def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
     """Train byte-pair merges on these texts and write them to `path` as a SentencePiece model. It
-    keeps every character of a text; rare ones are encoded as their bytes. No piece contains a line
-    end. UserError if the texts are too few."""
-    from sentencepiece import SentencePieceTrainer
+    spells every text; rare characters are encoded as their bytes. No piece contains a line end.
+    UnsuitedVocabulary if the texts are too few, or their characters too many."""
+    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
     lines = [line[at:at + LINE] for text in texts for line in text.splitlines()
              for at in range(0, len(line), LINE)]
-    model = io.BytesIO()
-    try:
+
+    def train(**more: str) -> bytes:
+        model = io.BytesIO()
         SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, model_type='bpe',
             vocab_size=vocab_size, byte_fallback=True, split_digits=True,
@@ -141,16 +133,24 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
             remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
             character_coverage=0.9995,
             num_threads=1,  # The file stores this number, and must be the same everywhere.
-            max_sentence_length=4 * LINE, minloglevel=2)
+            max_sentence_length=4 * LINE, minloglevel=2, **more)
+        return model.getvalue()
+
+    try:
+        model = train()
+        # Where spaces are rare they have no piece, and their bytes would be those of a U+2581.
+        pieces = SentencePieceProcessor(model_proto=model)
+        if pieces.piece_to_id('\u2581') == pieces.unk_id():
+            model = train(required_chars='\u2581')
     except RuntimeError as error:
         most = re.search(r'<= (\d+)', str(error))
         least = re.search(r'\d+ vs (\d+)', str(error))  # the characters need a piece each
         expected = f'at most bpe{most[1]}' if most and int(most[1]) >= 512 else 'more text'
         expected = f'at least bpe{least[1]}' if least else expected
-        fail(f'tokenizer=bpe{vocab_size} does not suit this text: expected {expected}, or '
-             '--tokenizer=byte')
+        raise UnsuitedVocabulary(f'tokenizer=bpe{vocab_size} does not suit this text: expected '
+                                 f'{expected}, or --tokenizer=byte') from None
     with open(path, 'wb') as file:
-        file.write(model.getvalue())
+        file.write(model)
 
 
 def make_tokenizer(name: str, path: str) -> Any:
@@ -165,17 +165,14 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
     """Load the tokenizer of a data folder, as described by `meta` or by the folder's meta.json.
     UserError if it is missing or is not the one that made the data."""
     meta = meta or read_meta(folder)
-    vocab_size, sha256 = meta['vocab_size'], meta.get('tokenizer_sha256')
+    name, vocab_size, sha256 = meta['tokenizer'], meta['vocab_size'], meta.get('tokenizer_sha256')
     path = os.path.join(folder, MODEL_FILE)
     if sha256 == LLAMA_SHA256:
         path = find_llama_model(folder) or path
-    try:
-        tokenizer = make_tokenizer(meta['tokenizer'], path)
-    except OSError as error:
-        remedy = 'prepare the data again'
-        if os.path.isfile(os.path.join(folder, 'model.safetensors')):  # transformers saved a model
-            remedy = 'copy it from the folder that evaluate.py --export wrote, or from the run'
-        fail(f'{path}: no tokenizer {meta["tokenizer"]:.40} ({error.strerror}); {remedy}')
+    check(name in ('byte', 'gpt2') or os.path.isfile(path),
+          f'{path}: no such file; copy it from the folder that this one was made from (an export, '
+          'or a data folder), or prepare the data again')
+    tokenizer = make_tokenizer(name, path)
     if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
         fail(f'{folder} was made with another {tokenizer.name} tokenizer, of vocabulary '
              f'{vocab_size} and SHA-256 {sha256}; prepare the data again')
@@ -189,10 +186,75 @@ def tokenizer_of(state: dict[str, Any]) -> Any:
 
 
 def find_llama_model(folder: str) -> str | None:
-    """Find Llama's tokenizer.model in a data folder or at $LLAMA_TOKENIZER; None if in neither."""
-    for path in (os.path.join(folder, MODEL_FILE), os.environ.get('LLAMA_TOKENIZER', '')):
-        if os.path.isfile(path):
+    """Find Llama's tokenizer.model in a data folder or at $LLAMA_TOKENIZER; None if it is not in
+    the folder and the variable is not set. UserError if the variable names another file."""
+    named = os.environ.get('LLAMA_TOKENIZER')
+    for path in (os.path.join(folder, MODEL_FILE), named):
+        if path and os.path.isfile(path):
             with open(path, 'rb') as file:
                 if hashlib.sha256(file.read()).hexdigest() == LLAMA_SHA256:
                     return path
+    check(not named, f"LLAMA_TOKENIZER={named}: not a file, or not Llama 1's or 2's "
+          f'tokenizer.model, whose SHA-256 begins with {LLAMA_SHA256:.8}')
     return None
+
+
+# Text
+
+def keeps_text(tokenizer: Any, ids: list[int], text: str) -> bool:
+    """Return whether the ids of a text spell it. Llama's model makes a space of U+2581, and hides
+    one at the start, which does not count."""
+    decoded = tokenizer.decode(ids)
+    return decoded.replace('\u2581', ' ').lstrip(' ') == text.replace('\u2581', ' ').lstrip(' ')
+
+
+def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
+    """Return how many bytes each token spells (vocab_size,), for bits per byte. None, and a line,
+    if the tokenizer lost text of the data folder of `meta`."""
+    if meta.get('lossless', True):
+        return tokenizer.token_bytes()
+    print('No bits per byte: the tokenizer of this data loses text, so its tokens spell another '
+          'number of bytes', flush=True)
+    return None
+
+
+def read_text(path: str, begin: int = 0, end: int | None = None) -> Iterator[str]:
+    """Yield the text between two bytes of a UTF-8 file, in blocks that end with a word where they
+    can. UserError if it is not UTF-8."""
+    end = os.path.getsize(path) if end is None else end
+    with open(path, 'rb') as file:
+        while begin < end:
+            file.seek(begin)
+            data = file.read(min(BLOCK, end - begin))
+            is_last = begin + len(data) >= end
+            try:
+                text, _ = codecs.utf_8_decode(data, 'strict', is_last)
+            except UnicodeDecodeError as error:
+                refuse_encoding(path, data, error, begin)
+            words = None if is_last else WHOLE_WORDS.match(text)
+            text = words[0] if words else text
+            yield text
+            begin += len(text.encode())
+
+
+def read_text_file(path: str, option: str) -> str:
+    """Read the text file that an option names, for example prompt=FILE:. UserError if it is not a
+    file or not UTF-8."""
+    path = os.path.expanduser(path)  # the shell leaves the ~ of --prompt=FILE:~/x
+    check(os.path.isfile(path), f'{option}{path} is not a file; expected a text file')
+    return ''.join(read_text(path))
+
+
+def refuse_encoding(where: str, data: bytes, error: UnicodeDecodeError, begin: int = 0) -> NoReturn:
+    """Say at which byte a text is not UTF-8, and what mends it. `data` begins at byte `begin`."""
+    text = data.decode('utf-8', 'replace')
+    damaged = text.count('\ufffd')
+    intact = sum(character > '\x7f' for character in text) - damaged
+    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        remedy = 'iconv -f utf-16 -t utf-8 converts it'
+    elif intact > damaged or error.reason == 'unexpected end of data':
+        remedy = 'iconv -c -f utf-8 -t utf-8 leaves damaged characters out'
+    else:
+        remedy = ('if it is text, iconv -f ENCODING -t utf-8 converts it, with its own encoding, '
+                  'such as cp1252 or gb18030')
+    fail(f'{where}: not UTF-8 at byte {begin + error.start:,} ({error.reason}); {remedy}')

@@ -1,5 +1,4 @@
 """What is wrong is one line that says what would be right, and exit code 1: a table of them."""
-import gzip
 import importlib
 import json
 import os
@@ -80,13 +79,7 @@ prepare_slimpajama  --input=data                           holds no .parquet, .j
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
-prepare_slimpajama  --input=latin1.txt --tokenizer=byte    latin1.txt: not UTF-8
-prepare_slimpajama  --input=bad.jsonl --tokenizer=byte     line 2 is no JSON with "text"
-prepare_slimpajama  --input=bad.parquet --tokenizer=byte   bad.parquet: Parquet
-prepare_slimpajama  --input=cut.jsonl.gz --tokenizer=byte  cut.jsonl.gz: Truncated
-prepare_slimpajama  --input=none.jsonl.gz --tokenizer=byte   none.jsonl.gz: unexpected end of file
-prepare_slimpajama  --input=1.jsonl --tokenizer=byte       1.jsonl: a "text" is not text but 1
-prepare_slimpajama  --input=a.txt --tokenizer=bpe100       expected bpe512 to bpe65536
+prepare_slimpajama  --input=a.txt --tokenizer=bpe100       gpt2, byte, bpe512 to bpe65536
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
 prepare_slimpajama  --held_out=0.7                         held_out=0.7: expected 0 to 0.49
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
@@ -102,14 +95,10 @@ CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('refusals')
     for name, text in (('a.txt', 'w'), ('empty.txt', ''), ('code.py', 'import os'),
-                       ('latin1.txt', 'é'), ('bad.jsonl', '{"text": "a"}\n{"t'),
-                       ('bad.parquet', 'PAR1'), ('huge.py', f'tokens = 0x{"f" * 5000}'),
+                       ('latin1.txt', 'é'), ('huge.py', f'tokens = 0x{"f" * 5000}'),
                        ('half.py', 'size = '), ('unknown.py', 'd = {}'),
                        ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
-    (path / 'none.jsonl.gz').touch()
-    (path / '1.jsonl').write_text('{"text": 1}')
-    (path / 'cut.jsonl.gz').write_bytes(gzip.compress(b'{"text": "a"}')[:-9])
     short, old, cut = (write_data(path / name) for name in ('short', 'old', 'cut'))
     write_data(path / 'data')
     (path / 'data/config.json').write_text('{"of": "another program"}')

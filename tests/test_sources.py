@@ -1,17 +1,18 @@
-"""Sources of text: folders, links, pipes, the library, the Hub. Nothing is downloaded: the class
+"""Sources of text: folders, damaged files, the library, the Hub. Nothing is downloaded: the class
 Hub below replaces it."""
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_prepare import (
     expected,
-    hundred_documents_are_many,  # noqa: F401 (a fixture)
     prepare,
     refused,
     shards,
@@ -23,32 +24,72 @@ from test_tokenizers import LLAMA, documents, needs_llama
 import prepare_slimpajama as prep
 
 
-def test_links_other_kinds_of_files_and_pipes(tmp_path: Path) -> None:
-    texts = [f'text {i} ' * 9 for i in range(8)]
+def test_links_and_other_kinds_of_files(tmp_path: Path) -> None:
+    texts = [f'text {i} ' * 9 for i in range(6)]
     folder, elsewhere = tmp_path / 'in', tmp_path / 'elsewhere'
+    write(folder / 'A.JSONL', texts[:1])
     write(folder / 'b.jsonl', texts[1:2])
-    (folder / 'c.jsonl.gz').write_bytes(gzip.compress(b'{"text": "text 2"}\n'))
-    write(folder / 'd' / 'e.parquet', texts[3:4])
-    write(elsewhere / 'more' / 'f.jsonl', texts[4:5])
+    write(folder / 'c.jsonl.gz', texts[2:3])
+    write(folder / os.fsdecode(b'\xff.jsonl'), texts[3:4])
+    write(folder / 'd/e.parquet', texts[4:5])
+    write(elsewhere / 'f.jsonl', texts[5:])
     (folder / 'link').symlink_to(elsewhere)
-    (folder / 'again').symlink_to(elsewhere / 'more')
-    (folder / 'd' / 'loop').symlink_to(folder)
-    (elsewhere / 'up').symlink_to(tmp_path)
-    os.mkfifo(folder / 'pipe.txt')
-    (folder / 'gone.txt').symlink_to(tmp_path / 'nothing')
     (folder / 'README.md').write_text('text')
     (folder / '.hidden.txt').write_text('not read')
-    (folder / 'A.JSONL').write_text(json.dumps({'text': 'text 0'}) + '\n')
-    odd = folder / os.fsdecode(b'\xff.jsonl')
-    odd.write_text('{"text": "odd"}\n')
     made = prepare(folder, tmp_path / 'out', '--held_out=0')
     assert 'ignored, of other kinds: README.md' in made['printed']
-    meta = json.loads((tmp_path / 'out' / 'meta.json').read_text())
-    assert meta['files'] == ['A.JSONL', 'b.jsonl', 'c.jsonl.gz', odd.name, 'again/f.jsonl',
-                             'd/e.parquet']
-    texts = ['text 0', texts[1], 'text 2', 'odd', texts[4], texts[3]]
+    assert made['files'][-2:] == ['d/e.parquet', 'link/f.jsonl']
     assert made['train_00000.bin'] == train_of(texts)
-    assert 'no such file' in refused(folder / 'pipe.txt', tmp_path / 'none')
+    assert 'no such file' in refused(folder / 'none.txt', tmp_path / 'none')
+    for loop in ('gone.txt', 'loop'):
+        (folder / loop).symlink_to(folder if loop == 'loop' else tmp_path / 'nothing')
+        assert re.search('No such file|Too many levels', refused(folder, tmp_path / 'none'))
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / 'in/a/a.jsonl', ['text'])
+    write(tmp_path / 'in/b/b.jsonl', ['text'])
+    scandir = os.scandir
+
+    def denied(folder: str | int) -> Any:  # root may list every folder
+        if str(folder).endswith('/b'):
+            raise PermissionError(13, 'Permission denied', folder)
+        return scandir(folder)
+
+    monkeypatch.setattr(os, 'scandir', denied)
+    assert 'in/b: Permission denied' in refused(tmp_path / 'in', tmp_path / 'out')
+
+
+@pytest.mark.parametrize('name, content, message', [
+    ('a.jsonl', b'{"text": "a"}\n{"text": "caf\xe9"}\n', 'a.jsonl, line 2: not UTF-8 at byte 13'),
+    ('a.jsonl', '{"text": "a"}\n'.encode('utf-16'), 'line 1: not UTF-8 at byte 0 .* -f utf-16'),
+    ('a.jsonl', b'[{"text": "a"},\n{"text": "b"}]', 'line 1 is no JSON .*: expected an object lik'),
+    ('a.jsonl', b'["a"]', r"line 1 is \['a'\]: expected an object like"),
+    ('a.jsonl', b'{"text": "a"},\n', r"line 1 is no JSON \(Extra data: ','\): expected an object"),
+    ('a.jsonl', b'{"text": "a"}\n{"text": "', 'line 2 is no JSON'),
+    ('a.jsonl', b'{"title": "a"}\n', r'line 1 has no "text", only title \(--column chooses\)'),
+    ('a.jsonl', b'{"text": 1}\n', 'a.jsonl: a "text" is no text but 1'),
+    ('a.jsonl.gz', b'', 'a.jsonl.gz is empty'),
+    ('a.jsonl.gz', gzip.compress(b'{"text": "a"}')[:-9], 'a.jsonl.gz: .*unpack it, if gzip -d'),
+    ('a.txt.gz', gzip.compress(b'a'), 'a.txt.gz: expected .parquet, .* or unpacked text'),
+    ('a.json', b'[]', 'a.json: expected .parquet'),
+    ('a.parquet', b'PAR1' * 9, 'a.parquet: .*Parquet'),
+    ('a.txt', b'', 'a.txt holds too little text for train, val, test.* --held_out'),
+    ('a.txt', b'a', 'a.txt holds too little text for val, test.* --held_out')])
+def test_damaged_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert re.search(message, refused(tmp_path / name, tmp_path / 'out'))
+
+
+def test_the_documents_of_a_text(tmp_path: Path) -> None:
+    """evaluate.py --text reads what train.py --text reads."""
+    texts = [*documents(5, seed=1), 'last']
+    for name in ('a.jsonl', 'a.parquet'):
+        assert list(prep.text_documents(str(write(tmp_path / name, [*texts, ''])))) == texts
+    (tmp_path / 'a.txt').write_text(texts[0])
+    assert list(prep.text_documents(str(tmp_path / 'a.txt'))) == texts[:1]
 
 
 def test_a_column_of_another_name(tmp_path: Path) -> None:
@@ -70,7 +111,7 @@ def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / 'lib/latin.py').write_bytes(b'\xff\xfe')
     builtin = prep.find_source('builtin')
     assert list(builtin.files) == ['b.py', 'latin.py', 'z/e.py']
-    assert ''.join(prep.read_text(builtin.path('latin.py'))) == '\ufffd\ufffd'
+    assert list(prep.read_documents(builtin.path('latin.py'), '')) == ['\ufffd\ufffd']
     for n, text in enumerate(documents(600, seed=1)):
         (tmp_path / f'lib/{n}.py').write_text(text)
     assert prep.find_data('data/builtin') == 'data/builtin'
@@ -133,7 +174,9 @@ def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: Hub) -> Non
         assert shards(prepare(where, out, '--held_out=0.2')) == expected(content, 0.2)
     assert 'holds no .parquet' in refused(f'{DATA}/nothing', tmp_path / 'n')
     assert 'Repository Not Found' in refused('hf://datasets/org/none', tmp_path / 'n')
-    assert 'Invalid HF URI' in refused('hf://datasets/data', tmp_path / 'n')
+    for name in ('data', 'data/', ''):
+        says = refused(f'hf://datasets/{name}', tmp_path / 'n')
+        assert f'input=hf://datasets/{name}: expected hf://datasets/OWNER/NAME' in says
     all_files = prepare(DATA, tmp_path / 'all', '--held_out=0')
     assert 'other kinds: README.md' in all_files['printed']
     o = prep.PrepareConfig(input='hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT')

@@ -1,6 +1,6 @@
-"""Tokenizers: the ids of texts, whole or in parts, and training. Tests that need Llama's
-tokenizer.model look for it at $LLAMA_TOKENIZER or ../shared/data/llama_tokenizer.model and are
-skipped without it."""
+"""Tokenizers: the ids of texts, whole or in blocks, training, and text files. Tests that need
+Llama's tokenizer.model look for it at $LLAMA_TOKENIZER or ../shared/data/llama_tokenizer.model and
+are skipped without it."""
 import hashlib
 import io
 import os
@@ -8,22 +8,23 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import ROOT
 
 from configurator import UserError
+from nanocem import tokenizers as module
 from nanocem.tokenizers import (
     ByteTokenizer,
     Gpt2Tokenizer,
     SentencePieceTokenizer,
     find_llama_model,
     load_tokenizer,
+    read_text,
+    read_text_file,
     train_bpe,
 )
-from prepare_slimpajama import Part, split_text
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),
@@ -101,17 +102,25 @@ def test_llama_ids_are_those_of_2023() -> None:
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=80).map(''.join) | st.text(max_size=60)
 
 
+# Texts with a word end in every 64 bytes
+LONG_TEXTS = st.lists(st.lists(st.sampled_from(WORDS), max_size=8).map(''.join), max_size=30).map(
+    'word '.join)
+
+
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(TEXTS, st.integers(1, 12), st.integers(1, 30), st.integers(1, 3))
-def test_a_document_in_parts_has_the_ids_of_the_whole(
-    tokenizers: list[Any], text: str, size: int, chunk: int, threads: int
+@given(LONG_TEXTS, st.integers(64, 200))
+def test_a_text_in_blocks_has_the_ids_of_the_whole(
+    tokenizers: list[Any], bpe: SentencePieceTokenizer, text: str, size: int
 ) -> None:
-    chunks = [text[i:i + chunk] for i in range(0, len(text), chunk)]
-    made = [Part('train', part, n == 0) for n, part in enumerate(split_text(chunks, size))]
-    assert ''.join(part.text for part in made) == text
+    path = Path(bpe.path).with_name('text.txt')
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, 'BLOCK', size)
+        blocks = list(read_text(str(path)))
+    assert ''.join(blocks) == text and all(len(block.encode()) <= size for block in blocks)
     for tokenizer in tokenizers:
-        ids = tokenizer.encode_parts(made, threads)
-        assert np.concatenate([[], *ids]).tolist() == tokenizer.encode(text), tokenizer.name
+        ids = [i for n, block in enumerate(blocks) for i in tokenizer.encode(block, n == 0)]
+        assert ids == tokenizer.encode(text), tokenizer.name
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -172,6 +181,28 @@ def test_any_sentencepiece_model(tmp_path: Path, options: dict[str, Any], bos: i
         SentencePieceTokenizer(str(tmp_path / 'own.model'))
 
 
+@pytest.mark.parametrize('text', ['', ' ', 'a b' + 'x' * 3000, '\u2581 \u2581'])
+def test_rare_spaces_are_kept(tmp_path: Path, text: str) -> None:
+    """A trained tokenizer has a piece for spaces, however few its text has."""
+    letters = [chr(0x4e00 + 2 * i) for i in range(40)]
+    rng = random.Random(1)
+    chinese = ''.join(rng.choices(letters, k=9000))
+    train_bpe(str(tmp_path / 'a.model'), 512, [chinese[:5000] + text, chinese[5000:]])
+    tokenizer = SentencePieceTokenizer(str(tmp_path / 'a.model'))
+    for new in (chinese + text, 'a b  c ', 'a\u2581b \u2581', ' \n '):
+        ids = tokenizer.encode(new)
+        assert tokenizer.decode(ids) == new
+        assert tokenizer.token_bytes()[ids].sum() == len(new.encode())
+
+
+def test_lost_text_is_noticed(bpe: SentencePieceTokenizer, capsys: pytest.CaptureFixture) -> None:
+    assert module.keeps_text(bpe, bpe.encode(' a\u2581b\n'), ' a\u2581b\n')
+    assert not module.keeps_text(bpe, bpe.encode('a b'), 'a  b')
+    assert len(module.spelled_bytes(bpe, {})) == bpe.vocab_size
+    assert module.spelled_bytes(bpe, {'lossless': False}) is None
+    assert 'No bits per byte' in capsys.readouterr().out
+
+
 @needs_llama
 def test_llamas_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('LLAMA_TOKENIZER', '')
@@ -183,3 +214,33 @@ def test_llamas_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     sha256 = SentencePieceTokenizer(LLAMA).sha256
     meta = dict(tokenizer='llama', vocab_size=32_000, tokenizer_sha256=sha256)
     assert load_tokenizer(str(tmp_path / 'gone'), meta).path == LLAMA
+    for other in ('nothing', 'tokenizer.model'):
+        monkeypatch.setenv('LLAMA_TOKENIZER', str(tmp_path / other))
+        with pytest.raises(UserError, match=f'^LLAMA_TOKENIZER=.*{other}: not a file, or not Ll'):
+            find_llama_model(str(tmp_path))
+
+
+# Text files
+
+CUT = 'naïve café '.encode() * 9000 + 'é'.encode()[:1]
+
+
+@pytest.mark.parametrize('data, message', [
+    ('café'.encode('utf-16'), 'byte 0 .* iconv -f utf-16 -t utf-8 converts it'),
+    (CUT, r'byte 117,000 \(unexpected end of data\); iconv -c -f utf-8 -t utf-8 leaves'),
+    (CUT.replace(b'\xc3\xa9', b'\xc3', 1), r'byte 10 .* iconv -c -f utf-8 -t utf-8 leaves'),
+    ('un café noir'.encode('latin1'), 'byte 6 .* iconv -f ENCODING -t utf-8 converts it'),
+    ('世界你好'.encode('gb18030'), 'byte 0 .* iconv -f ENCODING .* such as cp1252 or gb18030')])
+def test_text_that_is_not_utf8(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / 'a.txt').write_bytes(data)
+    with pytest.raises(UserError, match=rf'a\.txt: not UTF-8 at {message}'):
+        read_text_file(str(tmp_path / 'a.txt'), 'text=')
+
+
+def test_a_text_file(tmp_path: Path) -> None:
+    text = '\ufeffcafé\r\n\0' + '世界' * 50_000  # without a word end: cut between characters
+    (tmp_path / 'a.txt').write_bytes(text.encode())
+    assert read_text_file(str(tmp_path / 'a.txt'), 'text=') == text
+    assert ''.join(read_text(str(tmp_path / 'a.txt'), 3, 8)) == 'café'
+    with pytest.raises(UserError, match=r'prompt=FILE:.* is not a file'):
+        read_text_file(str(tmp_path), 'prompt=FILE:')
