@@ -22,7 +22,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,17 +32,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import (
-    UserError,
-    build,
-    check,
-    command_line,
-    convert_types,
-    fail,
-    in_range,
-    merge,
-    read_options,
-)
+from configurator import build, check, command_line, convert_types, in_range, merge, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.attention import describe_attention
@@ -126,25 +116,23 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 
 @command_line
 def main(argv: list[str]) -> int:
-    # Options. A resumed run has its saved ones, and a run that starts from the weights of another
-    # has the model of that one. Options that are given override both
+    # Options: those given, over those of the run to resume or the model to start from
     given = read_options(argv, TrainConfig, ModelConfig)
     init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
-    resume = init_from == 'resume'
-    saved: dict[str, Any] = {}
-    source = None
+    resume, saved, source = init_from == 'resume', {}, None
     if resume:
         out_dir = out_dir or runs.newest_run()
-        config = runs.read_config(out_dir) or fail(f'init_from=resume: no run in {out_dir}')
+        config = runs.read_config(out_dir)
+        check(config is not None, f'init_from=resume: no run in {out_dir}')
         saved = {**config['model'], **config['train'], 'stop_step': None}
-        for name in ('text', 'tokenizer'):
-            runs.check_match(saved, {name: given.pop(name, saved.get(name))}, out_dir)
+        kept = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
+        runs.check_match(saved, kept, out_dir)
         init_from = given['init_from'] = saved['init_from']
     elif init_from != 'scratch':
         source = runs.best_checkpoint(init_from)
         saved = source['model_config']
-        kind = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
-        runs.check_match(saved, kind, init_from)
+        kept = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
+        runs.check_match(saved, kept, init_from)
     options = merge(saved, given)
     cfg = build(TrainConfig, options)
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
@@ -161,8 +149,7 @@ def main(argv: list[str]) -> int:
         sys.stdout = None
     keep_freed_memory()
 
-    # Data: three splits, cut into sequences, and the order of the training sequences. Preparation
-    # can take longer than connected processes wait for each other
+    # Data: three splits, cut into sequences, and the order of the training sequences
     if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
         cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, source)
     meta = read_meta(cfg.data)
@@ -172,16 +159,16 @@ def main(argv: list[str]) -> int:
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
-    must_match = {k: v for split in data.values() for k, v in split.must_match.items()}
+    identity = {k: v for split in data.values() for k, v in split.must_match.items()}
     if source:
-        runs.check_match(source['data'], {name: must_match[name] for name in (
-            'tokenizer', 'tokenizer_sha256')}, init_from)
+        tokenizer_keys = ('tokenizer', 'tokenizer_sha256')
+        runs.check_match(source['data'], {k: identity[k] for k in tokenizer_keys}, init_from)
     tokenizer = token_bytes = None
     try:
         tokenizer = load_tokenizer(cfg.data)
         token_bytes = tokenizer.token_bytes()
         token_bytes = F.pad(token_bytes, (0, model_cfg.vocab_size - len(token_bytes)))
-    except UserError as error:
+    except ValueError as error:
         print(f'WARNING: {error}; the run goes on, without samples and bits per byte', flush=True)
 
     # Batch: each process takes its share, in micro-batches that fit into memory
@@ -195,7 +182,7 @@ def main(argv: list[str]) -> int:
           f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
           f'right would be one of {", ".join(map(str, divisors))}')
 
-    # The token budget is computed from the Llama of this size, also for CEM
+    # Budget: the tokens are computed from the Llama of this size, also for CEM
     with torch.device('meta'):
         llama_params = Transformer(model_cfg.llama()).num_params()
     tokens_per_step = cfg.batch_size * length
@@ -205,10 +192,10 @@ def main(argv: list[str]) -> int:
               'evaluate.py evaluates it', flush=True)
         return 0
 
-    # The run's folder, in which one run at a time can write; then all processes connect
+    # Folder: one run at a time writes in it. Then, after what can take long, the processes connect
     if rank == 0:
         out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
-        lock = runs.lock_folder(out_dir)  # noqa: F841 (held until the process ends)
+        lock = runs.lock_folder(out_dir)  # noqa: F841 (until the process ends)
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
 
@@ -222,48 +209,43 @@ def main(argv: list[str]) -> int:
     torch.manual_seed(cfg.seed)
     raw_model = Transformer(model_cfg).to(device)
     raw_model.set_attn_impl(cfg.attn_impl)
-    flops = flops_per_token(raw_model)  # of training
+    flops = flops_per_token(raw_model)
     dtype, compiled = choose_precision(cfg, device, max_steps * tokens_per_step * flops)
+    precision = str(dtype).removeprefix('torch.') + (', compiled' if compiled else '')
+    peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     optimizers = make_optimizers(raw_model, cfg, dtype)
     attention = describe_attention(raw_model, device, dtype, compiled)
     model = compile_for(device, raw_model, attention) if compiled else raw_model
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    precision = str(dtype).removeprefix('torch.') + (', compiled' if compiled else '')
-    peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
 
-    # The state of the run: that of its last checkpoint, or a new one
-    must_match |= {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
+    # State: that of the last checkpoint, or of a new run
+    must_match = identity | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
     step = skipped = consecutive_skips = 0
     best, seconds = math.inf, 0.0
     state = runs.last_checkpoint(out_dir) if resume else None
-    if state is not None:
+    if state:
         runs.check_match(state.get('must_match'), must_match, out_dir)
         raw_model.load_state_dict(state['model'])
-        for optimizer, saved_state in zip(optimizers, state['optimizers'], strict=True):
-            optimizer.load_state_dict(saved_state)
+        for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
+            optimizer.load_state_dict(optimizer_state)
         step, best, seconds = state['step'], state['best'], state['seconds']
         skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
-        if state['max_steps'] != max_steps:
-            print(f'{max_steps:,} steps instead of {state["max_steps"]:,}: the learning rate is '
-                  'from now on that of the new length', flush=True)
     elif init_from != 'scratch':
         raw_model.load_state_dict(runs.best_checkpoint(init_from)['model'])
     state = source = None  # free their memory
-
-    # All processes must stand at the same step, with the same weights to the bit
-    if world_size > 1:
+    if world_size > 1:  # all must stand at the same step, with the same weights to the bit
         bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
         local = torch.tensor([step, bits])
         total = sum_over_processes(local.clone()).cpu()
         check(torch.equal(total, local * world_size), f'process {rank} has read another checkpoint '
               f'than the others, of step {step}: all need the same files')
 
-    # Options, tokenizer and log go into the folder; the run can then be used without its data
-    log = None
+    # The folder gets what a resumed run, or sample.py without the data, needs
+    log: Any = lambda step, **values: None  # noqa: E731
     if rank == 0:
         cfg.out_dir = out_dir
         config = {'train': asdict(cfg), 'model': asdict(model_cfg)}
@@ -272,12 +254,11 @@ def main(argv: list[str]) -> int:
             write_atomic(f'{out_dir}/{MODEL_FILE}', Path(tokenizer.path).read_bytes())
         log = runs.Log(out_dir, step, cfg.tensorboard)
     n_sequences = len(data['train'])
+    epochs = max_steps * cfg.batch_size / n_sequences
     print(f'{out_dir}: {raw_model.num_params():,} parameters, {max_steps:,} steps of '
-          f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, '
-          f'{max_steps * cfg.batch_size / n_sequences:.3g} epochs of {n_sequences:,} sequences; '
-          f'{world_size} x {device.type}, {precision}, {attention}'
+          f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
+          f'{n_sequences:,} sequences; {world_size} x {device.type}, {precision}, {attention}'
           + (f'; resuming after step {step}' if step else ''), flush=True)
-    # On a terminal, a progress bar
     bar = tqdm(total=max_steps, initial=step, unit='step', leave=False, disable=rank > 0 or None)
 
     def checkpoint(name: str) -> None:
@@ -286,9 +267,9 @@ def main(argv: list[str]) -> int:
             runs.save_checkpoint(out_dir, name, {
                 'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
                 'step': step, 'best': best, 'seconds': seconds + time.monotonic() - started,
-                'skipped': skipped, 'consecutive_skips': consecutive_skips, 'max_steps': max_steps,
-                'must_match': must_match, 'model_config': asdict(model_cfg), 'data_dir': cfg.data,
-                'data': {name: must_match[name] for name in data['train'].must_match}})
+                'skipped': skipped, 'consecutive_skips': consecutive_skips,
+                'must_match': must_match, 'model_config': asdict(model_cfg), 'data': identity,
+                'data_dir': cfg.data})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
@@ -299,7 +280,7 @@ def main(argv: list[str]) -> int:
 
     @torch.no_grad()
     def evaluate(split: str, max_tokens: int) -> tuple[float, float | None]:
-        """Return a split's mean loss in nats a token, and its bits a byte (None without a
+        """Return a split's mean loss in nats a token, and in bits a byte (None without a
         tokenizer), over evenly spaced sequences, the same ones every time. Tokens without bytes,
         such as BOS, have no bits."""
         raw_model.eval()
@@ -328,11 +309,10 @@ def main(argv: list[str]) -> int:
     def on_signal(number: int, frame: Any) -> None:
         signals.append(signal.Signals(number).name)
         signal.signal(number, signal.SIG_DFL)
-        os.write(2, f'\n{signals[-1]}: stopping after this step, with a checkpoint; a second one '
-                 'stops at once\n'.encode())
-    for name in ('SIGTERM', 'SIGINT', 'SIGHUP'):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+        os.write(2, b'\nstopping after this step, with a checkpoint; a second time stops at once\n')
+    for number in signal.Signals:
+        asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
+        if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, on_signal)
 
     # The loop
@@ -360,41 +340,36 @@ def main(argv: list[str]) -> int:
 
         # Clip the gradient, average the loss, and learn whether any process was asked to stop
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
-        asked = torch.tensor(float(bool(signals)), device=device)
+        asked = torch.tensor(float(len(signals)), device=device)
         loss, asked = sum_over_processes(torch.stack([loss, asked])).tolist()
         loss, stopped = loss / world_size, asked > 0
 
-        # Update the weights, unless loss or gradient, the same in all processes, is not finite
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
+        # Update the weights, or skip the step if loss or gradient, alike in all, is not finite
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            consecutive_skips = 0
             for optimizer in optimizers:
                 optimizer.step()
-        raw_model.zero_grad(set_to_none=True)
-        step += 1
-        step_seconds += time.monotonic() - t0
-        consecutive_skips = 0 if finite else consecutive_skips + 1
-        if not finite:
-            skipped += 1
+        else:
+            skipped, consecutive_skips = skipped + 1, consecutive_skips + 1
             bar.clear()
-            print(f'step {step}: skipped, loss {loss}, gradient norm {grad_norm}', flush=True)
-            if log:
-                log(step, event='skipped', loss=loss, grad_norm=grad_norm)
-        if consecutive_skips > MAX_SKIPPED:
-            fail(f'{consecutive_skips} consecutive steps without a finite loss and gradient, up to '
-                 f'step {step}: try a lower learning_rate')
+            print(f'step {step + 1}: skipped, loss {loss}, gradient norm {grad_norm}', flush=True)
+            log(step + 1, event='skipped', loss=loss, grad_norm=grad_norm)
+            check(consecutive_skips <= MAX_SKIPPED, f'{consecutive_skips} consecutive steps, up to '
+                  f'step {step + 1}, without finite loss and gradient: try a lower learning_rate')
+        raw_model.zero_grad(set_to_none=True)
+        step, step_seconds = step + 1, step_seconds + time.monotonic() - t0
+        last = step == max_steps
 
         # Log the loss and the speed, with the share of the GPUs' peak (model FLOPs utilization)
         tokens_per_s = (step - last_logged) * tokens_per_step / step_seconds
         mfu = flops * tokens_per_s / peak
         bar.set_postfix_str(f'loss {loss:.4f}, {tokens_per_s:,.0f} tok/s', refresh=False)
         bar.update()
-        last = step == max_steps
         if step % cfg.log_interval == 0 or last:
-            if log:
-                log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
-                    tokens_per_s=tokens_per_s, mfu=mfu,
-                    memory_gb=torch.cuda.max_memory_allocated() / 1e9, skipped=skipped,
-                    seconds=seconds + time.monotonic() - started)
+            log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
+                tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
+                memory_gb=torch.cuda.max_memory_allocated() / 1e9,
+                seconds=seconds + time.monotonic() - started)
             last_logged, step_seconds = step, 0.0
 
         # Validate, and keep the best weights
@@ -403,10 +378,10 @@ def main(argv: list[str]) -> int:
             eta = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
             bar.clear()
             print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation loss '
-                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | {tokens_per_s:,.0f} '
-                  f'tok/s | {f"MFU {mfu:.1%} | " if mfu == mfu else ""}ETA {eta}', flush=True)
-            if log:
-                log(step, val_loss=val_loss)
+                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | '
+                  f'{tokens_per_s:,.0f} tok/s | '
+                  f'{f"MFU {mfu:.1%} | " if math.isfinite(mfu) else ""}ETA {eta}', flush=True)
+            log(step, val_loss=val_loss)
             if val_loss < best:
                 best = val_loss
                 checkpoint('best.pt')
@@ -415,13 +390,14 @@ def main(argv: list[str]) -> int:
         if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
             checkpoint(f'step_{step:08d}.pt')
     bar.close()
+    seconds += time.monotonic() - started
     if step < max_steps:
-        print(f'Stopped after step {step} ({signals[0] if signals else "stop_step"}); go on with '
-              f'--init_from=resume --out_dir={shlex.quote(out_dir)}', flush=True)
+        reason = 'stop_step' if step == cfg.stop_step else ''.join(signals) or 'another process'
+        print(f'Stopped after step {step} ({reason}); go on with --init_from=resume '
+              f'--out_dir={shlex.quote(out_dir)}', flush=True)
         return STOPPED
 
     # The test, and a sample of text
-    seconds += time.monotonic() - started
     test_loss, test_bits = evaluate('test', cfg.test_tokens)
     if val_loss is None:  # resumed after the last step
         val_loss, val_bits = evaluate('val', cfg.eval_tokens)
@@ -439,8 +415,8 @@ def main(argv: list[str]) -> int:
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if tokenizer and cfg.sample_tokens:
             with eager():
-                text = sample_text(raw_model.eval(), tokenizer, '', cfg.sample_tokens, 0.8, None,
-                                   cfg.seed)
+                text = sample_text(
+                    raw_model.eval(), tokenizer, '', cfg.sample_tokens, 0.8, None, cfg.seed)
             print(text, flush=True)
             log(step, sample=text)
     if world_size > 1:
@@ -456,28 +432,22 @@ def choose_precision(
     cfg: TrainConfig, device: torch.device, flops: float
 ) -> tuple[torch.dtype, bool]:
     """Resolve the options dtype and compile of a run of so many FLOPs. A GPU computes in bfloat16,
-    compiled. On a CPU a long run is compiled, and then in bfloat16 if it has AMX."""
+    compiled. A CPU compiles a long run if the compiler works, and then uses bfloat16 with AMX."""
     on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
-    compiled = cfg.compile
+    compiled, dtype = cfg.compile, cfg.dtype
     if compiled is None:
-        compiled = (on_gpu or (on_cpu and flops > WORTH_COMPILING)) and compiler_works(device)
-    if cfg.dtype != 'auto':
-        return getattr(torch, cfg.dtype), compiled
-    bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
-            or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
-    return torch.bfloat16 if bf16 else torch.float32, compiled
-
-
-def compiler_works(device: torch.device) -> bool:
-    """Return whether torch.compile works on this device. If not, print why: a missing C++
-    compiler, for example."""
-    try:
-        torch.compile(torch.relu)(torch.ones(64, device=device))
-    except Exception as error:  # each stage of the compiler raises its own types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f'Not compiled, which takes longer and more memory: {reason}', flush=True)
-        return False
-    return True
+        compiled = on_gpu or (on_cpu and flops > WORTH_COMPILING)
+        try:
+            if compiled:
+                torch.compile(torch.relu)(torch.ones(64, device=device))
+        except Exception as error:  # such as a missing C++ compiler
+            compiled, reason = False, str(error).strip().partition('\n')[0]
+            print(f'Not compiled, which takes longer and more memory: {reason}', flush=True)
+    if dtype == 'auto':
+        bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
+                or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
+        dtype = 'bfloat16' if bf16 else 'float32'
+    return getattr(torch, dtype), compiled
 
 
 def compile_for(device: torch.device, model: Any, attention: str) -> Any:
@@ -517,20 +487,13 @@ def keep_freed_memory() -> None:
         mallopt(top_pad, 2**28)
 
 
-def run(argv: list[str]) -> NoReturn:
-    """Call main and exit. Under NCCL an error ends the process at once, because destructors could
-    wait for the other processes forever."""
+if __name__ == '__main__':
     try:
-        sys.exit(main(argv))
+        sys.exit(main(sys.argv[1:]))
     except BaseException as error:
         if not (dist.is_initialized() and dist.get_backend() == 'nccl'):
             raise
-        if isinstance(error, SystemExit):
-            print(error.code, file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
+        # NCCL's destructors could wait for the other processes forever: exit without them
+        line = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+        print(line, file=sys.stderr, flush=True)
         os._exit(1)
-
-
-if __name__ == '__main__':
-    run(sys.argv[1:])

@@ -7,8 +7,6 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,9 +17,6 @@ from model import ModelConfig, Transformer
 from nanocem import hf
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.tokenizers import MODEL_FILE
-
-# What a checkpoint or an export must hold, to be used without its run
-CHECKPOINT_KEYS = {'model', 'model_config', 'step', 'data', 'data_dir'}
 
 
 def newest_run() -> str:
@@ -53,8 +48,7 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
         os.makedirs(out_dir, exist_ok=True)
         return out_dir
     name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
-    for n in itertools.count(1):
-        path = f'{name}-{n}' if n > 1 else name
+    for path in itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2))):
         with contextlib.suppress(FileExistsError):  # then try the next
             os.makedirs(path)
             return path
@@ -62,13 +56,13 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
 
 def lock_folder(out_dir: str) -> Any:
     """Lock a run's folder until the returned object is deleted. UserError if another process trains
-    there. Where files cannot be locked, do nothing."""
+    there."""
     try:
         return FileLock(f'{out_dir}/.lock').acquire(timeout=0)
     except Timeout:
         fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
              'start beside it with another --out_dir')
-    except (OSError, NotImplementedError):
+    except OSError:  # a file system without locks
         return None
 
 
@@ -76,8 +70,7 @@ def check_match(saved: dict[str, Any] | None, now: dict[str, Any], path: str) ->
     """UserError unless the values of `now` are those of the run in `path`. Those that it did not
     save are left out."""
     new_run = f'--init_from={path} with another --out_dir starts a new run from its weights'
-    if saved is None:
-        fail(f'{path} is a run of an older version, which cannot be resumed; {new_run}')
+    check(saved is not None, f'{path} is a run of an older version: only it resumes it; {new_run}')
     different = [f'{name}={saved[name]} (now {value})' for name, value in now.items()
                  if saved.get(name, value) != value]
     check(not different, f'the run in {path} has {", ".join(different)}; {new_run}')
@@ -118,8 +111,6 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     except Exception as error:  # a damaged file can fail in any way
         reason = ' '.join(str(error).split())[:200] or type(error).__name__
         raise UserError(f'{path} is damaged ({reason})') from None
-    check(state.keys() >= CHECKPOINT_KEYS, f'{path} is no checkpoint of train.py: it lacks '
-          f'{", ".join(sorted(CHECKPOINT_KEYS - state.keys()))}')
     # torch.compile and DDP put these before the names of weights
     state['model'] = {re.sub(r'^((_orig_mod|module)\.)+', '', name): w
                       for name, w in state['model'].items()}
@@ -133,9 +124,7 @@ def last_checkpoint(path: str) -> dict[str, Any] | None:
     most steps, which may be best.pt. Damaged ones are passed over with a line. None if there is no
     checkpoint, UserError if all are damaged."""
     if os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE)):
-        state = hf.read_export(path)
-        # An export by an older version lacks newer options: they get their defaults
-        return {**state, 'model_config': asdict(build(ModelConfig, state['model_config']))}
+        return hf.read_export(path)
     if os.path.isfile(path):
         return read_checkpoint(path)
     best = os.path.join(path, 'best.pt')
@@ -175,8 +164,6 @@ def find_device(kind: str) -> torch.device:
         kind = 'cuda' if torch.cuda.is_available() else 'cpu'
     check(kind != 'cuda' or torch.cuda.is_available(),
           'device=cuda: torch finds no GPU on this machine; set device=cpu')
-    check(kind != 'mps' or torch.backends.mps.is_available(),
-          'device=mps: needs an Apple GPU; set device=cpu')
     return torch.device(kind)
 
 
@@ -188,36 +175,26 @@ def perplexity(loss: float) -> float:
 
 
 class Log:
-    """log.jsonl and TensorBoard, with the same numbers. If a line cannot be written, one warning
-    says so and the run goes on. A resumed run drops the lines of steps after its checkpoint."""
+    """log.jsonl and TensorBoard, with the same numbers. If a line cannot be written, a warning says
+    so and the run goes on. A resumed run drops damaged lines, and those after its checkpoint."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
-        self.path, self.writer, self.warned = os.path.join(out_dir, 'log.jsonl'), None, False
-        if os.path.exists(self.path):  # drop damaged lines, too
+        self.path, self.writer = f'{out_dir}/log.jsonl', None
+        if os.path.exists(self.path):
             lines = [line for line in read_json_lines(self.path)
                      if line.get('step', math.inf) <= step]
             write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
-        with self.warn_once():
-            if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-                self.writer = SummaryWriter(out_dir, purge_step=step + 1)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
         """Write a line. Numbers go to TensorBoard as well."""
-        with self.warn_once():
+        try:
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
-            if self.writer:
-                for name, value in values.items():
-                    if isinstance(value, (int, float)):
-                        self.writer.add_scalar(name, value, step)
+            numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+            for name, value in numbers.items() if self.writer else ():
+                self.writer.add_scalar(name, value, step)
                 self.writer.flush()
-
-    @contextlib.contextmanager
-    def warn_once(self) -> Iterator[None]:
-        """Turn the first error into a warning, and ignore later ones: a log ends no run."""
-        try:
-            yield
         except Exception as error:  # TensorBoard raises errors of many types
-            if not self.warned:
-                print(f'WARNING: the log cannot be written ({error}); the run goes on', flush=True)
-            self.warned = True
+            print(f'WARNING: step {step} is not in the log ({error}); the run goes on', flush=True)
