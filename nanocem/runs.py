@@ -170,8 +170,8 @@ def find_device(kind: str) -> torch.device:
 # The log
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), finite for every finite loss."""
-    return math.exp(min(loss, 700.0))
+    """Return exp(loss); infinity above a loss of 50, which only a diverged model has."""
+    return math.exp(loss) if loss < 50 else math.inf
 
 
 class Log:

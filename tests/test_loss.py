@@ -1,16 +1,10 @@
-"""nanocem/loss.py: the loss in pieces against the whole, precision, compiler and memory."""
+"""nanocem/loss.py: the loss in pieces against the whole."""
 import math
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
-from torch.nn.parallel import DistributedDataParallel
 
-from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
 

@@ -88,7 +88,7 @@ def test_a_run_of_an_older_version_is_named(halves: tuple[Path, Path], tmp_path:
     config = json.loads((out / 'config.json').read_text())
     config['train']['keep_checkpoints'] = 2
     (out / 'config.json').write_text(json.dumps(config))
-    assert_one_line(resume(out), 'is a run of an older version', 'starts a new run from its weights')
+    assert_one_line(resume(out), 'is a run of an older version', '--init_from=', 'from its weights')
 
 
 # Another length
