@@ -32,7 +32,7 @@ from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, read_text_file, say, table, write_atomic
 from nanocem.hf import export
 from nanocem.loss import LOGITS_AT_ONCE, NO_TARGET
-from nanocem.runs import changed_fields, load_run, newest_run, perplexity, read_config
+from nanocem.runs import load_model, newest_run, perplexity, read_config
 from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
 from prepare_slimpajama import find_data
 
@@ -89,10 +89,10 @@ def read_sequences(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, l
             'text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
     for name in TOKENIZER_KEYS:
-        check(data.identity[name] == state['data'][name],
-                f'data={folder}: its {name} is {data.identity[name]}, that of the run '
+        check(data.must_match[name] == state['data'][name],
+                f'data={folder}: its {name} is {data.must_match[name]}, that of the run '
                 f'{state["data"][name]}; expected data of the same tokenizer')
-    check(bool(cfg.data) or not changed_fields(state['data'], data.identity),
+    check(bool(cfg.data) or data.must_match.items() <= state['data'].items(),
             f'the {cfg.split} split of {folder} has changed since the run was trained; '
             f'--data={shlex.quote(folder)} reads it as it is now')
     chosen = evenly_spaced(len(data), cfg.tokens // length)
@@ -384,7 +384,7 @@ def main(argv: list[str]) -> None:
         check(name in used, f'{name}={value}: of no use to {" and ".join(reports)}')
     check(cfg.text is None or 'split' not in options, 'text and split: give one')
     out_dir = cfg.out_dir or newest_run()
-    model, state = load_run(out_dir, cfg.device)
+    model, state = load_model(out_dir, cfg.device)
     cem = 'cem' in (model.cfg.attn, model.cfg.mlp)
     check(cem or not (cfg.steps or cfg.energies),
             f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
