@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -152,10 +153,8 @@ def main(argv: list[str]) -> int:
     # Data: three splits, cut into sequences, and the order of the training sequences
     if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
         cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, source)
-    meta = read_meta(cfg.data)
-    model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
-    check(model_cfg.vocab_size >= meta['vocab_size'],
-          f'vocab_size={model_cfg.vocab_size}: {cfg.data} needs {meta["vocab_size"]} or more')
+    vocab_size = read_meta(cfg.data)['vocab_size']
+    model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **options})
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
@@ -237,14 +236,14 @@ def main(argv: list[str]) -> int:
     elif init_from != 'scratch':
         raw_model.load_state_dict(runs.best_checkpoint(init_from)['model'])
     state = source = None  # free their memory
-    if world_size > 1:  # all must stand at the same step, with the same weights to the bit
-        bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
-        local = torch.tensor([step, bits])
-        total = sum_over_processes(local.clone()).cpu()
-        check(torch.equal(total, local * world_size), f'process {rank} has read another checkpoint '
-              f'than the others, of step {step}: all need the same files')
+    # All processes must stand at the same step, with the same weights to the bit
+    bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
+    local = torch.tensor([step, bits])
+    check(torch.equal(sum_over_processes(local.clone()).cpu(), local * world_size),
+          f'process {rank} has read another checkpoint than the others, of step {step}: all need '
+          'the same files')
 
-    # The folder gets what a resumed run, or sample.py without the data, needs
+    # Rank 0 writes the log, and what a resumed run, or sample.py without the data, needs
     log: Any = lambda step, **values: None  # noqa: E731
     if rank == 0:
         cfg.out_dir = out_dir
@@ -309,7 +308,8 @@ def main(argv: list[str]) -> int:
     def on_signal(number: int, frame: Any) -> None:
         signals.append(signal.Signals(number).name)
         signal.signal(number, signal.SIG_DFL)
-        os.write(2, b'\nstopping after this step, with a checkpoint; a second time stops at once\n')
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            os.write(2, b'\nstopping after this step; a second signal ends the process at once\n')
     for number in signal.Signals:
         asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
         if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -69,11 +69,12 @@ def lock_folder(out_dir: str) -> Any:
 def check_match(saved: dict[str, Any] | None, now: dict[str, Any], path: str) -> None:
     """UserError unless the values of `now` are those of the run in `path`. Those that it did not
     save are left out."""
-    new_run = f'--init_from={path} with another --out_dir starts a new run from its weights'
-    check(saved is not None, f'{path} is a run of an older version: only it resumes it; {new_run}')
+    check(saved is not None, f'{path} is a run of an older version, which cannot be resumed: '
+          f'--init_from={path} with another --out_dir starts a new run from its weights')
     different = [f'{name}={saved[name]} (now {value})' for name, value in now.items()
                  if saved.get(name, value) != value]
-    check(not different, f'the run in {path} has {", ".join(different)}; {new_run}')
+    check(not different, f'the run in {path} has {", ".join(different)}: expected the same; '
+          '--init_from=scratch with another --out_dir starts a new run')
 
 
 # Checkpoints

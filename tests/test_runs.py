@@ -77,17 +77,6 @@ def test_code_in_a_checkpoint_does_not_run(
     assert not os.path.exists('ran')
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
-    halves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreadable(path: str) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-
-    monkeypatch.setattr('zipfile.ZipFile', unreadable)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        last_checkpoint(str(halves[1]))
-
-
 def test_the_last_checkpoints_stay_and_the_best_apart(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:

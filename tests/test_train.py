@@ -8,6 +8,7 @@ import random
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -211,6 +212,14 @@ def test_data_without_its_tokenizer_trains_and_is_named_at_the_start(
     assert result(tmp_path / 'o')['test_bits_per_byte'] is None
 
 
+def test_in_a_posix_locale_text_is_read_and_printed_as_escapes() -> None:
+    command = [sys.executable, 'sample.py', '--out_dir=pretrained/cem', '--tokens=1', '--device=cpu']
+    env = {**os.environ, 'LC_ALL': 'POSIX', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
+    done = subprocess.run([*command, '--prompt=caf\u00e9'.encode()], cwd=running.ROOT, env=env,
+                          capture_output=True, check=True)
+    assert done.stdout.startswith(b'caf\\xe9')
+
+
 # Kill and go on
 
 class Death:
@@ -302,7 +311,7 @@ def test_ctrl_c_stops_after_the_step_and_a_second_one_at_once(
 ) -> None:
     run = Run(tmp_path, f'--data={data}', f'--out_dir={tmp_path / "o"}', steps(9),
               damage=partial(interrupt, times)).wait()
-    assert run.codes == [code] and 'stopping after this step, with a checkpoint' in run.text
+    assert run.codes == [code] and 'stopping after this step' in run.text
     assert times > 1 or 'Stopped after step 1 (SIGINT)' in run.text
 
 
