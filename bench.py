@@ -30,6 +30,7 @@ from nanocem import loss as loss_fn
 from nanocem.attention import describe_attention, fastest_impl
 from nanocem.decode import Cache, generate
 from nanocem.files import say, table
+from train import compile_for, keep_freed_memory
 
 Row = dict[str, Any]
 Run = Callable[[], Any]  # what is timed
@@ -209,7 +210,7 @@ def train_table(cfg: BenchConfig) -> list[Row]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         if cfg.compile and ours:  # as train.py does
             attention = describe_attention(model, device, cfg.torch_dtype, True)
-            forward = loss_fn.compile_for(device, model, attention)
+            forward = compile_for(device, model, attention)
         elif cfg.compile:
             forward = torch.compile(model, dynamic=False)
 
@@ -334,7 +335,7 @@ TABLES = {'train': train_table, 'attention': attention_table, 'decode': decode_t
 @command_line
 def main(argv: list[str]) -> None:
     cfg = build(BenchConfig, read_options(argv, BenchConfig))
-    loss_fn.keep_freed_memory()  # as train.py does
+    keep_freed_memory()  # as train.py does
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
     torch._dynamo.config.recompile_limit = 64  # every variant compiles the same code anew

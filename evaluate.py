@@ -17,7 +17,6 @@ import io
 import math
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,9 +32,9 @@ from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, table, write_atomic
 from nanocem.hf import export
 from nanocem.loss import LOGITS_AT_ONCE, NO_TARGET
-from nanocem.runs import load_run, newest_run, perplexity, read_config
-from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
-from prepare_slimpajama import find_data, read_documents
+from nanocem.runs import load_model, newest_run, perplexity, read_config
+from nanocem.tokenizers import find_llama_model, keeps_text, make_tokenizer, tokenizer_of
+from prepare_slimpajama import find_data, text_documents
 
 Report = tuple[str, Figure | None]  # a Markdown table, and a picture or None
 DESCENT = """cosine: of the first step with minus the gradient of the energy, mean over tokens
@@ -74,11 +73,6 @@ class Sequences(NamedTuple):
     documents: list[str] | None  # all documents; None if the sequences are a part of them
 
 
-def text_documents(path: str) -> Iterator[str]:
-    """Yield the documents of a text."""
-    return (''.join(chunks) for chunks in read_documents(path, 'text'))
-
-
 def read_text(path: str, tokenizer: Any, length: int, tokens: int) -> Sequences:
     """Read evenly spaced sequences of a text, of at most so many tokens. A BOS begins each
     document, and each token but the first is the target of one sequence."""
@@ -91,7 +85,8 @@ def read_text(path: str, tokenizer: Any, length: int, tokens: int) -> Sequences:
     chosen = evenly_spaced(len(ids), tokens // length)
     if len(chosen) == len(ids):
         return Sequences(ids, sum(len(document.encode()) for document in documents), documents)
-    lossless = [tokenizer.decode(document[1:]) for document in encoded] == documents
+    lossless = all(keeps_text(tokenizer, document_ids[1:], document)
+                   for document_ids, document in zip(encoded, documents, strict=True))
     return Sequences(ids[chosen], spelled(ids[chosen], tokenizer) if lossless else None, None)
 
 
@@ -106,8 +101,8 @@ def read_shards(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, leng
     data = TokenDataset(folder, cfg.split, length)
     for name in TOKENIZER_KEYS:
         check(data.meta.get(name) == state['data'][name],
-                f'data={folder}: its {name} is {data.meta.get(name)}, that of the run '
-                f'{state["data"][name]}; expected data of the same tokenizer')
+              f'data={folder}: its {name} is {data.meta.get(name)}, that of the run '
+              f'{state["data"][name]}; expected data of the same tokenizer')
     chosen = evenly_spaced(len(data), cfg.tokens // length)
     x, y = data.batch(chosen)
     ids = torch.cat([x, y[:, -1:]], dim=1)
@@ -129,9 +124,9 @@ def spelled(ids: Tensor, tokenizer: Any) -> int:
 def count_llama_tokens(documents: list[str] | None, folder: str) -> tuple[int | None, str]:
     """Count the documents' tokens of Llama's tokenizer, which is in a data folder or at
     $LLAMA_TOKENIZER. If that is not possible, a line says why; without the variable it is ''."""
-    path, given = find_llama_model(folder), os.environ.get('LLAMA_TOKENIZER')
+    path = find_llama_model(folder)
     if path is None:
-        return None, f"LLAMA_TOKENIZER={given} is not Llama's tokenizer.model." if given else ''
+        return None, ''
     if documents is None:  # pieces of documents would have more tokens in total
         return None, 'Perplexity per Llama token is known of a whole text or split only (--tokens).'
     llama = make_tokenizer('llama', path)
@@ -428,7 +423,7 @@ def main(argv: list[str]) -> None:
 
     # Load the model and its tokenizer
     out_dir = cfg.out_dir or newest_run()
-    model, state = load_run(out_dir, cfg.device)
+    model, state = load_model(out_dir, cfg.device)
     check('cem' in (model.cfg.attn, model.cfg.mlp) or not (cfg.steps or cfg.energies),
             f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
     if cfg.export:

@@ -3,7 +3,7 @@ Generate text with a trained model.
 
     python sample.py                                         with the newest run
     python sample.py --out_dir=out/mini-cem1-cem1 --prompt="def " --temperature=0.7 --attn_steps=4
-    python sample.py --prompt=FILE:intro.txt                 continue the text in a file
+    python sample.py --prompt_file=intro.txt                 continue the text in a file
 """
 import sys
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import torch
 
 from configurator import build, command_line, convert_types, fail, in_range, read_options
 from nanocem.decode import generate
-from nanocem.files import read_text_file, say
-from nanocem.runs import load_run, newest_run
+from nanocem.files import read_text_file
+from nanocem.runs import load_model, newest_run
 from nanocem.tokenizers import tokenizer_of
 
 
@@ -22,7 +22,8 @@ from nanocem.tokenizers import tokenizer_of
 class SampleConfig:
     """The text to generate."""
     out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
-    prompt: str = ''  # the text to continue, or FILE:PATH for the text in a file
+    prompt: str = ''  # the text to continue
+    prompt_file: str | None = None  # continue the text in this file
     tokens: int = 500  # number of tokens to generate
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
@@ -59,13 +60,14 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
 @command_line
 def main(argv: list[str]) -> None:
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
-    if cfg.prompt.startswith('FILE:'):
-        cfg.prompt = read_text_file(cfg.prompt.removeprefix('FILE:'), 'prompt=FILE:')
-    model, state = load_run(cfg.out_dir or newest_run(), cfg.device)
+    if cfg.prompt_file:
+        cfg.prompt = read_text_file(cfg.prompt_file, 'prompt_file=')
+    model, state = load_model(cfg.out_dir or newest_run(), cfg.device)
     in_range(cfg, 1, model.cfg.vocab_size, 'top_k')
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    say(sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature, cfg.top_k,
-                    cfg.seed, cfg.num_samples) + '\n---')
+    text = sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
+                       cfg.top_k, cfg.seed, cfg.num_samples)
+    print(f'{text}\n---', flush=True)
 
 
 if __name__ == '__main__':

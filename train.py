@@ -11,11 +11,14 @@ Later config files override earlier ones, and --key=value flags override files. 
 out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at the end, result.json.
 """
 import contextlib
+import ctypes
 import math
 import os
 import shlex
+import signal
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,26 +26,28 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import UserError, build, command_line, convert_types, fail, in_range, read_options
+from configurator import build, check, command_line, convert_types, in_range, merge, read_options
 from model import ModelConfig, Transformer
-from nanocem import loss as loss_fn
 from nanocem import runs
 from nanocem.attention import describe_attention
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
-from nanocem.files import say, to_json, write_atomic
+from nanocem.files import read_json, to_json, write_atomic
+from nanocem.loss import flops_per_token, peak_flops
 from nanocem.optim import make_optimizers
 from nanocem.runs import perplexity
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer
-from nanocem.world import Distributed, divide_batch, find_device, read_environment, report_errors
 from prepare_slimpajama import find_data
 from sample import sample_text
 
+MICRO_BATCH_TOKENS = 16_384  # largest forward pass, unless micro_batch_size is given
+WORTH_COMPILING = 2e12  # FLOPs of a run; a shorter one (a minute on a CPU) is not compiled
 MAX_SKIPPED = 10  # after more consecutive steps without finite loss and gradient the run ends
 STOPPED = 75  # exit code of a run that can continue (EX_TEMPFAIL: try again later)
 
@@ -73,25 +78,21 @@ class TrainConfig:
     eval_tokens: int = 2_000_000  # tokens per validation, the same ones every time
     test_tokens: int = 10_000_000  # tokens of the final test
     log_interval: int = 10  # steps between lines of log.jsonl
-    checkpoint_interval: int = 1000  # steps between checkpoints, besides best.pt
-    keep_checkpoints: int = 2  # number of checkpoints to keep, besides the best by validation
+    checkpoint_interval: int = 1000  # steps between checkpoints; the last two and best.pt are kept
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
     attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # nanocem
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
-    activation_checkpointing: bool = False  # recompute activations in the backward pass
-    timeout_minutes: float = 10.0  # how long a process waits for the others
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
-    sample_interval: int | None = None  # steps between samples of text; default: only at the end
-    sample_tokens: int = 400  # length of a sample; 0: no sample
+    sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
 
     def __post_init__(self) -> None:
         convert_types(self)
-        in_range(self, 1, 10**6, 'batch_size micro_batch_size keep_checkpoints stop_step')
-        in_range(self, 1, 10**6, 'eval_interval log_interval checkpoint_interval sample_interval')
+        in_range(self, 1, 10**6, 'batch_size micro_batch_size stop_step')
+        in_range(self, 1, 10**6, 'eval_interval log_interval checkpoint_interval')
         in_range(self, 1, 10**15, 'tokens eval_tokens test_tokens')
-        in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip timeout_minutes')
+        in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip')
         in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
         in_range(self, 0, 0.9999, 'warmup beta1 beta2')
         in_range(self, 0, 1, 'final_lr')
@@ -114,402 +115,385 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
     return cfg.learning_rate * (cfg.final_lr + (1 - cfg.final_lr) * cosine)
 
 
-class Trainer:
-    """One training run: __init__ makes what it needs, `train` is the loop."""
-    def __init__(self, cfg: TrainConfig, options: dict[str, Any], world: Distributed):
-        self.cfg, self.world = cfg, world
+@command_line
+def main(argv: list[str]) -> int:
+    # Options: those given, over those of the run to resume or the model to start from
+    given = read_options(argv, TrainConfig, ModelConfig)
+    init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
+    resume, saved, source = init_from == 'resume', {}, None
+    if resume:
+        out_dir = out_dir or runs.newest_run()
+        config = runs.read_config(out_dir)
+        check(config is not None, f'init_from=resume: no run in {out_dir}')
+        saved = {**config['model'], **config['train'], 'stop_step': None}
+        kept = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
+        runs.check_match(saved, kept, out_dir)
+        init_from = given['init_from'] = saved['init_from']
+    elif init_from != 'scratch':
+        source = runs.best_checkpoint(init_from)
+        saved = source['model_config']
+        kept = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
+        runs.check_match(saved, kept, init_from)
+    options = merge(saved, given)
+    cfg = build(TrainConfig, options)
+    check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
 
-        # The data: three splits, cut into sequences, and the order of the training sequences
-        vocab_size = read_meta(cfg.data)['vocab_size']
-        self.model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **options})
-        if self.model_cfg.vocab_size < vocab_size:
-            fail(f'vocab_size={self.model_cfg.vocab_size}: {cfg.data} needs {vocab_size} or more')
-        length = self.model_cfg.context_length
-        self.data = {split: TokenDataset(cfg.data, split, length)
-                     for split in ('train', 'val', 'test')}
-        self.micro_batch_size = divide_batch(
-            cfg.batch_size, cfg.micro_batch_size, world.size, length)
-        self.order = BatchSampler(len(self.data['train']), cfg.batch_size, cfg.seed)
+    # Processes: torchrun sets their ranks, one process for each GPU. Only rank 0 prints
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    device = runs.find_device(cfg.device)
+    on_gpu = device.type == 'cuda'
+    if on_gpu:
+        device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision('high')  # float32 products by TF32
+    if rank > 0:
+        sys.stdout = None
+    keep_freed_memory()
 
-        # The token budget is computed from the Llama of this size, also for CEM
-        with torch.device('meta'):
-            llama_params = Transformer(self.model_cfg.llama()).num_params()
-        self.tokens_per_step = cfg.batch_size * length
-        tokens = cfg.tokens or cfg.tokens_per_param * llama_params
-        self.max_steps = math.ceil(tokens / self.tokens_per_step)
+    # Data: three splits, cut into sequences, and the order of the training sequences
+    if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
+        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, source)
+    vocab_size = read_meta(cfg.data)['vocab_size']
+    model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **options})
+    length = model_cfg.context_length
+    data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
+    sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
+    identity = {k: v for split in data.values() for k, v in split.must_match.items()}
+    if source:
+        tokenizer_keys = ('tokenizer', 'tokenizer_sha256')
+        runs.check_match(source['data'], {k: identity[k] for k in tokenizer_keys}, init_from)
+    tokenizer = token_bytes = None
+    try:
+        tokenizer = load_tokenizer(cfg.data)
+        token_bytes = tokenizer.token_bytes()
+        token_bytes = F.pad(token_bytes, (0, model_cfg.vocab_size - len(token_bytes)))
+    except ValueError as error:
+        print(f'WARNING: {error}; the run goes on, without samples and bits per byte', flush=True)
 
-        # The model
-        torch.manual_seed(cfg.seed)
-        self.raw_model = Transformer(self.model_cfg).to(world.device)
-        self.raw_model.gradient_checkpointing = cfg.activation_checkpointing
-        self.raw_model.set_attn_impl(cfg.attn_impl)
-        self.flops_per_token = loss_fn.flops_per_token(self.raw_model)
+    # Batch: each process takes its share, in micro-batches that fit into memory
+    share, left = divmod(cfg.batch_size, world_size)
+    check(left == 0, f'batch_size={cfg.batch_size} does not divide among {world_size} processes; '
+          f'right would be batch_size={(share + 1) * world_size}')
+    divisors = [m for m in range(1, share + 1) if share % m == 0]
+    micro_batch_size = cfg.micro_batch_size or max(
+        m for m in divisors if m == 1 or m * length <= MICRO_BATCH_TOKENS)
+    check(micro_batch_size in divisors,
+          f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
+          f'right would be one of {", ".join(map(str, divisors))}')
 
-        # Precision, compiler, optimizers, processes
-        flops = self.max_steps * self.tokens_per_step * self.flops_per_token
-        self.dtype, compiled, reason = world.run_on_rank0(
-            loss_fn.precision_and_compiler, world.device, cfg.dtype, cfg.compile, flops)
-        self.optimizers = make_optimizers(self.raw_model, cfg, self.dtype)
-        self.precision = str(self.dtype).removeprefix('torch.') + (', compiled' if compiled else '')
-        self.autocast = torch.autocast(
-            world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
-        self.attention = describe_attention(self.raw_model, world.device, self.dtype, compiled)
-        if world.rank == 0 and world.device.type == 'cuda' and not compiled:
-            say(f'Not compiled, which takes more memory: {reason or "compile=False"}')
-        self.model = self.raw_model
-        if compiled:  # on a CPU this compiles the blocks of raw_model in place
-            self.model = loss_fn.compile_for(world.device, self.raw_model, self.attention)
-        if world.size > 1:
-            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+    # Budget: the tokens are computed from the Llama of this size, also for CEM
+    with torch.device('meta'):
+        llama_params = Transformer(model_cfg.llama()).num_params()
+    tokens_per_step = cfg.batch_size * length
+    max_steps = math.ceil((cfg.tokens or cfg.tokens_per_param * llama_params) / tokens_per_step)
+    if resume and (read_json(f'{out_dir}/result.json') or {}).get('steps') == max_steps:
+        print(f'{out_dir} is finished after {max_steps:,} steps: a larger --tokens trains on, '
+              'evaluate.py evaluates it', flush=True)
+        return 0
 
-        # The state of the run
-        self.step = 0  # steps done
-        self.loss = self.grad_norm = self.lr = math.nan  # of the last step
-        self.tokens_per_s, self.mfu = math.nan, None  # since the last log_step
-        self.skipped = self.consecutive_skips = 0  # steps without a finite loss and gradient
-        self.best = math.inf  # lowest validation loss
-        self.val_loss: float | None = None  # of the last validation
-        self.val_bits: float | None = None  # its bits per byte, after the last step
-        self.start_time = time.monotonic()  # moved back by the duration of earlier sessions
-        self.last_logged = 0  # step of the last log_step
-        self.train_time = 0.0  # seconds spent in steps since then
-        self.log: runs.Log | None = None  # only on rank 0
-        self.tokenizer: Any = None  # only on rank 0, and None there if the data has none
-        self.bar = tqdm(disable=True)
+    # Folder: one run at a time writes in it. Then, after what can take long, the processes connect
+    if rank == 0:
+        out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
+        lock = runs.lock_folder(out_dir)  # noqa: F841 (until the process ends)
+    if world_size > 1:
+        dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
 
-    def identity(self) -> dict[str, Any]:
-        """Return what must stay the same when the run is resumed."""
-        data = {k: v for split in self.data.values() for k, v in split.identity.items()}
-        return {'model_config': asdict(self.model_cfg), 'data': data,
-                'recipe': {name: getattr(self.cfg, name) for name in RECIPE}}
+    def sum_over_processes(values: Tensor) -> Tensor:
+        if world_size > 1:
+            values = values.to(device)
+            dist.all_reduce(values)
+        return values
 
-    def restore(self, resume: bool) -> None:
-        """Restore the checkpoint, or load initial weights. UserError if either does not fit."""
-        world, cfg = self.world, self.cfg
-        state = None
-        if resume:
-            state = world.run_on_rank0(runs.resumed_state, cfg.out_dir, self.identity())
-        if state is None:  # a new run, or one that stopped before its first checkpoint
-            if cfg.init_from != 'scratch':
-                source = world.run_on_rank0(runs.read_run, cfg.init_from)
-                runs.load_weights(self.raw_model, source, self.identity(), cfg.init_from)
-            return
-        self.raw_model.load_state_dict(state['model'])
-        for optimizer, saved in zip(self.optimizers, state['optimizers'], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step = self.last_logged = state['step']
-        self.skipped, self.consecutive_skips = state['skipped'], state['consecutive_skips']
-        self.best = state['best']
-        self.start_time -= state['seconds']
-        if self.max_steps < self.step:
-            fail(f'tokens={self.max_steps * self.tokens_per_step}: the run in {cfg.out_dir} has '
-                 f'seen {self.step * self.tokens_per_step} already')
-        if state['max_steps'] != self.max_steps:
-            self.report(f'{self.max_steps:,} steps instead of {state["max_steps"]:,}: the learning '
-                        'rate is from now on that of the new length')
+    # Model, precision, optimizers, compiler
+    torch.manual_seed(cfg.seed)
+    raw_model = Transformer(model_cfg).to(device)
+    raw_model.set_attn_impl(cfg.attn_impl)
+    flops = flops_per_token(raw_model)
+    dtype, compiled = choose_precision(cfg, device, max_steps * tokens_per_step * flops)
+    precision = str(dtype).removeprefix('torch.') + (', compiled' if compiled else '')
+    peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    optimizers = make_optimizers(raw_model, cfg, dtype)
+    attention = describe_attention(raw_model, device, dtype, compiled)
+    model = compile_for(device, raw_model, attention) if compiled else raw_model
+    if world_size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def checkpoint(self, best: bool = False) -> None:
-        """Write the state after self.step steps."""
-        if self.world.rank != 0:
-            return
-        state = {
-            'model': self.raw_model.state_dict(),
-            'optimizers': [optimizer.state_dict() for optimizer in self.optimizers],
-            'step': self.step, 'seconds': time.monotonic() - self.start_time, 'best': self.best,
-            'skipped': self.skipped, 'consecutive_skips': self.consecutive_skips,
-            'max_steps': self.max_steps, 'data_dir': self.cfg.data, **self.identity()}
-        runs.save_checkpoint(self.cfg.out_dir, state, best, self.cfg.keep_checkpoints)
+    # State: that of the last checkpoint, or of a new run
+    must_match = identity | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
+    step = skipped = consecutive_skips = 0
+    best, seconds = math.inf, 0.0
+    state = runs.last_checkpoint(out_dir) if resume else None
+    if state:
+        runs.check_match(state.get('must_match'), must_match, out_dir)
+        raw_model.load_state_dict(state['model'])
+        for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
+            optimizer.load_state_dict(optimizer_state)
+        step, best, seconds = state['step'], state['best'], state['seconds']
+        skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
+        check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
+              f'seen {step * tokens_per_step} already')
+    elif init_from != 'scratch':
+        raw_model.load_state_dict(runs.best_checkpoint(init_from)['model'])
+    state = source = None  # free their memory
+    # All processes must stand at the same step, with the same weights to the bit
+    bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
+    local = torch.tensor([step, bits])
+    check(torch.equal(sum_over_processes(local.clone()).cpu(), local * world_size),
+          f'process {rank} has read another checkpoint than the others, of step {step}: all need '
+          'the same files')
 
-    def batch(self, split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+    # Rank 0 writes the log, and what a resumed run, or sample.py without the data, needs
+    log: Any = lambda step, **values: None  # noqa: E731
+    if rank == 0:
+        cfg.out_dir = out_dir
+        config = {'train': asdict(cfg), 'model': asdict(model_cfg)}
+        write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
+        if tokenizer and tokenizer.path:
+            write_atomic(f'{out_dir}/{MODEL_FILE}', Path(tokenizer.path).read_bytes())
+        log = runs.Log(out_dir, step, cfg.tensorboard)
+    n_sequences = len(data['train'])
+    epochs = max_steps * cfg.batch_size / n_sequences
+    print(f'{out_dir}: {raw_model.num_params():,} parameters, {max_steps:,} steps of '
+          f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
+          f'{n_sequences:,} sequences; {world_size} x {device.type}, {precision}, {attention}'
+          + (f'; resuming after step {step}' if step else ''), flush=True)
+    bar = tqdm(total=max_steps, initial=step, unit='step', leave=False, disable=rank > 0 or None)
+
+    def checkpoint(name: str) -> None:
+        """Write the state after this step."""
+        if rank == 0:
+            runs.save_checkpoint(out_dir, name, {
+                'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
+                'step': step, 'best': best, 'seconds': seconds + time.monotonic() - started,
+                'skipped': skipped, 'consecutive_skips': consecutive_skips,
+                'must_match': must_match, 'model_config': asdict(model_cfg), 'data': identity,
+                'data_dir': cfg.data})
+
+    def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
-        x, y = self.data[split].batch(indices)
-        device = self.world.device
-        on_gpu = device.type == 'cuda'
+        x, y = data[split].batch(indices)
         if on_gpu:  # from pinned memory the copy overlaps with the GPU's work
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(device, non_blocking=on_gpu), y.to(device, non_blocking=on_gpu)
 
-    def train_step(self) -> tuple[float, float]:
-        """Take one optimizer step on one global batch. Returns its mean loss and gradient norm."""
-        cfg, world = self.cfg, self.world
+    @torch.no_grad()
+    def evaluate(split: str, max_tokens: int) -> tuple[float, float | None]:
+        """Return a split's mean loss in nats a token, and in bits a byte (None without a
+        tokenizer), over evenly spaced sequences, the same ones every time. Tokens without bytes,
+        such as BOS, have no bits."""
+        raw_model.eval()
+        sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens, nats of text, bytes of text
+        indices = evenly_spaced(len(data[split]), max_tokens // length)[rank::world_size]
+        for i in range(0, len(indices), micro_batch_size):
+            x, y = batch(split, indices[i:i + micro_batch_size])
+            # Run a smaller last batch uncompiled: it is not worth a compilation
+            stance = eager() if len(x) < micro_batch_size else contextlib.nullcontext()
+            with autocast, stance:
+                logits, _ = model(x)
+            # The loss of each token, a sequence at a time: float32 logits take much memory
+            losses = torch.stack([F.cross_entropy(row.float(), targets, reduction='none')
+                                  for row, targets in zip(logits, y, strict=True)]).cpu().double()
+            n_bytes = torch.ones_like(losses) if token_bytes is None else token_bytes[y.cpu()]
+            sums += torch.stack([losses.sum(), torch.tensor(losses.numel()),
+                                 losses[n_bytes > 0].sum(), n_bytes.sum()])
+        raw_model.train()
+        nats, tokens, text_nats, text_bytes = sum_over_processes(sums).tolist()
+        bits = None if token_bytes is None else text_nats / max(1, text_bytes) / math.log(2)
+        return nats / tokens, bits
 
+    # SIGTERM, SIGHUP and Ctrl-C stop the run after the current step; a second one ends it at once
+    signals: list[str] = []
+
+    def on_signal(number: int, frame: Any) -> None:
+        signals.append(signal.Signals(number).name)
+        signal.signal(number, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # of a terminal that was closed
+            os.write(2, b'\nstopping after this step; a second signal ends the process at once\n')
+    for number in signal.Signals:
+        asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
+        if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, on_signal)
+
+    # The loop
+    stop_step = min(max_steps, cfg.stop_step or max_steps)
+    started, last_logged, step_seconds = time.monotonic(), step, 0.0
+    val_loss, stopped = None, False
+    while step < stop_step and not stopped:
         # Set the learning rate of this step
-        self.lr = learning_rate(cfg, self.step, self.max_steps)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group['lr'] = self.lr
+        t0 = time.monotonic()
+        lr = learning_rate(cfg, step, max_steps)
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group['lr'] = lr
 
-        # This process's share of the global batch: indices (grad_accum_steps, micro_batch_size)
-        batch = self.order(self.step).reshape(world.size, -1, self.micro_batch_size)[world.rank]
-        grad_accum_steps = len(batch)
-
-        # Accumulate gradients over forward and backward passes; DDP all-reduces them in the last
-        loss = torch.zeros((), device=world.device)
-        for micro_step, indices in enumerate(batch):
-            x, y = self.batch('train', indices)
-            if world.size > 1:
-                self.model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-            with self.autocast:
-                _, micro_loss = self.model(x, y)
-                micro_loss = micro_loss / grad_accum_steps
+        # Accumulate gradients over micro-batches; DDP all-reduces them in the last
+        micro_batches = sampler(step).reshape(world_size, -1, micro_batch_size)[rank]
+        loss = torch.zeros((), device=device)
+        for n, indices in enumerate(micro_batches, 1):
+            x, y = batch('train', indices)
+            if world_size > 1:
+                model.require_backward_grad_sync = n == len(micro_batches)
+            with autocast:
+                micro_loss = model(x, y)[1] / len(micro_batches)
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        # Clip the gradient, and average the loss over processes
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), cfg.grad_clip)
-        loss, grad_norm = float(world.sum(loss) / world.size), float(grad_norm)
+        # Clip the gradient, average the loss, and learn whether any process was asked to stop
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
+        asked = torch.tensor(float(len(signals)), device=device)
+        loss, asked = sum_over_processes(torch.stack([loss, asked])).tolist()
+        loss, stopped = loss / world_size, asked > 0
 
-        # Update the weights if both are finite; both are the same in all processes
+        # Update the weights, or skip the step if loss or gradient, alike in all, is not finite
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            for optimizer in self.optimizers:
+            consecutive_skips = 0
+            for optimizer in optimizers:
                 optimizer.step()
-        self.raw_model.zero_grad(set_to_none=True)
-        return loss, grad_norm
-
-    @torch.no_grad()
-    def evaluate(self, split: str, max_tokens: int, with_bits: bool = False,
-                 ) -> tuple[float, float | None]:
-        """Return a split's mean loss over at most `max_tokens` tokens, in the same evenly spaced
-        sequences every time, and its bits per byte: None unless `with_bits`, or without a
-        tokenizer. Tokens without bytes, such as BOS, do not count in bits per byte."""
-        data, world, size = self.data[split], self.world, self.micro_batch_size
-        token_bytes = world.run_on_rank0(self.padded_token_bytes) if with_bits else None
-        if token_bytes is not None:
-            token_bytes = token_bytes.to(world.device)
-        indices = evenly_spaced(len(data), max_tokens // data.length)[world.rank::world.size]
-        # (tokens that have bytes, others) x (nats, tokens, bytes)
-        sums = torch.zeros(2, 3, dtype=torch.float64)
-        self.raw_model.eval()
-        # The model returns only a mean loss. So a first pass takes the tokens that have bytes, and
-        # a second the others, in the sequences that hold some
-        for row, is_text in enumerate((True, False)):
-            left_out = np.zeros(len(indices), dtype=bool)  # sequences with tokens not in this pass
-            for i in range(0, len(indices), size):
-                x, y = self.batch(split, indices[i:i + size])
-                n_bytes = torch.ones_like(y) if token_bytes is None else token_bytes[y]
-                counts = (n_bytes > 0) == is_text
-                left_out[i:i + size] = (~counts).any(dim=1).cpu()
-                # Run a smaller last batch uncompiled: it is not worth a compilation
-                stance = loss_fn.eager() if len(x) < size else contextlib.nullcontext()
-                with self.autocast, stance:
-                    loss = self.model(x, y.masked_fill(~counts, loss_fn.NO_TARGET))[1]
-                n = int(counts.sum())
-                sums[row] += torch.tensor([float(loss) * n if n else 0.0, n, int(n_bytes.sum())])
-            indices = indices[left_out]
-        self.raw_model.train()
-        sums = world.sum(sums)
-        (text_nats, _, text_bytes), (nats, tokens, _) = sums[0].tolist(), sums.sum(dim=0).tolist()
-        bits = text_nats / max(1, text_bytes) / math.log(2)
-        return nats / tokens, None if token_bytes is None else bits
-
-    def padded_token_bytes(self) -> Tensor | None:
-        """Return the number of bytes of each token (vocab_size,); None without a tokenizer."""
-        if self.tokenizer is None:
-            return None
-        token_bytes = self.tokenizer.token_bytes()
-        return F.pad(token_bytes, (0, self.model_cfg.vocab_size - len(token_bytes)))
-
-    def train(self, signals: runs.Signals) -> int:
-        """Train until the last step or a stop. Returns the exit code: 0, or STOPPED."""
-        cfg, max_steps = self.cfg, self.max_steps
-        stop_reason = self.stop_reason(signals)
-        while self.step < max_steps and not stop_reason:
-            # Take one optimizer step, and time it
-            t0 = time.monotonic()
-            self.loss, self.grad_norm = self.train_step()
-            self.train_time += time.monotonic() - t0
-            self.step += 1
-            self.count_skips()
-            self.measure_speed()
-            last = self.step == max_steps
-            # Log the training loss and the speed
-            if self.step % cfg.log_interval == 0 or last:
-                self.log_step()
-            # Evaluate on the validation split, and keep the best weights
-            if self.step % cfg.eval_interval == 0 or last:
-                self.validate()
-            # Print a sample of text
-            if cfg.sample_interval and self.step % cfg.sample_interval == 0 and not last:
-                self.sample()
-            # Write a checkpoint, and stop if any process was told to
-            stop_reason = self.stop_reason(signals)
-            if self.step % cfg.checkpoint_interval == 0 or last or stop_reason:
-                self.checkpoint()
-        if self.step < max_steps:
-            self.report(f'Stopped after step {self.step} ({stop_reason}); go on with '
-                        f'--init_from=resume --out_dir={shlex.quote(cfg.out_dir)}')
-            return STOPPED
-        self.finish()
-        return 0
-
-    def count_skips(self) -> None:
-        """Count and report skipped steps. UserError after too many consecutive ones."""
-        if math.isfinite(self.loss) and math.isfinite(self.grad_norm):
-            self.consecutive_skips = 0
-            return
-        self.skipped += 1
-        self.consecutive_skips += 1
-        self.report(f'step {self.step}: skipped, loss {self.loss}, gradient norm {self.grad_norm}',
-                    event='skipped', loss=self.loss, grad_norm=self.grad_norm)
-        if self.consecutive_skips > MAX_SKIPPED:
-            fail(f'{self.consecutive_skips} consecutive steps without a finite loss and gradient, '
-                 f'up to step {self.step}: try a lower learning_rate')
-
-    def measure_speed(self) -> None:
-        """Measure tokens per second and, if the GPU's peak is known, model FLOPs utilization."""
-        self.tokens_per_s = (self.step - self.last_logged) * self.tokens_per_step / self.train_time
-        peak = loss_fn.peak_flops(self.world.device, self.dtype) * self.world.size
-        mfu = self.flops_per_token * self.tokens_per_s / peak
-        self.mfu = mfu if math.isfinite(mfu) else None
-        self.bar.set_postfix_str(f'loss {self.loss:.4f}, {self.tokens_per_s:,.0f} tok/s', False)
-        self.bar.update()
-
-    def log_step(self) -> None:
-        """Write the training loss and the speed to the log."""
-        if self.world.rank == 0:
-            self.log(self.step, tokens=self.step * self.tokens_per_step, loss=self.loss,
-                     lr=self.lr, grad_norm=self.grad_norm, tokens_per_s=self.tokens_per_s,
-                     mfu=self.mfu, memory_gb=torch.cuda.max_memory_allocated() / 1e9,
-                     skipped=self.skipped, seconds=time.monotonic() - self.start_time)
-        self.last_logged, self.train_time = self.step, 0.0
-
-    def validate(self) -> None:
-        """Evaluate on the validation split, report, and write best.pt if the loss is the lowest."""
-        steps = self.max_steps
-        last = self.step == steps
-        self.val_loss, self.val_bits = self.evaluate('val', self.cfg.eval_tokens, with_bits=last)
-        seconds = round((steps - self.step) * self.tokens_per_step / self.tokens_per_s)
-        mfu = '' if self.mfu is None else f'MFU {self.mfu:.1%} | '
-        self.report(f'step {self.step:>6,}/{steps:,} | loss {self.loss:.4f} | validation loss '
-                    f'{self.val_loss:.4f}, perplexity {perplexity(self.val_loss):.3f} | '
-                    f'{self.tokens_per_s:,.0f} tok/s | {mfu}ETA {timedelta(seconds=seconds)}',
-                    val_loss=self.val_loss)
-        if self.val_loss < self.best:
-            self.best = self.val_loss
-            self.checkpoint(best=True)
-
-    def stop_reason(self, signals: runs.Signals) -> str | None:
-        """Return why the run should stop now, or None. All processes decide the same."""
-        reason = signals.received
-        if self.cfg.stop_step is not None and self.step >= self.cfg.stop_step:
-            reason = 'stop_step'
-        if self.world.any(reason is not None):
-            return reason or 'another process was asked'
-        return None
-
-    def report(self, text: str, **values: Any) -> None:
-        """Print a line, and write its values to the log. Only rank 0 does."""
-        if self.world.rank == 0:
-            self.bar.clear()
-            say(text)
-            if values:
-                self.log(self.step, **values)
-
-    def open_folder(self) -> None:
-        """Write config.json, load the tokenizer, open the log, and print what the run will do."""
-        cfg, steps, n_sequences = self.cfg, self.max_steps, len(self.data['train'])
-        config = {'train': asdict(cfg), 'model': asdict(self.model_cfg)}
-        write_atomic(f'{cfg.out_dir}/config.json', to_json(config, indent=1))
-        try:
-            self.tokenizer = load_tokenizer(cfg.data)
-            if self.tokenizer.path:  # the run can be sampled and exported without its data
-                write_atomic(f'{cfg.out_dir}/{MODEL_FILE}', Path(self.tokenizer.path).read_bytes())
-        except UserError as error:
-            say(f'WARNING: {error}; the run goes on, without samples and bits per byte')
-        self.log = runs.Log(cfg.out_dir, self.step, cfg.tensorboard)
-        epochs = steps * cfg.batch_size / n_sequences
-        say(f'{cfg.out_dir}: {self.raw_model.num_params():,} parameters, {steps:,} steps of '
-            f'{self.tokens_per_step:,} tokens = {steps * self.tokens_per_step:,}, '
-            f'{epochs:.3g} epochs of {n_sequences:,} sequences; '
-            f'{self.world.size} x {self.world.device.type}, {self.precision}, {self.attention}'
-            + (f'; resuming after step {self.step}' if self.step else ''))
-        # On a terminal, a progress bar
-        self.bar = tqdm(total=steps, initial=self.step, unit='step', leave=False, disable=None)
-
-    def sample(self) -> None:
-        """Print a text of the model, and write it to the log."""
-        cfg = self.cfg
-        if self.tokenizer is None or not cfg.sample_tokens:
-            return
-        self.raw_model.eval()
-        try:
-            with loss_fn.eager():
-                text = sample_text(self.raw_model, self.tokenizer, prompt='',
-                                   tokens=cfg.sample_tokens, temperature=0.8, top_k=None,
-                                   seed=cfg.seed)
-        except UserError as error:  # logits that are not finite, for example, do not end a run
-            text = f'No sample: {error}'
-        self.raw_model.train()
-        self.report(text, sample=text)
-
-    def finish(self) -> None:
-        """Evaluate the last weights on the test split, write result.json, print a sample."""
-        cfg, seconds = self.cfg, time.monotonic() - self.start_time
-        test_loss, test_bits = self.evaluate('test', cfg.test_tokens, with_bits=True)
-        if self.val_loss is None:  # resumed after the last step
-            self.val_loss, self.val_bits = self.evaluate('val', cfg.eval_tokens, with_bits=True)
-        if not math.isfinite(test_loss):
-            fail(f'test loss {test_loss}: try a lower learning_rate or init_std')
-        self.report(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
-                    f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token')
-        result = {
-            'val_bits_per_byte': self.val_bits, 'test_bits_per_byte': test_bits,
-            'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
-            'val_loss': self.val_loss, 'val_perplexity': perplexity(self.val_loss),
-            'parameters': self.raw_model.num_params(), 'steps': self.step,
-            'tokens': self.step * self.tokens_per_step, 'flops_per_token': self.flops_per_token,
-            'skipped': self.skipped, 'precision': self.precision, 'seconds': seconds}
-        path = f'{cfg.out_dir}/result.json'
-        self.world.run_on_rank0(write_atomic, path, to_json(result, indent=1))
-        self.sample()
-
-
-@command_line
-def main(argv: list[str]) -> int:
-    world, code = read_environment(), 0
-    with report_errors(world), contextlib.ExitStack() as stack:
-        # Read the options. Those given override those of the run to resume or to start from
-        given = read_options(argv, TrainConfig, ModelConfig)
-        out_dir, resume = runs.find_run(given.get('init_from'), given.get('out_dir'))
-        options = (runs.resumed_options(out_dir, given, TrainConfig) if resume
-                   else runs.new_options(given))
-        cfg = build(TrainConfig, options)
-        world.device = find_device(cfg.device, world.local_rank)
-        loss_fn.keep_freed_memory()
-
-        # Find or prepare the data before the processes connect: it may take longer than they wait
-        # for each other. One prepares it, and the others wait for its lock. Only rank 0 prints. A
-        # resumed run uses the data that it has.
-        if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-            fine_tuning = cfg.text and cfg.init_from != 'scratch'  # the text gets its tokenizer
-            with contextlib.redirect_stdout(None if world.rank else sys.stdout):
-                cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer,
-                                     runs.read_run(cfg.init_from) if fine_tuning else None)
-
-        # Connect the processes, and lock the run's folder
-        world.connect(cfg.timeout_minutes)
-        signals = runs.Signals(announce=world.rank == 0)
-        if resume:
-            world.run_on_rank0(runs.lock_folder, out_dir, stack)
-        trainer = Trainer(cfg, options, world)
-        if not resume:
-            out_dir = world.run_on_rank0(runs.new_folder, out_dir, trainer.model_cfg, stack)
-        cfg.out_dir = out_dir
-
-        # Train, unless the run is finished
-        trainer.restore(resume)
-        if resume and world.run_on_rank0(runs.is_finished, out_dir, trainer.max_steps):
-            trainer.report(f'{out_dir} is finished after {trainer.max_steps:,} steps: a larger '
-                           '--tokens trains on, evaluate.py evaluates it')
         else:
-            world.run_on_rank0(trainer.open_folder)
-            code = trainer.train(signals)
-        del trainer  # its DDP must end before the process group, which could wait for it forever
-        if world.size > 1:
-            dist.barrier()  # wait for rank 0, which may still be writing
-            dist.destroy_process_group()
-    return code
+            skipped, consecutive_skips = skipped + 1, consecutive_skips + 1
+            bar.clear()
+            print(f'step {step + 1}: skipped, loss {loss}, gradient norm {grad_norm}', flush=True)
+            log(step + 1, event='skipped', loss=loss, grad_norm=grad_norm)
+            check(consecutive_skips <= MAX_SKIPPED, f'{consecutive_skips} consecutive steps, up to '
+                  f'step {step + 1}, without finite loss and gradient: try a lower learning_rate')
+        raw_model.zero_grad(set_to_none=True)
+        step, step_seconds = step + 1, step_seconds + time.monotonic() - t0
+        last = step == max_steps
+
+        # Log the loss and the speed, with the share of the GPUs' peak (model FLOPs utilization)
+        tokens_per_s = (step - last_logged) * tokens_per_step / step_seconds
+        mfu = flops * tokens_per_s / peak
+        bar.set_postfix_str(f'loss {loss:.4f}, {tokens_per_s:,.0f} tok/s', refresh=False)
+        bar.update()
+        if step % cfg.log_interval == 0 or last:
+            log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
+                tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
+                memory_gb=torch.cuda.max_memory_allocated() / 1e9,
+                seconds=seconds + time.monotonic() - started)
+            last_logged, step_seconds = step, 0.0
+
+        # Validate, and keep the best weights
+        if step % cfg.eval_interval == 0 or last:
+            val_loss, val_bits = evaluate('val', cfg.eval_tokens)
+            eta = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
+            bar.clear()
+            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation loss '
+                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | '
+                  f'{tokens_per_s:,.0f} tok/s | '
+                  f'{f"MFU {mfu:.1%} | " if math.isfinite(mfu) else ""}ETA {eta}', flush=True)
+            log(step, val_loss=val_loss)
+            if val_loss < best:
+                best = val_loss
+                checkpoint('best.pt')
+
+        # Write a checkpoint
+        if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
+            checkpoint(f'step_{step:08d}.pt')
+    bar.close()
+    seconds += time.monotonic() - started
+    if step < max_steps:
+        reason = 'stop_step' if step == cfg.stop_step else ''.join(signals) or 'another process'
+        print(f'Stopped after step {step} ({reason}); go on with --init_from=resume '
+              f'--out_dir={shlex.quote(out_dir)}', flush=True)
+        return STOPPED
+
+    # The test, and a sample of text
+    test_loss, test_bits = evaluate('test', cfg.test_tokens)
+    if val_loss is None:  # resumed after the last step
+        val_loss, val_bits = evaluate('val', cfg.eval_tokens)
+    check(math.isfinite(test_loss), f'test loss {test_loss}: try a lower learning_rate or init_std')
+    print(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
+          f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token', flush=True)
+    if rank == 0:
+        result = {
+            'val_bits_per_byte': val_bits, 'test_bits_per_byte': test_bits,
+            'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
+            'val_loss': val_loss, 'val_perplexity': perplexity(val_loss),
+            'parameters': raw_model.num_params(), 'steps': step,
+            'tokens': step * tokens_per_step, 'flops_per_token': flops, 'skipped': skipped,
+            'precision': precision, 'seconds': seconds}
+        write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
+        if tokenizer and cfg.sample_tokens:
+            with eager():
+                text = sample_text(
+                    raw_model.eval(), tokenizer, '', cfg.sample_tokens, 0.8, None, cfg.seed)
+            print(text, flush=True)
+            log(step, sample=text)
+    if world_size > 1:
+        del model  # DDP must end before the process group, which could wait for it forever
+        dist.barrier()  # rank 0 may still be writing
+        dist.destroy_process_group()
+    return 0
+
+
+# Precision, compiler and memory
+
+def choose_precision(
+    cfg: TrainConfig, device: torch.device, flops: float
+) -> tuple[torch.dtype, bool]:
+    """Resolve the options dtype and compile of a run of so many FLOPs. A GPU computes in bfloat16,
+    compiled. A CPU compiles a long run if the compiler works, and then uses bfloat16 with AMX."""
+    on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
+    compiled, dtype = cfg.compile, cfg.dtype
+    if compiled is None:
+        compiled = on_gpu or (on_cpu and flops > WORTH_COMPILING)
+        try:
+            if compiled:
+                torch.compile(torch.relu)(torch.ones(64, device=device))
+        except Exception as error:  # such as a missing C++ compiler
+            compiled, reason = False, str(error).strip().partition('\n')[0]
+            print(f'Not compiled, which takes longer and more memory: {reason}', flush=True)
+    if dtype == 'auto':
+        bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
+                or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
+        dtype = 'bfloat16' if bf16 else 'float32'
+    return getattr(torch, dtype), compiled
+
+
+def compile_for(device: torch.device, model: Any, attention: str) -> Any:
+    """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
+    compilation serves all. `attention` is what attention.describe_attention returns."""
+    # Let a later run reuse the traced graph, though it holds the loss's own backward pass
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    if device.type == 'cuda':
+        biased = model.cfg.positions == 'alibi' or model.cfg.kq_diag != 'none'
+        # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
+        # backward pass, 30 GB at 134m. Both settings together make it compute the bias again.
+        keep_bias = not (biased and attention.startswith('sdpa'))
+        torch._functorch.config.ban_recompute_materialized_backward = keep_bias
+        torch._functorch.config.ban_recompute_used_far_apart = keep_bias
+        # DDP would cut the graph into 17 at 134m, to sum gradients during the backward pass. That
+        # saves milliseconds a step, and costs memory: nothing is recomputed across a cut
+        torch._dynamo.config.optimize_ddp = False
+        return torch.compile(model, dynamic=False)
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    return model
+
+
+def eager() -> Any:
+    """Return a context in which a compiled model runs uncompiled, for a rare batch shape."""
+    return torch.compiler.set_stance('force_eager')
+
+
+def keep_freed_memory() -> None:
+    """Let new tensors on a CPU reuse the memory of freed ones. glibc would return it to Linux,
+    which clears every page that it hands out again. Other C libraries are left as they are."""
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 2**25)  # bytes, the largest that glibc accepts
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(top_pad, 2**28)
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BaseException as error:
+        if not (dist.is_initialized() and dist.get_backend() == 'nccl'):
+            raise
+        # NCCL's destructors could wait for the other processes forever: exit without them
+        line = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+        print(line, file=sys.stderr, flush=True)
+        os._exit(1)

@@ -19,15 +19,20 @@ for option in "$@"; do
     case $option in --out_dir=*) out_dir=${option#--out_dir=} ;; esac
 done
 [ -n "$out_dir" ] || { echo 'slurm.sh: give --out_dir=FOLDER, one that all machines see'; exit 1; }
-[ ! -e "$out_dir/config.json" ] || set -- "$@" --init_from=resume
 
 host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not inherit --cpus-per-task
-srun torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
-    --rdzv_backend=c10d --rdzv_endpoint="$host:29500" --rdzv_id="$SLURM_JOB_ID" \
-    --shutdown-timeout=240 train.py "$@" &
-srun=$!
 # Five minutes before the end: stop after the step, write a checkpoint, queue again. torchrun would
 # kill its workers 30 s after SIGTERM, which a validation or a compilation can outlast: hence 240.
-trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"; wait "$srun" || scontrol requeue "$SLURM_JOB_ID"; exit' TERM
-wait "$srun"
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.$((try - 1))"
+      wait "$srun" || scontrol requeue "$SLURM_JOB_ID"; exit' TERM
+for try in 1 2 3; do  # if a process dies, all end: give the command again
+    resume=()
+    [ ! -e "$out_dir/config.json" ] || resume=(--init_from=resume)
+    srun torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="${SLURM_GPUS_ON_NODE:-8}" \
+        --rdzv_backend=c10d --rdzv_endpoint="$host:29500" --rdzv_id="$SLURM_JOB_ID-$try" \
+        --shutdown-timeout=240 train.py "$@" "${resume[@]}" &
+    srun=$!
+    wait "$srun" && exit
+done
+exit 1

@@ -64,7 +64,7 @@ class TokenDataset:
                 fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
         # The index of the first sequence of each shard, and at the end the number of sequences
         self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
-        self.identity = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {
+        self.must_match = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {
             f'{split} tokens': sum(map(len, self.shards)), f'{split} fingerprint': fingerprint}
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class TokenDataset:
     def check_vocabulary(self, tokens: np.memmap) -> None:
         if tokens.max() >= self.vocab_size:
             fail(f'{tokens.filename} holds token {tokens.max()}, outside the vocabulary of '
-                 f"{self.vocab_size}: the data is another tokenizer's or damaged", everywhere=True)
+                 f"{self.vocab_size}: the data is another tokenizer's or damaged")
 
     def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Read the inputs and targets, both (B, length), of the sequences with these indices."""

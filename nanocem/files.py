@@ -1,4 +1,4 @@
-"""Write files completely or not at all, read them, lock them, and print without failing."""
+"""Tables, JSON, and files that are written completely or not at all."""
 import codecs
 import contextlib
 import io
@@ -12,22 +12,6 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from configurator import fail
-
-
-def say(text: str) -> None:
-    """Print a line immediately. A closed pipe or a full disk loses the line, but does not end the
-    program. Characters that the locale lacks are escaped."""
-    stream = sys.stdout
-    encoding = getattr(stream, 'encoding', None) or 'utf-8'
-    line = f'{text}\n'.encode(encoding, 'backslashreplace')
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
-        stream.flush()
-        # A notebook's or a test's stdout is no file, though a notebook's has a descriptor
-        if not isinstance(getattr(stream, 'buffer', None), io.BufferedWriter | io.FileIO):
-            stream.write(line.decode(encoding))
-            return stream.flush()
-        while line:
-            line = line[os.write(stream.fileno(), line):]
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -58,7 +42,7 @@ def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
     file is damaged or holds something else."""
     if not os.path.exists(path):
         return None
-    with open(path, encoding='utf-8') as file, contextlib.suppress(ValueError, RecursionError):
+    with open(path, encoding='utf-8') as file, contextlib.suppress(ValueError):
         if isinstance(content := json.load(file), dict):
             return content
     fail(f'{path} is damaged: {remedy}')
@@ -69,7 +53,7 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
     found = []
     with open(path, encoding='utf-8', errors='replace') as file:
         for line in file:
-            with contextlib.suppress(ValueError, RecursionError):
+            with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
     return [content for content in found if isinstance(content, dict)]
 
@@ -80,6 +64,24 @@ def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
+
+
+# Until the last room that calls these has changed
+
+def say(text: str) -> None:
+    """Print a line immediately. A closed pipe or a full disk loses the line, but does not end the
+    program. Characters that the locale lacks are escaped."""
+    stream = sys.stdout
+    encoding = getattr(stream, 'encoding', None) or 'utf-8'
+    line = f'{text}\n'.encode(encoding, 'backslashreplace')
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # None, or closed
+        stream.flush()
+        # A notebook's or a test's stdout is no file, though a notebook's has a descriptor
+        if not isinstance(getattr(stream, 'buffer', None), io.BufferedWriter | io.FileIO):
+            stream.write(line.decode(encoding))
+            return stream.flush()
+        while line:
+            line = line[os.write(stream.fileno(), line):]
 
 
 def lock(path: str, wait: bool = False) -> contextlib.AbstractContextManager[Any] | None:

@@ -1,86 +1,15 @@
-"""The loss; FLOPs of a model and of a GPU; precision, compiler and memory."""
-import contextlib
-import ctypes
+"""The loss, and FLOPs of a model and of a GPU."""
 import math
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import fail
-
-WORTH_COMPILING = 2e12  # FLOPs of a run; a shorter one (a minute on a CPU) is not compiled
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU: with more logits than this, the loss is computed in parts
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: the logits of a part, which fit into the processor's cache
 ROW_TILE = 128  # on a GPU a part has a multiple of this many rows, which fills its matrix products
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
-
-
-# Precision, compiler and memory
-
-def precision_and_compiler(device: torch.device, dtype: str, compiled: bool | None, flops: float,
-                           ) -> tuple[torch.dtype, bool, str]:
-    """Resolve the options dtype and compile. Returns the dtype of matrix products, whether to
-    compile, and the reason if compiling would pay but fails. UserError if compile=True fails."""
-    on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
-    wanted = compiled or (compiled is None and (on_gpu or (on_cpu and flops > WORTH_COMPILING)))
-    reason = compiler_error(device) if wanted else ''
-    if compiled and reason:
-        fail(f'compile=True: torch.compile does not work on {device.type}: {reason}')
-    compiled = wanted and not reason
-    if dtype == 'auto':
-        # On a CPU bfloat16 pays only with AMX, and if the operations between products are compiled
-        bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
-                or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
-        dtype = 'bfloat16' if bf16 else 'float32'
-    return getattr(torch, dtype), compiled, reason
-
-
-@cache
-def compiler_error(device: torch.device) -> str:
-    """Return why torch.compile fails on this device, such as a missing C++ compiler, or ''."""
-    try:
-        torch.compile(torch.relu)(torch.ones(64, device=device))
-    except Exception as error:  # each stage of the compiler raises its own types
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ''
-
-
-def compile_for(device: torch.device, model: Any, attention: str) -> Any:
-    """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
-    compilation serves all. `attention` is what attention.describe_attention returns."""
-    if device.type == 'cuda':
-        biased = model.cfg.positions == 'alibi' or model.cfg.kq_diag != 'none'
-        # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
-        # backward pass, 30 GB at 134m. Both settings together make it compute the bias again.
-        keep_bias = not (biased and attention.startswith('sdpa'))
-        torch._functorch.config.ban_recompute_materialized_backward = keep_bias
-        torch._functorch.config.ban_recompute_used_far_apart = keep_bias
-        # DDP would cut the graph into 17 at 134m, to sum gradients during the backward pass. That
-        # saves milliseconds a step, and costs memory: nothing is recomputed across a cut
-        torch._dynamo.config.optimize_ddp = False
-        return torch.compile(model, dynamic=False)
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    return model
-
-
-def keep_freed_memory() -> None:
-    """Let new tensors on a CPU reuse the memory of freed ones. glibc would return it to Linux,
-    which clears every page that it hands out again. Other C libraries are left as they are."""
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_threshold, 2**25)  # bytes, the largest that glibc accepts
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(top_pad, 2**28)
-
-
-def eager() -> Any:
-    """Return a context in which a compiled model runs uncompiled, for a rare batch shape."""
-    return torch.compiler.set_stance('force_eager')
 
 
 # The loss

@@ -17,13 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-import configurator
 import train
-from model import ModelConfig
 from nanocem.data import FORMAT
 from nanocem.runs import checkpoints, read_checkpoint
-from nanocem.world import Distributed
-from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context('forkserver')  # children start with torch already imported
@@ -98,9 +94,9 @@ def child(script: str, argv: list[str], output: str, env: dict[str, str], damage
 class Run:
     """Start train.py, or another script, in `world` processes."""
     def __init__(self, tmp: Path, *argv: str, world: int = 1, damage: Any = None,
-                 env: dict[str, str] | None = None, script: str = 'train'):
-        new = script == 'train' and RESUME not in argv
-        options = [*TINY, *argv] if new else list(argv)
+                 env: dict[str, str] | None = None, script: str = 'train', tiny: bool = True):
+        tiny = tiny and script == 'train' and RESUME not in argv
+        options = [*TINY, *argv] if tiny else list(argv)
         port = free_port()
         self.outputs: list[Path] = []
         self.processes: list[Any] = []
@@ -187,13 +183,6 @@ def same(a: Path, b: Path) -> None:
     assert log(a) == log(b) and result(a) == result(b)
     assert weights(a).keys() == weights(b).keys()
     assert all(torch.equal(w, weights(b)[name]) for name, w in weights(a).items())
-
-
-def make_trainer(data: Path, out: Path, **options: Any) -> train.Trainer:
-    given = configurator.read_options(TINY, TrainConfig, ModelConfig)
-    given |= {'data': str(data), 'out_dir': str(out), **options}
-    cfg = configurator.build(TrainConfig, given)
-    return train.Trainer(cfg, given, Distributed())
 
 
 def wait_for(condition: Any, seconds: float = 300) -> None:

@@ -1,16 +1,10 @@
-"""nanocem/loss.py: the loss in pieces against the whole; precision and compiler."""
+"""nanocem/loss.py: the loss in pieces against the whole."""
 import math
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
-from torch.nn.parallel import DistributedDataParallel
 
-from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
 
@@ -84,59 +78,3 @@ def test_torch_func_differentiates_the_loss_in_pieces(monkeypatch: pytest.Monkey
         expected, = torch.autograd.grad(loss(sample, target), sample)
         torch.testing.assert_close(gradient, expected)
     assert torch.func.hessian(loss)(x[0], targets[0]).any()
-
-
-@pytest.mark.parametrize('dtype, compiled, flops, amx, error, expected', [
-    ('auto', None, 1e13, True, '', (torch.bfloat16, True, '')),
-    ('auto', None, 1e12, True, '', (torch.float32, False, '')),  # too short a run
-    ('bfloat16', False, 1e13, True, '', (torch.bfloat16, False, '')),
-    ('auto', None, 1e13, False, '', (torch.float32, True, '')),
-    ('auto', None, 1e13, True, 'no g++', (torch.float32, False, 'no g++')),
-    ('auto', True, 1e13, True, 'no g++', 'compile=True: .* not work on cpu: no g\\+\\+'),
-])
-def test_precision_and_compiler(dtype: str, compiled: bool | None, flops: float, amx: bool,
-                                error: str, expected: tuple | str,
-                                monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
-    monkeypatch.setattr(loss_fn, 'compiler_error', lambda device: error)
-    options = torch.device('cpu'), dtype, compiled, flops
-    if isinstance(expected, str):
-        with pytest.raises(UserError, match=expected):
-            loss_fn.precision_and_compiler(*options)
-    else:
-        assert loss_fn.precision_and_compiler(*options) == expected
-
-
-def test_why_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(function: object) -> None:
-        raise RuntimeError('Failed to find C compiler.\nand a page of more')
-    monkeypatch.setattr(torch, 'compile', fails)
-    loss_fn.compiler_error.cache_clear()
-    assert loss_fn.compiler_error(torch.device('cpu')) == 'Failed to find C compiler.'
-    loss_fn.compiler_error.cache_clear()
-
-
-def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the gradients that it has uncompiled. A CPU stands in for the GPU."""
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Any:
-        graphs.append(graph)
-        return lookup_backend('aot_eager')(graph, inputs)
-
-    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
-    monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', 350)
-    torch.manual_seed(3)
-    model, ids = Transformer(ModelConfig(**SMALL, attn_steps=2)), torch.randint(50, (3, 20))
-    model.set_attn_impl('readable')
-    expected = torch.autograd.grad(model(ids, ids)[1], list(model.parameters()))
-    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    with (torch._dynamo.config.patch(optimize_ddp=True),
-          torch._functorch.config.patch(ban_recompute_materialized_backward=True,
-                                        ban_recompute_used_far_apart=True)):
-        compiled = loss_fn.compile_for(torch.device('cuda'), model, 'triton attention')
-        DistributedDataParallel(compiled, bucket_cap_mb=0.001)(ids, ids)[1].backward()
-    dist.destroy_process_group()
-    assert len(graphs) == 1
-    for p, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)

@@ -1,6 +1,5 @@
 """What is wrong is one line that says what would be right, and exit code 1: a table of them."""
 import importlib
-import json
 import os
 import re
 import shutil
@@ -17,23 +16,15 @@ model               --d_model=0                            d_model=0: expected 1
 model               --d_model=65                           multiple of n_head
 model               --exact_update --kq_diag=none          needs the diagonal
 model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none
-model               --mlp=llama --mlp_steps=1 --mlp_match=params   mlp_match=params has no effect
-model               --attn=llama --attn_steps=1 --attn_rank=9   set attn=cem
-model               --mlp=llama --mlp_steps=1 --mlp_step_size=0.5   set mlp=cem
 model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   set attn=cem or
 model               config/cem_t2.py config/llama.py       set attn=cem, or else attn_steps=1
 model               --preconditioner=diag --mlp_rank=3     set preconditioner=diag_lowrank, or else
-model               --rope_theta=5                         set positions=rope, or else rope_theta
 model               --d_model=12 --n_head=4 --positions=rope     is odd
 train               --atn_steps=2                          no such option; near: attn_steps
 train               --size                                 --size=VALUE, no space
-train               --adam_eps=0                           adam_eps=0.0: expected a positive number
 train               --out_dir=                             --out_dir= is empty: expected a path
 train               config/none.py                         config file config/none.py: No such file
 train               code.py                                code.py:1: only lines of the form
-train               huge.py                                huge.py:1: only lines of the form
-train               half.py                                config file half.py: not Python
-train               unknown.py                             unknown.py:1: d: no such option
 train               wrong.py                               attn_steps = [1]: expected a whole number
 train               --device=cuda                          finds no GPU on this machine
 train               --data=none                            python train.py config/mini.py trains
@@ -41,36 +32,21 @@ train               --data=short                           no shard of the val s
 train               --data=cut                             test.bin has 4000 bytes
 train               --data=old                             is damaged, or of another version
 train               --text=nothing.txt                     nothing.txt: no such file or folder
-train               --tokenizer=byte                       tokenizer=byte is for --text=FILE
+train               --tokenizer=byte                       tokenizer is for --text=FILE
 train               --init_from=resume                     no run in out/: python train.py
 train               --init_from=resume --out_dir=none      no run in none
-train               --init_from=resume --out_dir=cutrun    cutrun/config.json is damaged: the
 train               --init_from=none                       no checkpoint in none
-train               --init_from=llama/config.json          expected the folder of a run or an export
-train               --init_from=llama --attn=cem           llama has another attn: llama (now cem)
-train               --init_from=resume --out_dir=run --tokenizer=byte   the run in run has tokenizer
-train               --init_from=resume --out_dir=run --text=a.txt   the run in run has text=b.txt
-train               --init_from=resume --out_dir=run config/nano.py   has data=data/b
+train               --init_from=llama --attn=cem           llama has attn=llama (now cem)
 train               --out_dir=data                         data holds a run already, or another
-sample              --temperature=-1                       temperature=-1.0: expected 0, or 0.001 to
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
-sample              --out_dir=llama --prompt=FILE:         prompt=FILE: is not a file
+sample              --out_dir=llama --prompt_file=latin1.txt   latin1.txt: not UTF-8
 sample              --out_dir=llama --top_k=3000            top_k=3000: expected 1 to 2,048
-evaluate            --steps=1,0                            steps=1,0: expected 1 to 1,000
-evaluate            --compare data                         data: no run
-evaluate            --attention=                           attention= is empty
-evaluate            --compare data --tokens=5              no other option
-evaluate            --text=a.txt --split=val               text and split: give one
-evaluate            --attention=word --tokens=5            tokens=5: of no use to attention
-evaluate            --export_dtype=bfloat16                export_dtype=bfloat16: of no use to loss
 evaluate            --out_dir=llama --data=none            none/meta.json is missing
 evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2, that of the run
 evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --tokens=5                             no run in out/: python train.py makes one
-bench               --what=speed                           what=speed: expected
 bench               --device=cuda                          no GPU
-bench               --what=gpu,train                       give it alone
 reproduce           --figure=3d                            figure=3d: expected one of 2a
 reproduce           --figure=3a --size=85m                 size=85m: expected one of XS
 reproduce           --size=XS                              size=XS is for --figure
@@ -81,12 +57,7 @@ prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece m
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100       gpt2, byte, bpe512 to bpe65536
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
-prepare_slimpajama  --held_out=0.7                         held_out=0.7: expected 0 to 0.49
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
-synthetic_gp        --models=CEM-T0                        models=CEM-T0: expected Plain
-synthetic_gp        --batch_size=7000                      batch_size=7000: expected 1 to 4,000
-synthetic_gp        --repeats=1                            repeats=1: expected 2 to
-synthetic_gp        --out_dir=/dev/null/x                  Not a directory
 """
 CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 
@@ -95,18 +66,11 @@ CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('refusals')
     for name, text in (('a.txt', 'w'), ('empty.txt', ''), ('code.py', 'import os'),
-                       ('latin1.txt', 'é'), ('huge.py', f'tokens = 0x{"f" * 5000}'),
-                       ('half.py', 'size = '), ('unknown.py', 'd = {}'),
-                       ('wrong.py', 'attn_steps = [1]')):
+                       ('latin1.txt', 'é'), ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
     short, old, cut = (write_data(path / name) for name in ('short', 'old', 'cut'))
     write_data(path / 'data')
     (path / 'data/config.json').write_text('{"of": "another program"}')
-    (path / 'cutrun').mkdir()
-    (path / 'cutrun/config.json').write_text('{"train": {"da')
-    (path / 'run').mkdir()
-    saved = {'data': 'data/b', 'text': 'b.txt', 'init_from': 'scratch'}
-    (path / 'run/config.json').write_text(json.dumps({'train': saved, 'model': {}}))
     edit_meta(write_data(path / 'gpt2'), tokenizer='gpt2')
     shutil.copytree(ROOT / 'pretrained/llama_alibi', path / 'llama')
     os.truncate(cut / 'test.bin', 4000)

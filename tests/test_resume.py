@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import running
 import torch
-from running import BATCH, RESUME, Run, losses, make_trainer, result, same, steps, weights
+from running import BATCH, RESUME, Run, assert_one_line, losses, result, same, steps, weights
 
 import train
-from configurator import UserError
 from nanocem import runs
-from nanocem.runs import checkpoints, read_checkpoint, resumed_state
-from train import RECIPE
+from nanocem.runs import checkpoints, read_checkpoint
 
 
 def copied(run: Path, tmp: Path) -> Path:
@@ -26,13 +24,28 @@ def resume(out: Path, *argv: str, world: int = 1) -> Run:
     return Run(out.parent, f'--out_dir={out}', RESUME, *argv, world=world).wait()
 
 
+LLAMA = '--attn=llama --mlp=llama --attn_steps=1 --mlp_steps=1'
+MODELS = {
+    'AdamW, exact update': '--kq_diag=shared --exact_update',
+    'reuse, preconditioner': '--attn_reuse=2 --mlp_reuse=2 --preconditioner=diag_lowrank',
+    'Muon, loops': '--optimizer=muon --loops=2',
+    'Muon, Llama, ties, RoPE': f'--optimizer=muon --tie=both {LLAMA}',
+}
+
+
+@pytest.mark.parametrize('model', MODELS.values(), ids=MODELS)
+def test_a_run_goes_on_to_the_bit(model: str, tmp_path: Path) -> None:
+    straight, out = running.straight_and_stopped(tmp_path, *model.split())
+    run = resume(out)
+    assert run.codes == [0] and 'resuming after step 6' in run.text, run.text
+    same(straight, out)
+
+
 @pytest.mark.parametrize('changes, world, rel', [
-    ('', 1, 0),
-    ('--test_tokens=300 --keep_checkpoints=1 --checkpoint_interval=5 --sample_interval=8 '
-     '--activation_checkpointing --sample_tokens=5 --tensorboard=True', 1, 0),
+    ('--test_tokens=300 --checkpoint_interval=5 --sample_tokens=5 --tensorboard=True', 1, 0),
     ('--micro_batch_size=1 --attn_impl=sdpa', 2, 1e-4),
     ('--dtype=bfloat16', 1, 2e-2),
-], ids=['nothing', 'to the bit', 'two processes', 'dtype'])
+], ids=['to the bit', 'two processes', 'dtype'])
 def test_what_may_change_leaves_the_losses(
     changes: str, world: int, rel: float, halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -41,48 +54,41 @@ def test_what_may_change_leaves_the_losses(
     run = resume(out, *changes.split(), world=world)
     assert run.codes == [0] * world, run.text
     assert losses(out) == pytest.approx(losses(straight), rel=rel, abs=0)
-    if not changes:
-        same(straight, out)
     if not rel:
         assert all(torch.equal(w, weights(straight)[name]) for name, w in weights(out).items())
     assert result(out)['tokens'] == 12 * BATCH * running.LENGTH
-    assert read_checkpoint(checkpoints(str(out))[-1])['step'] == 12
 
 
-def test_muon_goes_on_to_the_bit_and_two_processes_equal_one(tmp_path: Path) -> None:
-    straight, out = running.straight_and_stopped(tmp_path, '--optimizer=muon')
-    two = Run(tmp_path, f'--data={straight.parent / "data"}', f'--out_dir={tmp_path / "two"}',
-              '--optimizer=muon', steps(12), world=2)
-    assert resume(out).codes == [0]
-    same(straight, out)
-    assert two.wait().codes == [0, 0], two.text
-    assert losses(tmp_path / 'two') == pytest.approx(losses(straight), rel=1e-4, abs=0)
-
-
-OTHER = dict.fromkeys(RECIPE, 'other')
-MODEL = dict(d_model=16, kq_diag='per_head', vocab_size=300)
-
-
+@pytest.mark.parametrize('change', [
+    'seed=1', 'learning_rate=1.0', 'optimizer=muon', 'd_model=16', 'kq_diag=per_head',
+    'vocab_size=300', 'text=a.txt', 'tokenizer=byte'])
 def test_what_would_bend_a_run_is_refused_by_name(
-    halves: tuple[Path, Path], tmp_path: Path
+    change: str, halves: tuple[Path, Path]
 ) -> None:
-    """Another recipe, another model; and any split that changed."""
-    out, data = str(halves[1]), tmp_path / 'data'
-    shutil.copytree(halves[0].parent / 'data', data)
-    now = make_trainer(data, halves[1], learning_rate=8e-3).identity()
-    assert resumed_state(out, now)['step'] == 6
-    for part, changes in (('recipe', OTHER), ('model_config', MODEL)):
-        for name, value in changes.items():
-            other = {**now, part: {**now[part], name: value}}
-            with pytest.raises(UserError, match=f'has another .*: {name}=.* another --out_dir'):
-                resumed_state(out, other)
-    for name in ('val.bin', 'test.bin', 'train_00001.bin'):
-        content = (data / name).read_bytes()
-        split = name.removesuffix('.bin').partition('_')[0]
-        (data / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-        with pytest.raises(UserError, match=f'has another data: {split} fingerprint='):
-            resumed_state(out, make_trainer(data, halves[1], learning_rate=8e-3).identity())
-        (data / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=f'has {change.partition("=")[0]}=.* .now {change[-1]}?'):
+        train.main([f'--out_dir={halves[1]}', RESUME, f'--{change}'])
+
+
+@pytest.mark.parametrize('name', ['val.bin', 'test.bin', 'train_00001.bin'])
+def test_other_data_are_refused(name: str, halves: tuple[Path, Path], tmp_path: Path) -> None:
+    data = Path(shutil.copytree(halves[0].parent / 'data', tmp_path / 'data'))
+    content = (data / name).read_bytes()
+    (data / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    split = name.removesuffix('.bin').partition('_')[0]
+    with pytest.raises(SystemExit, match=f'has {split} fingerprint='):
+        train.main([f'--out_dir={halves[1]}', RESUME, f'--data={data}'])
+
+
+def test_a_run_of_an_older_version_is_named(halves: tuple[Path, Path], tmp_path: Path) -> None:
+    out = copied(halves[1], tmp_path)
+    for path in [*checkpoints(str(out)), out / 'best.pt']:
+        state = read_checkpoint(str(path))
+        del state['must_match']
+        torch.save(state, path)
+    config = json.loads((out / 'config.json').read_text())
+    config['train']['keep_checkpoints'] = 2
+    (out / 'config.json').write_text(json.dumps(config))
+    assert_one_line(resume(out), 'is a run of an older version', '--init_from=', 'from its weights')
 
 
 # Another length
@@ -106,8 +112,7 @@ def test_a_finished_run_is_left_as_it_is_or_trained_on(
     assert rates[12:] == [train.learning_rate(cfg, step, steps=15) for step in (12, 13, 14)]
     assert result(out)['tokens'] == 15 * BATCH * running.LENGTH
     assert json.loads((out / 'result.json').read_text())['seconds'] > 1000
-    shorter = resume(out, steps(5))
-    running.assert_one_line(shorter, f'has seen {15 * BATCH * running.LENGTH} already')
+    assert_one_line(resume(out, steps(5)), f'has seen {15 * BATCH * running.LENGTH} already')
 
 
 # Weights of another run
@@ -115,30 +120,48 @@ def test_a_finished_run_is_left_as_it_is_or_trained_on(
 def test_weights_of_another_run_start_a_new_one(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """Also if a loop of one's own, compiled and with DDP, has saved them."""
     data, out = halves[0].parent / 'data', tmp_path / 'tuned'
-    run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', f'--init_from={halves[0]}',
-              '--learning_rate=0', steps(2), '--attn_steps=3').wait()
-    assert run.codes == [0], run.text
-    best = read_checkpoint(str(halves[0] / 'best.pt'))['model']
+    best = read_checkpoint(str(halves[0] / 'best.pt'))
+    source = tmp_path / 'own.pt'
+    prefixed = {f'module._orig_mod.{name}': w for name, w in best['model'].items()}
+    torch.save({**best, 'model': prefixed}, source)
+    common = [f'--data={data}', f'--out_dir={out}', '--learning_rate=0', steps(2)]
+    run = Run(tmp_path, *common, f'--init_from={source}', '--attn_steps=3', '--stop_step=1').wait()
+    assert run.codes == [train.STOPPED], run.text
+    for path in [*out.glob('*.pt')]:  # a run that was stopped before its first checkpoint
+        path.unlink()
+    assert resume(out).codes == [0]
     for name, value in weights(out).items():  # at a rate of 0 they stay
-        assert torch.equal(value, best[name]), name
-    model, state = runs.load_run(str(out / 'step_00000002.pt'))
+        assert torch.equal(value, best['model'][name]), name
+    model, state = runs.load_model(str(out / 'step_00000002.pt'))
     assert model.cfg.attn_steps == 3 and state['step'] == 2 and not model.training
+    assert torch.equal(runs.load_model(str(source))[0].embedding, best['model']['embedding'])
 
-    trainer = make_trainer(data, tmp_path / 'again', init_from=str(halves[0]))
-    trainer.restore(resume=True)  # as a run does that was stopped before its first checkpoint
-    assert torch.equal(trainer.raw_model.embedding, best['embedding'])
+
+def test_tied_weights_are_saved_once_and_restored_as_one(tmp_path: Path) -> None:
+    data, out = running.write_data(tmp_path / 'data'), tmp_path / 'o'
+    run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', steps(2), '--d_model=64',
+              *LLAMA.split(), '--tie=both').wait()
+    assert run.codes == [0], run.text
+    state = read_checkpoint(checkpoints(str(out))[-1])
+    W_Q, W_O = (state['model'][f'blocks.0.attn.{name}'] for name in ('W_Q', 'W_O'))
+    assert W_Q.data_ptr() == W_O.data_ptr()
+    model, _ = runs.load_model(str(out))
+    assert model.blocks[0].attn.W_V is model.blocks[0].attn.W_K
+    # The weights and the two moments of AdamW
+    n_bytes = 3 * 4 * result(out)['parameters']
+    assert n_bytes < os.path.getsize(out / 'step_00000002.pt') < n_bytes + 2e4
 
 
 def test_weights_that_do_not_fit_are_refused(halves: tuple[Path, Path], tmp_path: Path) -> None:
     other = running.write_data(tmp_path / 'data', vocab_size=257)
     running.edit_meta(other, tokenizer='another')
-    common = [f'--data={other}', f'--out_dir={tmp_path / "o"}', steps(2)]
-    from_run = f'--init_from={halves[0]}'
-    running.assert_one_line(Run(tmp_path, *common, from_run).wait(), 'another tokenizer')
-    shutil.rmtree(tmp_path / 'o')
-    running.edit_meta(other, tokenizer='byte')
-    running.assert_one_line(Run(tmp_path, *common, from_run, '--d_model=16').wait(), 'does not fit')
+    options = [f'--data={other}', f'--init_from={halves[0]}', '--device=cpu']
+    with pytest.raises(SystemExit, match=r'has tokenizer=byte .now another'):
+        train.main(options)
+    with pytest.raises(SystemExit, match=r'has attn=cem .now llama'):
+        train.main([*options, '--attn=llama', '--attn_steps=1'])
 
 
 # Folders
@@ -148,9 +171,8 @@ def test_a_folder_has_one_run_at_a_time(data: Path, tmp_path: Path) -> None:
     options = [f'--data={data}', f'--out_dir={out}', '--checkpoint_interval=5']
     first = Run(tmp_path, *options, steps(100_000))
     running.wait_for(lambda: len(checkpoints(str(out))) >= 2)
-    for more, world in (([], 1), ([RESUME], 1), ([RESUME], 2)):
-        second = Run(tmp_path, *options, *more, world=world).wait()
-        running.assert_one_line(second, f'out_dir={out}', 'another process is training there')
+    assert_one_line(Run(tmp_path, *options).wait(), f'out_dir={out} holds a run already')
+    assert_one_line(resume(out), f'out_dir={out}', 'another process is training there')
     os.kill(first.processes[0].pid, signal.SIGKILL)
     first.wait()
     third = Run(tmp_path, *options, RESUME, f'--stop_step={len(losses(out)) + 2}')

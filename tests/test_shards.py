@@ -13,12 +13,12 @@ from nanocem.tokenizers import load_tokenizer
 
 
 def test_every_epoch_reads_every_sequence_once(data: Path) -> None:
-    order = BatchSampler(n_sequences=7, batch_size=3, seed=5)
-    chosen = np.concatenate([order(s) for s in range(14)])
+    sampler = BatchSampler(n_sequences=7, batch_size=3, seed=5)
+    chosen = np.concatenate([sampler(s) for s in range(14)])
     for epoch in np.split(chosen, 6):
         assert sorted(epoch) == list(range(7))
     # The choice depends on seed and step alone.
-    assert list(order(4)) == list(BatchSampler(7, 3, 5)(4)) == list(chosen[12:15])
+    assert list(sampler(4)) == list(BatchSampler(7, 3, 5)(4)) == list(chosen[12:15])
     assert list(BatchSampler(100, 50, 5)(0)) != list(BatchSampler(100, 50, 6)(0))
     sequences = TokenDataset(str(data), 'train', LENGTH)
     whole = [np.fromfile(data / f'train_{s:05d}.bin', '<u2').astype(int) for s in range(2)]
