@@ -10,7 +10,7 @@ import pytest
 from running import MODEL_FILES, ROOT, SIZE_FILES
 
 from bench import BenchConfig
-from configurator import UserError, build, command_line, in_range, merge, only_with, read_options
+from configurator import UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
 from model import ModelConfig
 from prepare_slimpajama import PrepareConfig
@@ -129,11 +129,12 @@ def test_a_script_ends_with_one_line(capsys: pytest.CaptureFixture) -> None:
 def test_values_from_python_become_pythons_own() -> None:
     """NumPy's numbers and text, for example: JSON and checkpoints hold neither."""
     given = dict(size=np.str_('nano'), n_layer=np.int64(3), init_std=np.float32(0.1), rope_theta=5,
-                 positions='rope', kq_diag='shared', exact_update=np.True_, attn_steps='2', d_mlp=None)
+                 positions='rope', kq_diag='shared', exact_update=np.True_, attn_steps='2',
+                 d_mlp=None)
     cfg = ModelConfig(**given)
     assert {name: getattr(cfg, name) for name in given} == dict(
-        size='nano', n_layer=3, init_std=0.1, rope_theta=5.0, positions='rope', kq_diag='shared', exact_update=True,
-        attn_steps=2, d_mlp=86)
+        size='nano', n_layer=3, init_std=0.1, rope_theta=5.0, positions='rope', kq_diag='shared',
+        exact_update=True, attn_steps=2, d_mlp=86)
     assert type(cfg.size) is str
     assert type(TrainConfig(data=np.str_('data/x')).data) is str
     assert ModelConfig(**json.loads(json.dumps(vars(cfg)))) == cfg

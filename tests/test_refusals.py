@@ -40,6 +40,7 @@ train               --data=short                           no shard of the val s
 train               --data=cut                             test.bin has 4000 bytes
 train               --data=old                             is damaged, or of another version
 train               --text=nothing.txt                     nothing.txt: no such file or folder
+train               --text=a.txt --data=data               text and data exclude each other
 train               --tokenizer=byte                       tokenizer=byte is for --text=FILE
 train               --init_from=resume                     no run in out/: python train.py
 train               --init_from=resume --out_dir=none      no run in none
@@ -67,7 +68,7 @@ evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2
 evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --tokens=5                             no run in out/: python train.py makes one
-bench               --device=cuda                          no GPU
+bench               --device=cuda                          finds no GPU
 reproduce           --scale=huge                           scale=huge: expected one of english
 reproduce           --scale=paper --todo                   give no other option
 reproduce           --text=a.txt                           text=a.txt is for --todo
@@ -129,7 +130,9 @@ def test_refused_in_one_line(case: list[str], here: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, 'argv', [f'{script}.py'])
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    tiny = [*TINY, '--data=data', steps(1)] if script in ('model', 'train') else []
+    tiny = [*TINY, steps(1)] if script in ('model', 'train') else []
+    if tiny and not re.search('--(text|data)=', argv):
+        tiny.append('--data=data')
     options = [*(word for word in tiny if 'resume' not in argv), *argv.split()]
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(script.replace('model', 'train')).main(options)
