@@ -183,12 +183,6 @@ def print_help(classes: tuple[type, ...]) -> NoReturn:
     sys.exit(0)
 
 
-def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str, Any]:
-    """Check saved values as those of a config file are checked. UserError."""
-    hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
-    return {key: parse_option(key, value, hints, f'{where}: ') for key, value in values.items()}
-
-
 # Functions that an options class calls to check itself
 
 def convert_types(options: Any) -> None:
