@@ -6,35 +6,37 @@ of its line is its --help text. Later config files override earlier ones, and fl
 Config files assign plain values; they are parsed, never executed.
 """
 import ast
-import contextlib
 import dataclasses
 import difflib
 import functools
 import inspect
 import io
-import numbers
+import math
 import os
 import re
 import sys
 import typing
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any, NoReturn
 
 UNITS = {'K': 10**3, 'M': 10**6, 'B': 10**9}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}
+RIVALS = ('text', 'data'), ('tokens', 'tokens_per_param')  # two ways to set the same thing
+# Options whose values may begin with ~, the home folder
+PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export', 'prompt_file')
 
 
 class UserError(ValueError):
-    """An error that the user can fix: it ends a script with one line. In a run of many processes
-    only the first on each machine prints it. With `everywhere` all do: the first may have none."""
-    def __init__(self, message: str, everywhere: bool = False):
-        super().__init__(message)
-        self.everywhere = everywhere
+    """An error that the user can fix: it ends a script with one line."""
 
 
-def fail(message: str, everywhere: bool = False) -> NoReturn:
-    raise UserError(message, everywhere)
+def fail(message: str) -> NoReturn:
+    raise UserError(message)
+
+
+def check(ok: bool, message: str) -> None:
+    if not ok:
+        fail(message)
 
 
 def error_line(error: BaseException) -> str:
@@ -49,10 +51,11 @@ def error_line(error: BaseException) -> str:
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
     """Decorate a script's main: an error of the user or the machine, or Ctrl-C, ends it with one
-    line on stderr and exit code 1."""
+    line on stderr and exit code 1. Characters that the locale lacks are printed as escapes."""
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
-        sys.stderr = sys.stderr or io.StringIO()  # None if it is closed
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
+            sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
         except (UserError, OSError, KeyboardInterrupt) as error:
@@ -60,97 +63,45 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     return run
 
 
-# Mutually exclusive options: the one given later counts
-EXCLUDES = {'text': 'data', 'data': 'text', 'tokens': 'tokens_per_param',
-            'tokens_per_param': 'tokens'}
-# Options whose values may begin with ~, the home folder
-PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export')
-
-
-def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` overridden by `later`, which also removes what its options exclude."""
-    return {key: value for key, value in options.items() if EXCLUDES.get(key) not in later} | later
-
-
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Read the config files, then the --key=value flags; later ones override earlier ones. Options
-    are checked against the fields of `classes`; only those given are returned. UserError."""
+    """Read the config files in their order, then the --key=value flags; later ones override
+    earlier ones. Options are checked against the fields of `classes`; only those given are
+    returned. UserError."""
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
-    given: dict[str, Any] = {}
     if '--help' in argv or '-h' in argv:
         print_help(classes)
-    for arg in sorted(argv, key=lambda arg: arg.startswith('--')):  # files first, in their order
+    given: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
+    for arg in argv:
         if not arg.startswith('--'):
             given = merge(given, read_config_file(arg, hints))
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals and key in hints:
-            check(hints[key] in (bool, bool | None),
-                    f'--{key} needs a value: --{key}=VALUE, no space')
+            is_bool = hints[key] in (bool, bool | None)
+            check(is_bool, f'--{key} needs a value: --{key}=VALUE, no space')
             text = 'True'
-        given = merge(given, {key: parse_option(key, text, hints, '--')})
-    return given
+        flags[key] = parse_option(key, text, hints, '--')
+    return merge(given, flags)
 
 
-def check_values(values: dict[str, Any], where: str, *classes: type) -> dict[str, Any]:
-    """Check saved values as those of a config file are checked. UserError."""
-    hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
-    return {key: parse_option(key, value, hints, f'{where}: ') for key, value in values.items()}
-
-
-def convert_types(options: Any) -> None:
-    """Convert every field of a dataclass to the type that it declares; a NumPy number, for example,
-    to Python's own, which JSON can hold. UserError if that is not possible."""
-    hints = typing.get_type_hints(type(options))
-    for name in hints:
-        setattr(options, name, parse_option(name, getattr(options, name), hints))
-
-
-def resolve_defaults(options: Any, **defaults: Any) -> None:
-    """Set the fields that are None to these defaults."""
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-
-
-def check(ok: bool, otherwise: str) -> None:
-    if not ok:
-        fail(otherwise)
-
-
-def only_with(options: Any, unless: str, **values: Any) -> None:
-    """UserError unless these options have these values. `unless` is the setting, such as attn=cem,
-    with which other values have an effect."""
-    for name, value in values.items():
-        given = getattr(options, name)
-        check(given == value,
-                f'{name}={given} has no effect: set {unless}, or else {name}={value}')
-
-
-def in_range(options: Any, low: float, high: float, names: str) -> None:
-    """UserError unless these options lie from `low` to `high`, or are None."""
-    bounds = f'a positive number up to {high:,}' if 0 < low < 1e-9 else f'{low:,} to {high:,}'
-    for name in names.split():
-        value = getattr(options, name)
-        check(value is None or low <= value <= high, f'{name}={value}: expected {bounds}')
-
-
-def build(cls: type, given: dict[str, Any]) -> Any:
-    """Make a `cls` from the given options; those that it does not declare are left out."""
-    return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` overridden by `later`. An option in `later` also removes its rival: --text
+    replaces a config file's data. UserError if both rivals are in `later`."""
+    for pair in RIVALS:
+        given = [name for name in pair if later.get(name) is not None]
+        check(len(given) < 2, f'{" and ".join(given)} exclude each other: give one')
+        options = {key: value for key, value in options.items() if not given or key not in pair}
+    return options | later
 
 
 def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """Read a config file, looked up in the current folder, then beside the scripts."""
+    """Read a config file, looked up in the current folder, then beside the scripts. UserError."""
     beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
-    found = path if os.path.exists(path) or not os.path.isfile(beside) else beside
-    try:
-        with open(found, encoding='utf-8-sig') as file:  # -sig: skip a BOM
-            tree = ast.parse(file.read())
-    except OSError as error:
-        fail(f'config file {path}: {error.strerror}; options are written --key=value')
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: not text
-        fail(f'config file {path}: not Python: {error}')
+    found = path if os.path.exists(path) else beside
+    check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
+    with open(found, encoding='utf-8-sig') as file:  # -sig: skip a byte-order mark
+        tree = ast.parse(file.read(), path)
     given = {}
     for node in tree.body:
         if node is tree.body[0] and ast.get_docstring(tree) is not None:
@@ -158,8 +109,7 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)
-            str(value)  # ValueError for a number of more than 4,300 digits
-        except (AttributeError, ValueError, TypeError):
+        except (AttributeError, ValueError):
             fail(f'{path}:{node.lineno}: only lines of the form: name = plain value')
         given[key] = parse_option(key, value, hints, f'{path}:{node.lineno}: ')
     return given
@@ -173,18 +123,20 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
         fail(f'{where}{key}: no such option{near and "; near: " + near} (--help lists all)')
     try:
         parsed = parse_value(value, hints[key])
-    except (TypeError, ValueError, ArithmeticError):
-        shown = f'={value}' if where in ('', '--') else f' = {value!r}'
-        fail(f'{where}{key}{shown}: expected {describe(hints[key])}')
+    except (TypeError, ValueError, OverflowError):
+        fail(f'{where}{key}={value}: expected {describe(hints[key])}')
     if key in PATHS and parsed is not None:
         check(parsed != '', f'{where}{key}= is empty: expected a path')
         return os.path.expanduser(parsed)
+    if isinstance(parsed, str):
+        # In a locale other than UTF-8 Python escapes the bytes of a flag's text: decode them
+        return parsed.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
     return parsed
 
 
 def parse_value(value: Any, hint: Any) -> Any:
     """Convert `value` to type `hint`. 3.3B, 50M and 8K are numbers. ValueError, TypeError or
-    ArithmeticError if that is not possible."""
+    OverflowError if that is not possible."""
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return None if value in (None, 'None') else parse_value(value, args[0])
@@ -193,16 +145,17 @@ def parse_value(value: Any, hint: Any) -> Any:
         return tuple(parse_value(item, args[0]) for item in items)
     if kind is typing.Literal and value in args:
         return args[args.index(value)]  # a str, where NumPy's text is equal to it
-    if hint is str and isinstance(value, str) and '\0' not in value:
+    if hint is str and isinstance(value, str):
         return str(value)
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
-    is_number = isinstance(value, (numbers.Real, str)) and not isinstance(value, bool)
-    if hint in (int, float) and is_number:
+    if hint in (int, float):
         text, unit = str(value), UNITS.get(str(value)[-1:].upper())
-        number = Decimal(text[:-1]) * unit if unit else Decimal(text)
-        if abs(float(number)) < 1e300 and (hint is float or number == int(number)):
-            return hint(number)
+        number = float(text[:-1]) * unit if unit else float(text)
+        # In floating point 2.3M is 2299999.9999999995; round refuses infinity and NaN
+        whole = int(text) if text.isdigit() else round(number)
+        if hint is float or math.isclose(number, whole, rel_tol=1e-12):
+            return whole if hint is int else number
     raise ValueError
 
 
@@ -226,6 +179,44 @@ def print_help(classes: tuple[type, ...]) -> NoReturn:
         for field in dataclasses.fields(cls):
             words = f'{comments[field.name]} [{describe(hints[field.name])}]'
             lines.append(f'  --{field.name}={field.default}\n        {words}')
-    with contextlib.suppress(OSError):  # --help | head
-        os.write(1, '\n'.join([*lines, '']).encode())
+    print('\n'.join(lines))
     sys.exit(0)
+
+
+# Functions that an options class calls to check itself
+
+def convert_types(options: Any) -> None:
+    """Convert every field of a dataclass to the type that it declares; a NumPy number, for example,
+    to Python's own, which JSON can hold. UserError if that is not possible."""
+    hints = typing.get_type_hints(type(options))
+    for name in hints:
+        setattr(options, name, parse_option(name, getattr(options, name), hints))
+
+
+def resolve_defaults(options: Any, **defaults: Any) -> None:
+    """Set the fields that are None to these defaults."""
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def only_with(options: Any, setting: str, **values: Any) -> None:
+    """UserError unless these options have these values. `setting`, such as attn=cem, is what gives
+    other values an effect."""
+    for name, value in values.items():
+        given = getattr(options, name)
+        check(given == value,
+              f'{name}={given} has no effect: set {setting}, or else {name}={value}')
+
+
+def in_range(options: Any, low: float, high: float, names: str) -> None:
+    """UserError unless these options lie from `low` to `high`, or are None."""
+    bounds = f'a positive number up to {high:,}' if 0 < low < 1e-9 else f'{low:,} to {high:,}'
+    for name in names.split():
+        value = getattr(options, name)
+        check(value is None or low <= value <= high, f'{name}={value}: expected {bounds}')
+
+
+def build(cls: type, given: dict[str, Any]) -> Any:
+    """Make a `cls` from the given options; those that it does not declare are left out."""
+    return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})

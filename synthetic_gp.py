@@ -2,14 +2,12 @@
 Reproduce the paper's table on recursion (its appendix): regression on Gaussian-process samples.
 
     python synthetic_gp.py                      the table: 6 models x 5 kernels, beside the paper's
-    python synthetic_gp.py --protocol=blind     the same by the other protocol, see below
     python synthetic_gp.py --repeats=2 --points=1000 --steps=200        a first look
     python synthetic_gp.py --kernels=rbf,matern --models=Gated,CEM-T3,CEM-T16
 
-The paper gives sizes and results but not the protocol. `inferred` is the protocol whose table is
-nearest to the paper's. It evaluates the epoch with the lowest test error, so its test RMSE is too
-low as an estimate of the error at new points. `blind` was tuned on the rows of the Plain model
-alone, and evaluates the last step.
+The paper gives sizes and results but not the protocol. The defaults here are the protocol whose
+table is nearest to the paper's. It evaluates the epoch with the lowest test error, so its test RMSE
+is too low as an estimate of the error at new points; --checkpoint=last evaluates the last step.
 
 A row of the table is one model trained on one kernel, R times: every repeat has its own sample and
 initial weights. The repeats train together: weights and batches have a leading dimension R, and the
@@ -20,15 +18,12 @@ import hashlib
 import math
 import os
 import re
-import signal
 import sys
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from typing import Literal
 
 import matplotlib.pyplot as plt
@@ -39,24 +34,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from configurator import build, command_line, fail, in_range, read_options
-from nanocem.files import say, table, write_atomic
+from configurator import build, check, command_line, in_range, read_options
+from nanocem.files import table, write_atomic
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
 JITTER = 1e-6  # on the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
 
-# `parameters` are those of each kernel's function: the lengthscale, then Matern's nu, Periodic's
-# period, Rational Quadratic's alpha, Non-Stationary's slope and nu.
-INFERRED = dict(batch_size=64, steps=2000, learning_rate=5e-4, schedule='constant',
-                init_cem='normal', checkpoint='best', parameters=dict(
-                    rbf=(6.36,), matern=(16.4, 0.5), periodic=(2.42, 8.0),
-                    rational_quadratic=(4.88, 0.1), non_stationary=(17.7, 0.5, 1.5)))
-BLIND = dict(batch_size=200, steps=1000, learning_rate=2e-3, schedule='cosine',
-             init_cem='linear', checkpoint='last', parameters=dict(
-                 rbf=(4.83,), matern=(2.86, 1.5), periodic=(4.78, 4.0),
-                 rational_quadratic=(2.76, 1.0), non_stationary=(5.36, 0.5)))
-PROTOCOLS = {'inferred': INFERRED, 'blind': BLIND}
 COLUMNS = ('train_rmse', 'train_std', 'test_rmse', 'test_std')
 Row = list[float]  # one number for each of COLUMNS
 Key = tuple[str, str]  # kernel and model
@@ -108,89 +92,92 @@ def non_stationary(a: Tensor, b: Tensor, lengthscale: float, slope: float,
     return (la * lb / s) ** (a.shape[1] / 2) * correlation(sq_dist(a, b) / s, nu)
 
 
+# Each kernel's name in the paper, its function, and the parameters of the inferred protocol: the
+# lengthscale, then Matern's nu, Periodic's period, Rational Quadratic's alpha, or Non-Stationary's
+# slope and nu.
 KERNELS = {
-    'rbf': ('RBF', matern), 'matern': ('Matern', matern), 'periodic': ('Periodic', periodic),
-    'rational_quadratic': ('Rational Quadratic', rational_quadratic),
-    'non_stationary': ('Non-Stationary', non_stationary),
+    'rbf': ('RBF', matern, (6.36,)),
+    'matern': ('Matern', matern, (16.4, 0.5)),
+    'periodic': ('Periodic', periodic, (2.42, 8.0)),
+    'rational_quadratic': ('Rational Quadratic', rational_quadratic, (4.88, 0.1)),
+    'non_stationary': ('Non-Stationary', non_stationary, (17.7, 0.5, 1.5)),
 }
 MODELS = ('Plain', 'Gated', 'CEM-T1', 'CEM-T2', 'CEM-T4', 'CEM-T8')
 
 
 @dataclass
-class Options:
-    """What to run. Defaults from batch_size to checkpoint are those of --protocol=inferred."""
-    protocol: Literal['inferred', 'blind'] = 'inferred'  # training and kernel parameters, see above
+class GPConfig:
+    """What to run. The defaults are the protocol that was inferred from the paper's table."""
     kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)  # to sample from
     models: tuple[str, ...] = MODELS  # Plain, Gated, or CEM-T and the number of its steps
     repeats: int = 5  # R; each has its own sample and initial weights
     seed: int = 0  # for samples, initial weights and the order of batches
     points: int = 4000  # training points per sample, uniform on [-1, 1]^10
     test_points: int = 1000  # test points per sample
-    batch_size: int = INFERRED['batch_size']  # points per step
-    steps: int = INFERRED['steps']  # number of AdamW steps
-    learning_rate: float = INFERRED['learning_rate']  # peak learning rate
-    schedule: Literal['constant', 'cosine'] = INFERRED['schedule']  # cosine has a warm-up
-    init_cem: Literal['linear', 'normal'] = INFERRED['init_cem']  # normal: W, V ~ N(0, 1/D)
-    checkpoint: Literal['last', 'best'] = INFERRED['checkpoint']  # best: by test error
+    batch_size: int = 64  # points per step
+    steps: int = 2000  # number of AdamW steps
+    learning_rate: float = 5e-4  # learning rate, the same in every step
+    checkpoint: Literal['last', 'best'] = 'best'  # which weights to evaluate; best: by test error
     jobs: int = 2  # number of processes, each with one thread
     out_dir: str = 'out/gp'  # folder for tables and figures
 
     def __post_init__(self) -> None:
         in_range(self, 2, 10**6, 'repeats')  # one has no standard deviation
-        in_range(self, 1, 10**6, 'steps jobs')
+        in_range(self, 1, 10**6, 'steps jobs batch_size')
         in_range(self, 1, 20_000, 'points test_points')  # the kernel's matrix must fit in memory
         in_range(self, 0, 2**63 - 1, 'seed')
         in_range(self, 0, 1000, 'learning_rate')
-        in_range(self, 1, self.points, 'batch_size')
+        check(self.batch_size <= self.points, f'points={self.points} are fewer than batch_size='
+              f'{self.batch_size}: give more points or a smaller batch_size')
         for model in self.models:
-            if not re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d{0,3}', model):
-                fail(f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
+            check(re.fullmatch(r'Plain|Gated|CEM-T[1-9]\d{0,3}', model) is not None,
+                  f'models={model}: expected Plain, Gated or CEM-T1, CEM-T2, ...')
 
 
-def generator(o: Options, repeat: int, purpose: str) -> torch.Generator:
+def generator(cfg: GPConfig, repeat: int, purpose: str) -> torch.Generator:
     """Return the random number generator for a repeat's data, weights or batches. It does not
     depend on which other repeats, models or kernels run."""
-    digest = hashlib.sha256(f'{o.seed} {repeat} {purpose}'.encode()).digest()
+    digest = hashlib.sha256(f'{cfg.seed} {repeat} {purpose}'.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], 'big'))
 
 
-def sample_gp(o: Options, kernel: str, repeats: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def sample_gp(cfg: GPConfig, kernel: str, repeats: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Sample f = L z at training and test points, where L L^T is their kernel matrix. Returns
     inputs (R, N, 10) and values (R, N, 1). A repeat has the same inputs and z for every kernel."""
-    N = o.points + o.test_points
+    N = cfg.points + cfg.test_points
     xs, ys = [], []
     for repeat in repeats:
-        g = generator(o, repeat, 'data')
+        g = generator(cfg, repeat, 'data')
         x = 2 * torch.rand(N, INPUTS, generator=g, dtype=torch.float64) - 1
         z = torch.randn(N, 1, generator=g, dtype=torch.float64)
-        K = KERNELS[kernel][1](x, x, *PROTOCOLS[o.protocol]['parameters'][kernel])
+        _, function, parameters = KERNELS[kernel]
+        K = function(x, x, *parameters)
         K.diagonal().add_(JITTER)
         xs.append(x.float().numpy())
         ys.append((torch.linalg.cholesky(K) @ z).float().numpy())
     return np.stack(xs), np.stack(ys)
 
 
-def recursion_steps(model: str) -> int:
+def steps_of(model: str) -> int:
     """Return T: the number at the end of a CEM model's name; 1 for the others."""
     return int(model.removeprefix('CEM-T')) if model.startswith('CEM-T') else 1
 
 
-def init(o: Options, model: str, repeats: Sequence[int]) -> dict[str, Tensor]:
+def init(cfg: GPConfig, model: str, repeats: Sequence[int]) -> dict[str, Tensor]:
     """Return initial weights (R, out, in) and biases (R, 1, out) by name."""
     blocks = {'Plain': {'fc': (256, D), 'proj': (D, 256)},
               'Gated': {'gate': (170, D), 'up': (170, D), 'down': (D, 170)}}
     block = blocks.get(model, {'W': (170, D), 'V': (170, D)})
     copies = []
     for repeat in repeats:
-        g = generator(o, repeat, 'weights')
+        g = generator(cfg, repeat, 'weights')
         w = {'ln_gain': torch.ones(1, D), 'ln_bias': torch.zeros(1, D)}
         for name, (n_out, n_in) in {'in': (D, INPUTS), 'out': (1, D), **block}.items():
             bound = n_in ** -0.5  # nn.Linear's weights and biases are uniform in +-bound
-            if name in ('W', 'V') and o.init_cem == 'normal':
+            if name in ('W', 'V'):  # CEM's are normal, N(0, 1/D)
                 w[name] = bound * torch.randn(n_out, n_in, generator=g)
             else:
                 w[name] = bound * (2 * torch.rand(n_out, n_in, generator=g) - 1)
-            if name not in ('W', 'V'):
                 w[name + '_bias'] = bound * (2 * torch.rand(1, n_out, generator=g) - 1)
         copies.append(w)
     return {name: torch.stack([w[name] for w in copies]).requires_grad_() for name in copies[0]}
@@ -226,44 +213,31 @@ def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
 def sizes(model: str) -> tuple[int, int]:
     """Return a model's number of parameters and its FLOPs as fvcore counts them: one for a
     multiply-add, five for an element of the LayerNorm, none for the rest."""
-    w = init(Options(), model, [0])
+    w = init(GPConfig(), model, [0])
     with FlopCounterMode(display=False) as counter:
-        forward(w, torch.zeros(1, FLOP_ROWS, INPUTS), recursion_steps(model))
+        forward(w, torch.zeros(1, FLOP_ROWS, INPUTS), steps_of(model))
     parameters = sum(p.numel() for p in w.values())
     return parameters, counter.get_total_flops() // 2 + 5 * FLOP_ROWS * D
 
 
-def learning_rate(o: Options, step: int) -> float:
-    """Return a step's learning rate: constant, or a linear warm-up over 5% of the steps and then a
-    cosine to a tenth of the peak."""
-    warmup = int(0.05 * o.steps)
-    if o.schedule == 'constant':
-        return o.learning_rate
-    if step < warmup:
-        return o.learning_rate * (step + 1) / warmup
-    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (o.steps - warmup)))
-    return o.learning_rate * (0.1 + 0.9 * cosine)
-
-
-def train(o: Options, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
+def train(cfg: GPConfig, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
           repeats: Sequence[int]) -> dict[str, Tensor]:
     """Train the weights w of all repeats in place, by AdamW with the settings of the paper's Table
     2. Returns each repeat's weights after its epoch with the lowest test error."""
-    optimizer = torch.optim.AdamW(w.values(), betas=(0.9, 0.95), eps=1e-9, weight_decay=0.1,
-                                  fused=True)
-    generators = [generator(o, repeat, 'batches') for repeat in repeats]
-    batches = o.points // o.batch_size  # per epoch
+    optimizer = torch.optim.AdamW(w.values(), cfg.learning_rate, betas=(0.9, 0.95), eps=1e-9,
+                                  weight_decay=0.1, fused=True)
+    generators = [generator(cfg, repeat, 'batches') for repeat in repeats]
+    batches = cfg.points // cfg.batch_size  # per epoch
     best = torch.full((len(repeats),), math.inf)
     # A repeat whose error is never finite has no best epoch: its weights stay NaN.
     best_w = {name: torch.full_like(p, math.nan, requires_grad=False) for name, p in w.items()}
-    for step in range(o.steps):
+    for step in range(cfg.steps):
         i = step % batches
         if i == 0:  # a new epoch: each repeat shuffles its own points
-            order = torch.stack([torch.randperm(o.points, generator=g) for g in generators])
+            order = torch.stack([torch.randperm(cfg.points, generator=g) for g in generators])
             epoch_x = x.gather(1, order[:, :, None].expand(-1, -1, INPUTS))
             epoch_y = y.gather(1, order[:, :, None])
-        batch = slice(i * o.batch_size, (i + 1) * o.batch_size)
-        optimizer.param_groups[0]['lr'] = learning_rate(o, step)
+        batch = slice(i * cfg.batch_size, (i + 1) * cfg.batch_size)
         loss = (forward(w, epoch_x[:, batch], T) - epoch_y[:, batch]).square().mean(dim=1).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -273,8 +247,8 @@ def train(o: Options, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
             p.grad *= (1 / norms).clamp(max=1)[:, None, None]
         optimizer.step()
 
-        if i == batches - 1 or step == o.steps - 1:  # the epoch's end
-            test_rmse = rmse(w, x[:, o.points:], y[:, o.points:], T)  # (R,)
+        if i == batches - 1 or step == cfg.steps - 1:  # the epoch's end
+            test_rmse = rmse(w, x[:, cfg.points:], y[:, cfg.points:], T)  # (R,)
             better = test_rmse < best
             best = torch.where(better, test_rmse, best)
             for name, p in w.items():
@@ -288,58 +262,42 @@ def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> Tensor:
     return (forward(w, x, T) - y).square().mean(dim=(1, 2)).sqrt()
 
 
-def train_row(o: Options, key: Key, data: tuple[np.ndarray, np.ndarray]) -> Row:
+def train_row(cfg: GPConfig, key: Key, data: tuple[np.ndarray, np.ndarray]) -> Row:
     """Train a model on a kernel's samples. Returns its row of the table."""
     _, model = key
     x, y = map(torch.from_numpy, data)
-    T = recursion_steps(model)
-    w = init(o, model, range(o.repeats))
-    best = train(o, w, T, x, y, range(o.repeats))
-    if o.checkpoint == 'best':
+    T = steps_of(model)
+    w = init(cfg, model, range(cfg.repeats))
+    best = train(cfg, w, T, x, y, range(cfg.repeats))
+    if cfg.checkpoint == 'best':
         w = best
-    errors = torch.stack([rmse(w, x[:, :o.points], y[:, :o.points], T),
-                          rmse(w, x[:, o.points:], y[:, o.points:], T)]).double()  # (2, R)
+    errors = torch.stack([rmse(w, x[:, :cfg.points], y[:, :cfg.points], T),
+                          rmse(w, x[:, cfg.points:], y[:, cfg.points:], T)]).double()  # (2, R)
     return torch.stack([errors.mean(dim=1), errors.std(dim=1)], dim=1).flatten().tolist()
 
 
-def start_worker() -> None:
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C run_table ends the workers
+def run_table(cfg: GPConfig) -> dict[Key, Row]:
+    """Train all models on all kernels in cfg.jobs processes of one thread each."""
+    keys = [(kernel, model) for kernel in cfg.kernels for model in cfg.models]
+    with ProcessPoolExecutor(cfg.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
+        samples = pool.map(partial(sample_gp, cfg, repeats=range(cfg.repeats)), cfg.kernels)
+        data = dict(zip(cfg.kernels, samples, strict=True))
+        rows = pool.map(partial(train_row, cfg), keys, [data[kernel] for kernel, _ in keys])
+        return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))
 
 
-def run_table(o: Options) -> dict[Key, Row]:
-    """Train all models on all kernels in o.jobs processes. UserError if one of them is killed."""
-    keys = [(kernel, model) for kernel in o.kernels for model in o.models]
-    with ProcessPoolExecutor(o.jobs, get_context('spawn'), start_worker) as pool:
-        try:
-            samples = pool.map(partial(sample_gp, o, repeats=range(o.repeats)), o.kernels)
-            data = dict(zip(o.kernels, samples, strict=True))
-            rows = pool.map(partial(train_row, o), keys, [data[kernel] for kernel, _ in keys])
-            return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))
-        except BrokenProcessPool:
-            fail('a worker process was killed: if memory ran out, give --jobs=1')
-        except BaseException:
-            for process in active_children():
-                process.terminate()
-            raise
-
-
-def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
-    """Plot each model's RMSE beside the paper's: a column for each kernel, train above test. The
-    scale ends at five times the median, so that a model that diverged does not set it."""
-    fig, axes = plt.subplots(2, len(o.kernels), figsize=(3.2 * len(o.kernels), 6), squeeze=False)
+def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
+    """Plot each model's RMSE beside the paper's: a column for each kernel, train above test."""
+    columns = len(cfg.kernels)
+    fig, axes = plt.subplots(2, columns, figsize=(3.2 * columns, 6), squeeze=False)
     for (line, column), ax in np.ndenumerate(axes):
-        kernel = o.kernels[column]
+        kernel = cfg.kernels[column]
         for source, label, style in ((rows, 'ours', 'o-'), (paper, 'paper', 's:')):
-            models = [m for m in o.models if (kernel, m) in source]
+            models = [m for m in cfg.models if (kernel, m) in source]
             mean = [source[kernel, m][2 * line] for m in models]
             std = [source[kernel, m][2 * line + 1] for m in models]
             ax.errorbar(models, mean, std, fmt=style, capsize=3, label=label)
         ax.set_title(f'{KERNELS[kernel][0]}, {("train", "test")[line]} RMSE')
-        means = np.array([rows[kernel, m][2 * line] for m in o.models])
-        if np.isfinite(means).any():
-            limit = 5 * np.median(means[np.isfinite(means)])
-            ax.set_ylim(top=min(ax.get_ylim()[1], limit))
         ax.tick_params(axis='x', rotation=45)
     axes[0, 0].legend()
     fig.tight_layout()
@@ -347,7 +305,7 @@ def draw_figure(o: Options, rows: dict[Key, Row], paper: dict[Key, Row], path: s
     plt.close(fig)
 
 
-def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> None:
+def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
     """Print the table, then write it as Markdown and CSV, and its figure, under names with this
     suffix."""
     with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
@@ -373,7 +331,7 @@ def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> None:
         numbers = [*(f'{x:.6f}' for x in ours), *map(str, theirs or [''] * 4)]
         csv_text += f'{model},{parameters},{flops},{title},{",".join(numbers)}\n'
 
-    options = ', '.join(f'{name}={value}' for name, value in asdict(o).items()
+    options = ', '.join(f'{name}={value}' for name, value in asdict(cfg).items()
                         if name not in ('kernels', 'models', 'jobs', 'out_dir'))
     text = f'Mean ± std over repeats: {options}.\n\n'
     text += table(['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE',
@@ -383,25 +341,23 @@ def write_table(o: Options, rows: dict[Key, Row], suffix: str) -> None:
              f'{within[0]} of {len(distances)} rows; within two: {within[1]}.')
     if not np.isfinite(list(rows.values())).all():
         text += '\n- nan: training diverged; try a lower learning_rate.'
-    say(text)
-    write_atomic(f'{o.out_dir}/table{suffix}.md', f'{text}\n'.encode())
-    write_atomic(f'{o.out_dir}/table{suffix}.csv', csv_text.encode())
-    draw_figure(o, rows, paper, f'{o.out_dir}/figure{suffix}.png')
-    say(f'Written to {o.out_dir}: table{suffix}.md, and beside it CSV and figure')
+    print(text, flush=True)
+    write_atomic(f'{cfg.out_dir}/table{suffix}.md', f'{text}\n'.encode())
+    write_atomic(f'{cfg.out_dir}/table{suffix}.csv', csv_text.encode())
+    draw_figure(cfg, rows, paper, f'{cfg.out_dir}/figure{suffix}.png')
+    print(f'Written to {cfg.out_dir}: table{suffix}.md, and beside it CSV and figure', flush=True)
 
 
 @command_line
 def main(argv: list[str]) -> None:
-    given = read_options(argv, Options)
-    o = build(Options, PROTOCOLS[given.get('protocol', 'inferred')] | given)
+    given = read_options(argv, GPConfig)
+    cfg = build(GPConfig, given)
     torch.set_num_threads(1)  # products this small would only wait for threads
-    os.makedirs(o.out_dir, exist_ok=True)
+    os.makedirs(cfg.out_dir, exist_ok=True)
     # Options are part of the file names, so that no other table replaces the full one.
     suffix = ''.join(f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
                      for name, value in given.items() if name not in ('jobs', 'out_dir'))
-    if len(suffix) > 200:  # file names have at most 255 characters
-        suffix = f'{suffix[:190]}-{zlib.crc32(suffix.encode()):08x}'
-    write_table(o, run_table(o), suffix)
+    write_table(cfg, run_table(cfg), suffix)
 
 
 if __name__ == '__main__':

@@ -10,18 +10,18 @@ import pytest
 from running import MODEL_FILES, ROOT, SIZE_FILES
 
 from bench import BenchConfig
-from configurator import UserError, build, check_values, merge, read_options
+from configurator import UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
 from model import ModelConfig
 from prepare_slimpajama import PrepareConfig
 from reproduce import ReproduceConfig
 from sample import SampleConfig
-from synthetic_gp import Options
+from synthetic_gp import GPConfig
 from train import TrainConfig
 
 SCRIPTS = {'train': (TrainConfig, ModelConfig), 'bench': (BenchConfig,), 'sample': (SampleConfig,),
            'evaluate': (EvaluateConfig,), 'reproduce': (ReproduceConfig,),
-           'prepare_slimpajama': (PrepareConfig,), 'synthetic_gp': (Options,)}
+           'prepare_slimpajama': (PrepareConfig,), 'synthetic_gp': (GPConfig,)}
 
 
 def options_of(*argv: str) -> dict[str, Any]:
@@ -42,14 +42,23 @@ def test_later_options_win_and_types_are_the_fields(
     assert options_of('--out_dir=~/b', '--text=~') == {'out_dir': '/home/a/b', 'text': '/home/a'}
 
 
-def test_rivals_replace_each_other() -> None:
+def test_an_option_replaces_its_rival_of_an_earlier_level(tmp_path: Path) -> None:
+    """Flags replace what files say, and later files what earlier files say; two rivals at one level
+    are refused."""
     saved = options_of('config/mini.py')
     assert {'data', 'tokens'} <= saved.keys()
+    book = tmp_path / 'book.py'
+    book.write_text("text = 'b.txt'\ntokens_per_param = 3\n")
     for options in (options_of('--text=b.txt', '--tokens_per_param=3', 'config/mini.py'),
+                    options_of('config/mini.py', str(book)),
                     merge(saved, {'text': 'b.txt', 'tokens_per_param': 3.0})):
         assert options['text'] == 'b.txt' and options['tokens_per_param'] == 3.0
         assert not {'data', 'tokens'} & options.keys()
-    assert options_of('--text=b.txt', '--data=a') == {'data': 'a'}
+    options = options_of('--data=a', '--tokens=5K', str(book))
+    assert options == {'data': 'a', 'tokens': 5000}
+    for pair in ('--text=a', '--data=b'), ('--tokens=1', '--tokens_per_param=2'):
+        with pytest.raises(UserError, match=r'^\w+ and \w+ exclude each other: give one$'):
+            options_of(*pair, 'config/mini.py')
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
@@ -62,8 +71,9 @@ def test_help_has_a_line_for_every_option(script: str, capfd: pytest.CaptureFixt
 
 
 def test_numbers_are_what_was_written() -> None:
-    """Decimal arithmetic: 2.3M is whole; 1.5 is not, and is no whole number."""
-    for text, number in (('2.3M', 2_300_000), ('4.1K', 4100), ('1e3', 1000), ('3.0', 3)):
+    """2.3M is a whole number, though 2.3 * 10**6 is not in floating point; 1.5 is none."""
+    for text, number in (('2.3M', 2_300_000), ('4.1K', 4100), ('1e3', 1000), ('3.0', 3),
+                         (f'{2**63 - 1}', 2**63 - 1)):
         assert options_of(f'--tokens={text}') == {'tokens': number}
     for text in ('1.5', '0.0015K', '1e400', 'inf', 'nan', 'M', ''):
         with pytest.raises(UserError, match='expected a whole number'):
@@ -90,18 +100,30 @@ def test_a_config_file_is_found_here_then_beside_the_scripts(
     (dict(beta1='b'), 'beta1=b: expected a number'), (dict(data=1), 'data=1: expected text'),
     (dict(seed=np.float32(0.5)), 'seed=0.5'), (dict(seed=np.arange(2)), 'seed=.0 1.: expected'),
     (dict(device='tpu'), 'one of auto, cpu'), (dict(batch_size=0), 'batch_size=0: expected 1')])
-def test_values_from_python_and_from_a_saved_file_are_checked(
-    wrong: dict[str, Any], words: str
-) -> None:
+def test_values_from_python_are_checked(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         TrainConfig(**wrong)
-    saved = {'compile': 'False', 'warmup': 0, 'stop_step': None}
-    checked = check_values(saved, 'config.json', TrainConfig)
-    assert checked == {'compile': False, 'warmup': 0.0, 'stop_step': None}
-    for value, says in (({'seed': '1.5'}, 'config.json: seed'), ({'new': 1}, 'no such option'),
-                        ({'seed': True}, 'a whole number'), ({'data': 5}, 'expected text')):
-        with pytest.raises(UserError, match=says):
-            check_values(value, 'config.json', TrainConfig)
+
+
+def test_a_flags_text_is_utf_8_in_any_locale() -> None:
+    """In a POSIX locale Python escapes bytes above 127. Text is decoded; paths keep the escapes,
+    with which they open."""
+    escaped = 'Bär'.encode().decode('ascii', 'surrogateescape')
+    assert escaped != 'Bär'
+    given = read_options([f'--prompt={escaped}', f'--out_dir={escaped}'], SampleConfig)
+    assert given['prompt'] == 'Bär' and given['out_dir'] == escaped
+
+
+def test_a_script_ends_with_one_line(capsys: pytest.CaptureFixture) -> None:
+    """Errors of the user, of the machine and Ctrl-C; any other error is Python's own."""
+    def main(argv: list[str]) -> None:
+        raise argv[0]
+    for error, line in ((UserError('no\ndata'), 'no data'), (KeyboardInterrupt(), 'stopped'),
+                        (FileNotFoundError(2, 'No such file', 'a.txt'), 'a.txt: No such file')):
+        with pytest.raises(SystemExit, match=f'^[^:]*: {line}$'):
+            command_line(main)([error])
+    with pytest.raises(ZeroDivisionError):
+        command_line(main)([ZeroDivisionError()])
 
 
 def test_values_from_python_become_pythons_own() -> None:
@@ -112,8 +134,7 @@ def test_values_from_python_become_pythons_own() -> None:
     cfg = ModelConfig(**given)
     assert {name: getattr(cfg, name) for name in given} == dict(
         size='nano', n_layer=3, init_std=0.1, rope_theta=5.0, positions='rope', kq_diag='shared',
-        exact_update=True,
-        attn_steps=2, d_mlp=86)
+        exact_update=True, attn_steps=2, d_mlp=86)
     assert type(cfg.size) is str
     assert type(TrainConfig(data=np.str_('data/x')).data) is str
     assert ModelConfig(**json.loads(json.dumps(vars(cfg)))) == cfg

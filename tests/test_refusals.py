@@ -23,15 +23,16 @@ model               --d_model=12 --n_head=4 --positions=rope     is odd
 train               --atn_steps=2                          no such option; near: attn_steps
 train               --size                                 --size=VALUE, no space
 train               --out_dir=                             --out_dir= is empty: expected a path
-train               config/none.py                         config file config/none.py: No such file
+train               config/none.py                         no config file config/none.py
 train               code.py                                code.py:1: only lines of the form
-train               wrong.py                               attn_steps = [1]: expected a whole number
+train               wrong.py                               attn_steps=[1]: expected a whole number
 train               --device=cuda                          finds no GPU on this machine
 train               --data=none                            python train.py config/mini.py trains
 train               --data=short                           no shard of the val split
 train               --data=cut                             test.bin has 4000 bytes
 train               --data=old                             is damaged, or of another version
 train               --text=nothing.txt                     nothing.txt: no such file or folder
+train               --text=a.txt --data=data               text and data exclude each other
 train               --tokenizer=byte                       tokenizer is for --text=FILE
 train               --init_from=resume                     no run in out/: python train.py
 train               --init_from=resume --out_dir=none      no run in none
@@ -46,7 +47,7 @@ evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2
 evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --tokens=5                             no run in out/: python train.py makes one
-bench               --device=cuda                          no GPU
+bench               --device=cuda                          finds no GPU
 reproduce           --figure=3d                            figure=3d: expected one of 2a
 reproduce           --figure=3a --size=85m                 size=85m: expected one of XS
 reproduce           --size=XS                              size=XS is for --figure
@@ -58,6 +59,7 @@ prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100       gpt2, byte, bpe512 to bpe65536
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
+synthetic_gp        --batch_size=7000                      fewer than batch_size=7000
 """
 CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 
@@ -86,7 +88,9 @@ def test_refused_in_one_line(case: list[str], here: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, 'argv', [f'{script}.py'])
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    tiny = [*TINY, '--data=data', steps(1)] if script in ('model', 'train') else []
+    tiny = [*TINY, steps(1)] if script in ('model', 'train') else []
+    if tiny and not re.search('--(text|data)=', argv):
+        tiny.append('--data=data')
     options = [*(word for word in tiny if 'resume' not in argv), *argv.split()]
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(script.replace('model', 'train')).main(options)
