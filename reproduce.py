@@ -60,7 +60,7 @@ MODELS = {row['model']: row for folder in (FIRST, SECOND, FIGURE_DATA)
           for row in read_csv(f'{folder}/models.csv')}
 FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
 SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
-FIGURE_SIZES = ('XS', 'S', 'M', *(size for size in PRESETS if size != '256m_cem'))
+FIGURE_SIZES = ('XS', 'S', 'M', *PRESETS)
 
 # Estimated FLOP/s: an A100 by docs/speed.md, a CPU thread by the published runs
 A100_FLOPS = {False: 0.37 * 312e12, True: 0.29 * 312e12}  # without and with CEM

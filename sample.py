@@ -13,9 +13,8 @@ import torch
 
 from configurator import build, command_line, convert_types, fail, in_range, read_options
 from nanocem.decode import generate
-from nanocem.files import read_text_file
 from nanocem.runs import load_model, newest_run
-from nanocem.tokenizers import tokenizer_of
+from nanocem.tokenizers import read_text_file, tokenizer_of
 
 
 @dataclass

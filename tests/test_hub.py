@@ -23,7 +23,7 @@ from model import Transformer
 from nanocem import hf
 from nanocem.decode import generate
 from nanocem.hf import export
-from nanocem.runs import load_run
+from nanocem.runs import load_model
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, tokenizer_of, train_bpe
 
 transformers = pytest.importorskip('transformers')
@@ -113,10 +113,10 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
             end = ours.index(256, 1) + 1 if 256 in ours[1:] else len(ours)
             assert row == ours[:end]  # transformers stops at BOS
         assert (found['ids'], found['texts']) == (documents, TEXTS)
-        again, state = load_run(folder)
+        again, state = load_model(folder)
         assert torch.equal(again(idx)[0], logits) and again.cfg == model.cfg and state['step'] == 2
         assert again.num_params() == model.num_params()
-        resized, _ = load_run(f'{folder}-again')
+        resized, _ = load_model(f'{folder}-again')
         assert resized.cfg.vocab_size == 300
         torch.testing.assert_close(resized(idx)[0][..., :257], logits)
 
@@ -265,7 +265,7 @@ def rounded() -> Transformer:
 def test_an_exported_folder_is_read_as_a_run_is(
         exported: Path, capfd: pytest.CaptureFixture) -> None:
     options = ['--out_dir=pretrained/cem', '--device=cpu']
-    model, state = load_run('pretrained/cem')
+    model, state = load_model('pretrained/cem')
     idx = torch.randint(257, (2, 12))
     assert torch.equal(model(idx)[0], rounded()(idx)[0]) and model.head.dtype == torch.float32
     assert state['step'] == 2 and state['data_dir'] == 'gone' and model.cfg == model_of().cfg
