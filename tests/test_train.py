@@ -213,11 +213,10 @@ def test_data_without_its_tokenizer_trains_and_is_named_at_the_start(
 
 
 def test_in_a_posix_locale_text_is_read_and_printed_as_escapes() -> None:
-    command = [sys.executable, 'sample.py', '--out_dir=pretrained/cem', '--tokens=1',
-               '--device=cpu']
     env = {**os.environ, 'LC_ALL': 'POSIX', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
-    done = subprocess.run([*command, '--prompt=caf\u00e9'.encode()], cwd=running.ROOT, env=env,
-                          capture_output=True, check=True)
+    command = [sys.executable, 'sample.py', '--out_dir=pretrained/cem', '--tokens=1',
+               '--prompt=caf\u00e9'.encode()]
+    done = subprocess.run(command, cwd=running.ROOT, env=env, capture_output=True, check=True)
     assert done.stdout.startswith(b'caf\\xe9')
 
 
