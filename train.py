@@ -153,8 +153,8 @@ def main(argv: list[str]) -> int:
     # Data: three splits, cut into sequences, and the order of the training sequences
     if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
         cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, source)
-    vocab_size = read_meta(cfg.data)['vocab_size']
-    model_cfg = build(ModelConfig, {'vocab_size': vocab_size, **options})
+    meta = read_meta(cfg.data)
+    model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
@@ -166,7 +166,6 @@ def main(argv: list[str]) -> int:
     try:
         tokenizer = load_tokenizer(cfg.data)
         token_bytes = tokenizer.token_bytes()
-        token_bytes = F.pad(token_bytes, (0, model_cfg.vocab_size - len(token_bytes)))
     except ValueError as error:
         print(f'WARNING: {error}; the run goes on, without samples and bits per byte', flush=True)
 

@@ -17,12 +17,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from configurator import UserError
-from model import ModelConfig
 from nanocem.runs import (
     Log,
     checkpoints,
     last_checkpoint,
-    new_folder,
     newest_run,
     read_checkpoint,
     save_checkpoint,
@@ -60,21 +58,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         Path(path).write_bytes(b'x')
     with pytest.raises(UserError, match='no intact checkpoint in'):
         last_checkpoint(str(out))
-
-
-class Code:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ('ran',)
-
-
-def test_code_in_a_checkpoint_does_not_run(
-    halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({**read_checkpoint(checkpoints(str(halves[0]))[-1]), 'best': Code()}, 'a.pt')
-    with pytest.raises(UserError, match=r'a\.pt is damaged'):
-        read_checkpoint('a.pt')
-    assert not os.path.exists('ran')
 
 
 def test_the_last_checkpoints_stay_and_the_best_apart(
@@ -127,17 +110,6 @@ def test_the_newest_run_is_the_one_started_or_resumed_last(
         os.utime(path, (n, n))
     assert newest_run() == 'out/a'
     assert capsys.readouterr().out.count('out/d is left out') == 1
-
-
-def test_what_is_not_a_runs_own_stays(tmp_path: Path) -> None:
-    out = tmp_path / 'o'
-    out.mkdir()
-    (out / 'notes.txt').write_text('mine')
-    assert new_folder(str(out), ModelConfig()) == str(out)
-    (out / 'config.json').write_text('{"of": "another program"}')
-    with pytest.raises(UserError, match='holds a run already, or another config'):
-        new_folder(str(out), ModelConfig())
-    assert sorted(os.listdir(out)) == ['config.json', 'notes.txt']
 
 
 def test_a_half_line_is_repaired_and_no_line_is_glued(tmp_path: Path) -> None:
