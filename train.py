@@ -42,7 +42,7 @@ from nanocem.files import read_json, to_json, write_atomic
 from nanocem.loss import flops_per_token, peak_flops
 from nanocem.optim import make_optimizers
 from nanocem.runs import perplexity
-from nanocem.tokenizers import MODEL_FILE, load_tokenizer
+from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 from prepare_slimpajama import find_data
 from sample import sample_text
 
@@ -165,7 +165,7 @@ def main(argv: list[str]) -> int:
     tokenizer = token_bytes = None
     try:
         tokenizer = load_tokenizer(cfg.data)
-        token_bytes = tokenizer.token_bytes()
+        token_bytes = spelled_bytes(tokenizer, meta)
     except ValueError as error:
         print(f'WARNING: {error}; the run goes on, without samples and bits per byte', flush=True)
 
