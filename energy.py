@@ -3,8 +3,8 @@ A Transformer from two energies: the idea of CEM (arXiv 2605.07588), and nothing
 
 No attention and no MLP is written below. A layer is an energy of a token's state u, given its
 context h, and autograd takes T steps down that energy. What comes out is attention whose values
-are its keys, and a gated MLP whose down projection is its up projection. model.py writes both
-gradients out, which is faster, and adds the paper's options. test_model.py keeps them equal.
+are its keys, and a gated MLP whose down projection is the matrix inside its SiLU. model.py writes
+both gradients out, which is faster, and adds the paper's options. test_model.py keeps them equal.
 
     python energy.py [book.txt]    learn a page of English, or a text of yours, in half a minute
 """
@@ -20,14 +20,14 @@ from torch import Tensor
 
 
 class Phi(torch.autograd.Function):
-    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. torch has no dilogarithm Li2."""
+    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. scipy's spence(z) is Li2(1 - z)."""
     @staticmethod
     def forward(z: Tensor) -> Tensor:
         a = z.detach().cpu().double()
         b = a.abs()
-        dilog = torch.as_tensor(spence((1 + (-b).exp()).numpy()))    # Li2(-e^-b)
-        left = dilog - b * (-b).exp().log1p()                        # phi(-b)
-        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left                # phi(b)
+        dilog = torch.as_tensor(spence((1 + (-b).exp()).numpy()))  # Li2(-e^-b)
+        left = dilog - b * (-b).exp().log1p()                      # phi(-b)
+        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left              # phi(b), by inversion of Li2
         return torch.where(a > 0, right, left).to(z)
 
     @staticmethod
@@ -47,23 +47,23 @@ class Descent(nn.Module):
         self.norm = nn.RMSNorm(D, eps=1e-5)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)  # the context, the same for all steps
+        h = self.norm(x)  # the context, which stays as it is
         self.path = []    # the mean energy before each step, to look at
         for _ in range(self.T):
             u = self.norm(x)
-            energy = self.energy(u, h).sum()
-            gradient, = torch.autograd.grad(energy, u, create_graph=True)
-            x = x - gradient / self.T
+            energy = self.energy(u, h).sum()  # each token's own; no energy reads another token's u
+            gradient, = torch.autograd.grad(energy, u, create_graph=True)  # by u alone, not by h
+            x = x - gradient / self.T         # added to x: the residual connection
             self.path.append(energy.item() / u[..., 0].numel())
         return x
 
 
 class Interaction(Descent):
     """The energy that becomes attention (Eq. 2). It is low if u matches a key of its past. The
-    derivative of log-sum-exp is softmax, so minus the gradient is sum_j alpha_j W_Q^T k_j."""
+    derivative of log-sum-exp is softmax, so minus the gradient is W_Q^T sum_j alpha_j k_j."""
     def __init__(self, D: int, K: int, T: int):
         super().__init__(D, T)
-        self.K, self.tau = K, D ** 0.5
+        self.K, self.tau = K, D ** 0.5  # the paper's tau; Llama's is sqrt(D / K)
         self.W_Q = nn.Parameter(torch.randn(D, D) / D ** 0.5)
         self.W_K = nn.Parameter(torch.randn(D, D) / D ** 0.5)
 
@@ -73,7 +73,7 @@ class Interaction(Descent):
         k = (h @ self.W_K.T).unflatten(-1, (self.K, -1)).transpose(1, 2)
         i = torch.arange(u.shape[1])
         distance = i[:, None] - i                                            # (J, J)
-        m = 2.0 ** -torch.arange(1, self.K + 1)[:, None, None]               # ALiBi's slopes
+        m = 2.0 ** -torch.arange(1, self.K + 1)[:, None, None]               # ALiBi's slopes, steep
         return (q @ k.mT / self.tau - m * distance).masked_fill(distance < 0, -torch.inf)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class Interaction(Descent):
 
 
 class Elementwise(Descent):
-    """The energy that becomes a gated MLP (Eq. 7). The gate gamma says which features V u of the
-    state lower it. phi' is SiLU, so minus the gradient is V^T (gamma * silu(V u))."""
+    """The energy that becomes a gated MLP (Eq. 7). The gate gamma says which features V u lower the
+    energy, and how much. phi' is SiLU, so minus the gradient is V^T (gamma * silu(V u))."""
     def __init__(self, D: int, width: int, T: int):
         super().__init__(D, T)
         self.W = nn.Parameter(torch.randn(width, D) / D ** 0.5)
@@ -129,10 +129,10 @@ def main(path: str = f'{Path(__file__).parent}/pretrained/held_out.txt', J: int 
         logits = model(torch.tensor([written[-J:]]))[0, -1]
         written.append(int(torch.multinomial((logits / 0.7).softmax(-1), 1)))
     print(bytes(written[J:]).decode(errors='replace'))
-    # Cut each layer's step into four, and look at its energy before every one of them
+    # Cut all steps into four, and look at each layer's energy before every one of them
+    model.layers.apply(lambda layer: setattr(layer, 'T', 4))
+    model(batch[:, :-1])
     for layer in model.layers:
-        layer.T = 4
-        model(batch[:, :-1])
         print(type(layer).__name__, 'energy:', [round(e - layer.path[0], 2) for e in layer.path])
 
 
