@@ -23,12 +23,11 @@ class Phi(torch.autograd.Function):
     """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. scipy's spence(z) is Li2(1 - z)."""
     @staticmethod
     def forward(z: Tensor) -> Tensor:
-        a = z.detach().cpu().double()
-        b = a.abs()
+        b = z.detach().cpu().double().abs()
         dilog = torch.as_tensor(spence((1 + (-b).exp()).numpy()))  # Li2(-e^-b)
         left = dilog - b * (-b).exp().log1p()                      # phi(-b)
         right = b ** 2 / 2 - torch.pi ** 2 / 6 - left              # phi(b), by inversion of Li2
-        return torch.where(a > 0, right, left).to(z)
+        return torch.where(z.cpu() > 0, right, left).to(z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -130,7 +129,8 @@ def main(path: str = f'{Path(__file__).parent}/pretrained/held_out.txt', J: int 
         written.append(int(torch.multinomial((logits / 0.7).softmax(-1), 1)))
     print(bytes(written[J:]).decode(errors='replace'))
     # Cut all steps into four, and look at each layer's energy before every one of them
-    model.layers.apply(lambda layer: setattr(layer, 'T', 4))
+    for layer in model.layers:
+        layer.T = 4
     model(batch[:, :-1])
     for layer in model.layers:
         print(type(layer).__name__, 'energy:', [round(e - layer.path[0], 2) for e in layer.path])
