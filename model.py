@@ -14,9 +14,9 @@ the key-query diagonal d_k of Eq. 12 are options of the paper. Algorithm 1 leave
 of the diagonal's part of the energy, and exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1, which writes V^T into g; here it is
-in W_d. Lines that begin with rope are ours. docs/paper.md lists our choices where the paper is
-silent. nanocem/attention.py computes the same attention faster.
+Comments at the ends of lines are the formulas of Algorithm 1, but for the V^T in its g, which is
+here in W_d. Comments that begin with rope are ours. docs/paper.md lists our choices where the paper
+is silent. nanocem/attention.py computes the same attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -64,7 +64,7 @@ class ModelConfig:
     context_length: int = 2048  # J, tokens
     attn: Literal['llama', 'cem'] = 'cem'  # attention: untied, or tied weights and an energy
     mlp: Literal['llama', 'cem'] = 'cem'  # MLP: untied, or tied weights and an energy
-    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # Llama's attention: W_V is W_K, W_O is W_Q
+    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V is W_K; qo, W_O is W_Q
     attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
     mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
@@ -201,7 +201,8 @@ class BaseAttention(nn.Module):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
         self.cfg, self.K = cfg, K
-        self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)  # temperature of scores
+        # The temperature of the scores: sqrt(D_r) for Llama, sqrt(D_h) for CEM
+        self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)
         self.norm = RMSNorm(D)
         self.W_Q = normal_param(D, D, std=cfg.init_std)  # W_k^Q is its k-th block of R rows
         self.W_K = normal_param(D, D, std=cfg.init_std)
@@ -245,6 +246,7 @@ class LlamaAttention(BaseAttention):
         super().__init__(cfg)
         D, std = cfg.d_model, cfg.init_std
         self.W_V = self.W_K if cfg.tie in ('kv', 'both') else normal_param(D, D, std=std)
+        # W_O is stored in blocks of rows, as W_Q is, and used as o @ W_O
         self.W_O = self.W_Q if cfg.tie in ('qo', 'both') else normal_param(D, D, std=std)
 
     def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
@@ -253,6 +255,7 @@ class LlamaAttention(BaseAttention):
         h = self.norm(x)
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
         k = self.split_heads(F.linear(h, self.W_K))
+        # With tie=kv the values are the keys before RoPE
         v = k if self.W_V is self.W_K else self.split_heads(F.linear(h, self.W_V))
         # With RoPE, rotate queries and keys by their positions
         q = self.rotate(q, pos)
@@ -288,11 +291,11 @@ class CEMAttention(BaseAttention):
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Insert the new h or keys into the cache, and get those of all tokens so far. Where the
-        # cache holds h instead of keys, k is None
+        # Insert the new h or keys into the cache, and get those of all tokens so far. If the cache
+        # holds h instead of keys, k is None, and the implementation below is h_cache
         if cache is not None:
             h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
-        # Fold the preconditioner into the output projection: W_O = W_Q P
+        # Fold the preconditioners into the output projection: its blocks are W_k^Q P_k
         W_O = self.output_weight() if cache is None else cache.output_weight(self)  # (D, D)
         for _ in range(self.T):
             # Project the current state to queries
@@ -339,8 +342,8 @@ class CEMAttention(BaseAttention):
 
 
 class LlamaMLP(nn.Module):
-    """Gated MLP with three untied matrices. Norm and residual are inside. Hugging Face calls the
-    gate W up_proj, and V gate_proj."""
+    """Gated MLP with three untied matrices. Norm and residual are inside. Hugging Face's gate_proj
+    is V, and its up_proj is W."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(cfg.d_model)

@@ -82,7 +82,7 @@ class TrainConfig:
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
-    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # nanocem
+    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # docs/speed.md
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
@@ -126,14 +126,14 @@ def main(argv: list[str]) -> int:
         config = runs.read_config(out_dir)
         check(config is not None, f'init_from=resume: no run in {out_dir}')
         saved = {**config['model'], **config['train'], 'stop_step': None}
-        kept = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
-        runs.check_match(saved, kept, out_dir)
+        must_equal = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
+        runs.check_match(saved, must_equal, out_dir)
         init_from = given['init_from'] = saved['init_from']
     elif init_from != 'scratch':
         source = runs.best_checkpoint(init_from)
         saved = source['model_config']
-        kept = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
-        runs.check_match(saved, kept, init_from)
+        must_equal = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
+        runs.check_match(saved, must_equal, init_from)
     options = merge(saved, given)
     cfg = build(TrainConfig, options)
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
@@ -396,7 +396,7 @@ def main(argv: list[str]) -> int:
               f'--out_dir={shlex.quote(out_dir)}', flush=True)
         return STOPPED
 
-    # The test, and a sample of text
+    # The test of the last weights, and a sample of text
     test_loss, test_bits = evaluate('test', cfg.test_tokens)
     if val_loss is None:  # resumed after the last step
         val_loss, val_bits = evaluate('val', cfg.eval_tokens)
