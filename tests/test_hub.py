@@ -51,9 +51,8 @@ for folder in sys.argv[1:]:
     idx = padded.input_ids
     bfloat16 = AutoModelForCausalLM.from_pretrained(folder, **code, dtype='bfloat16')
     logits = model(idx).logits
-    places = torch.tensor([0, 3])
-    assert torch.equal(model(idx, logits_to_keep=places).logits, logits[:, places])
-    assert torch.equal(model(idx, logits_to_keep=2).logits, logits[:, -2:])
+    for kept in (2, torch.tensor([-2, -1])):
+        assert torch.equal(model(idx, logits_to_keep=kept).logits, logits[:, -2:])
     ids = tokenizer(TEXTS).input_ids
     found[folder] = dict(
         padded=model(**padded).logits[padded.attention_mask.bool()], idx=idx, ids=ids,
@@ -62,11 +61,9 @@ for folder in sys.argv[1:]:
                                   use_cache=cached)[0].tolist()
                    for text in ids for cached in (False, True)],
         texts=tokenizer.batch_decode(ids, skip_special_tokens=True))
-    model.resize_token_embeddings(300, mean_resizing=False)
-    assert torch.equal(model(idx).logits[..., :257], logits)
     model.save_pretrained(folder + '-again')  # what push_to_hub uploads
     again = AutoModelForCausalLM.from_pretrained(folder + '-again', **code)
-    assert torch.equal(again(idx).logits, model(idx).logits)
+    assert torch.equal(again(idx).logits, logits)
 cem = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, attn_steps=5)
 assert cem.model.cfg.attn_steps == 5
 assert not {'model', 'nanocem', 'configurator'} & sys.modules.keys()
@@ -89,7 +86,7 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
         assert {path.name for path in Path(folder).iterdir()} == FILES | code
         card = (Path(folder) / 'README.md').read_text()
         assert 'Tokenizer: byte, vocabulary 257' in card and 'arxiv.org/abs/2605.07588' in card
-        assert ('LlamaForCausalLM without code' in card) == (not code)
+        assert ('trust_remote_code=True' in card) == bool(code)
         # The file has each weight once, in 4 bytes, and a header
         rest = os.path.getsize(f'{folder}/model.safetensors') - 4 * model.num_params()
         assert 0 < rest < 8000
@@ -113,12 +110,10 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
             end = ours.index(256, 1) + 1 if 256 in ours[1:] else len(ours)
             assert row == ours[:end]  # transformers stops at BOS
         assert (found['ids'], found['texts']) == (documents, TEXTS)
-        again, state = load_model(folder)
-        assert torch.equal(again(idx)[0], logits) and again.cfg == model.cfg and state['step'] == 2
-        assert again.num_params() == model.num_params()
-        resized, _ = load_model(f'{folder}-again')
-        assert resized.cfg.vocab_size == 300
-        torch.testing.assert_close(resized(idx)[0][..., :257], logits)
+        for place in (folder, f'{folder}-again'):
+            again, state = load_model(place)
+            assert torch.equal(again(idx)[0], logits) and again.cfg == model.cfg
+            assert again.num_params() == model.num_params() and state['step'] == 2
 
 
 @torch.no_grad()
@@ -127,26 +122,20 @@ def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> Non
     folder, model = tmp_path / 'hub', model_of(preconditioner='diag')
     export(model, str(folder), state_of(model))
     model = NanocemForCausalLM.from_pretrained(folder)
-    idx, cache = torch.randint(256, (2, 6)), transformers.DynamicCache()
-    for name, value in [
-            ('past_key_values', cache), ('use_cache', True), ('output_hidden_states', True),
-            ('inputs_embeds', torch.ones(2, 6, 16)), ('position_ids', torch.arange(6)[None])]:
+    idx = torch.randint(256, (2, 6))
+    for name, value in [('past_key_values', transformers.DynamicCache()), ('use_cache', True),
+                        ('position_ids', torch.arange(6)[None])]:
         with pytest.raises(ValueError, match=f'does not take {name}'):
             model(idx, **{name: value})
     # A mask can only say that the end of a text is padding
     mask = torch.ones(2, 6, dtype=torch.int64)
     mask[1, 4:] = 0
     assert torch.equal(model(idx, mask).logits, model(idx, mask.bool()).logits)
-    for wrong in (mask.flip(1), mask.flip(1).bool()):
-        with pytest.raises(ValueError, match='padding on the left'):
+    for wrong in (mask.flip(1), mask.flip(1).bool(), torch.ones(2, 1, 6, 6)):
+        with pytest.raises(ValueError, match='padding on the right alone'):
             model(idx, wrong)
-    with pytest.raises(ValueError, match=r'expected \(batch, length\)'):
-        model(idx, torch.ones(2, 1, 6, 6))
     with pytest.raises(ValueError, match='this batch is padded'):
         model.generate(idx, attention_mask=mask, max_new_tokens=1)
-    cache.update(torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 8), 0)
-    with pytest.raises(ValueError, match='does not take past_key_values'):
-        model.generate(idx, max_new_tokens=2, past_key_values=cache)
 
 
 def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
@@ -223,23 +212,18 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(documents(300, seed=3)), model_prefix=f'{tmp_path}/{kind}',
             model_type=kind, vocab_size=400, minloglevel=2, hard_vocab_limit=False, **options)
-    cases = [(SentencePieceTokenizer(f'{tmp_path}/unigram.model'), 'only bytes'),
-             (SentencePieceTokenizer(f'{tmp_path}/bpe.model'), 'would give other ids'),
-             (small_gpt2(), 'only bytes'), (ByteTokenizer(), 'pip install tokenizers')]
-    for n, (ours, reason) in enumerate(cases):
+    cases = [SentencePieceTokenizer(f'{tmp_path}/unigram.model'),
+             SentencePieceTokenizer(f'{tmp_path}/bpe.model'), small_gpt2(), ByteTokenizer()]
+    for n, ours in enumerate(cases):
         monkeypatch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
         if ours.name == 'byte':  # the package tokenizers is not installed
             monkeypatch.setattr(hf, 'find_spec', lambda name: None)
         export(model_of(), f'{tmp_path}/{n}', state_of(model_of(), ours.name))
-        said = capfd.readouterr().out
-        assert 'the export has no tokenizer.json' in said and reason in said
+        assert 'the export has no tokenizer.json' in capfd.readouterr().out
         more = {'tokenizer.model'} if ours.path else set()
         files = {path.name for path in (tmp_path / str(n)).iterdir()}
         assert files == (FILES | CODE | more) - {'tokenizer.json', 'tokenizer_config.json'}
-        assert 'this folder has none' in (tmp_path / str(n) / 'README.md').read_text()
-    monkeypatch.undo()
-    export(model_of(), str(tmp_path / 'gone'), state_of(model_of(), 'llama'))
-    assert 'the export has no tokenizer: ' in capfd.readouterr().out
+        assert 'this folder has no tokenizer' in (tmp_path / str(n) / 'README.md').read_text()
 
 
 # An exported folder in place of a run
@@ -321,7 +305,7 @@ def test_what_transformers_saved_of_a_pretrained_model_is_read(
         folder, saved = str(running.ROOT / 'pretrained' / name), str(tmp_path / name)
         options = [f'--out_dir={saved}', '--tokens=9', '--device=cpu']
         NanocemForCausalLM.from_pretrained(folder).save_pretrained(saved)
-        with pytest.raises(SystemExit, match=r'copy it from the folder that evaluate\.py --export'):
+        with pytest.raises(SystemExit, match='copy it from the folder that this one was made'):
             sample.main(options)
         shutil.copy(f'{folder}/tokenizer.model', saved)
         for place in (saved, folder):
