@@ -22,9 +22,9 @@ import sample
 from model import Transformer
 from nanocem import hf
 from nanocem.decode import generate
-from nanocem.hf import export
+from nanocem.hf import WEIGHTS_FILE, export
 from nanocem.runs import load_model
-from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, tokenizer_of, train_bpe
+from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, train_bpe
 
 transformers = pytest.importorskip('transformers')
 LLAMA_MODEL = dict(attn='llama', mlp='llama')
@@ -49,14 +49,13 @@ for folder in sys.argv[1:]:
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     padded = tokenizer(TEXTS, return_tensors='pt', padding=True)
     idx = padded.input_ids
-    bfloat16 = AutoModelForCausalLM.from_pretrained(folder, **code, dtype='bfloat16')
     logits = model(idx).logits
     for kept in (2, torch.tensor([-2, -1])):
         assert torch.equal(model(idx, logits_to_keep=kept).logits, logits[:, -2:])
     ids = tokenizer(TEXTS).input_ids
     found[folder] = dict(
         padded=model(**padded).logits[padded.attention_mask.bool()], idx=idx, ids=ids,
-        loss=model(idx, labels=idx).loss, bfloat16=bfloat16(idx).logits,
+        loss=model(idx, labels=idx).loss,
         generated=[model.generate(torch.tensor([text]), do_sample=False, max_new_tokens=5,
                                   use_cache=cached)[0].tolist()
                    for text in ids for cached in (False, True)],
@@ -103,7 +102,6 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
         torch.testing.assert_close(found['padded'], alone, rtol=1e-5, atol=1e-5)
         logits, _ = model(idx)
         assert found['loss'].item() == pytest.approx(model(idx[:, :-1], idx[:, 1:])[1].item(), 1e-5)
-        assert (found['bfloat16'] - logits).abs().mean() < 0.1 * logits.abs().mean()
         for n, row in enumerate(found['generated']):
             ids = documents[n // 2]
             ours = generate(model, torch.tensor([ids]), 5, temperature=0)[0].tolist()
@@ -189,18 +187,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
 @given(st.one_of(st.lists(st.sampled_from(WORDS), max_size=80).map(''.join), st.text(max_size=60)
                  .map(lambda text: text.encode('utf-8', 'replace').decode())))
 @example('a <s> b </s><unk> <0x0A> <|endoftext|>')
+@example(' '.join(NASTY))
 def test_transformers_tokenizers_give_the_same_ids(pairs: dict, text: str) -> None:
     for ours, theirs in pairs.values():
         ids = theirs(text).input_ids
         assert ids == [ours.bos, *ours.encode(text)], ours.name
         assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
-
-
-def test_tokenizers_on_nasty_texts_and_single_tokens(pairs: dict) -> None:
-    for ours, theirs in pairs.values():
-        for text in [*NASTY, *documents(20, seed=1)]:
-            assert theirs(text).input_ids == [ours.bos, *ours.encode(text)], (ours.name, text)
-        assert theirs.convert_tokens_to_ids('no such token') == theirs.unk_token_id
         assert (theirs.bos_token_id, theirs.padding_side) == (ours.bos, 'right')
 
 
@@ -212,17 +204,16 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(documents(300, seed=3)), model_prefix=f'{tmp_path}/{kind}',
             model_type=kind, vocab_size=400, minloglevel=2, hard_vocab_limit=False, **options)
-    cases = [SentencePieceTokenizer(f'{tmp_path}/unigram.model'),
-             SentencePieceTokenizer(f'{tmp_path}/bpe.model'), small_gpt2(), ByteTokenizer()]
-    for n, ours in enumerate(cases):
+    models = [SentencePieceTokenizer(f'{tmp_path}/{kind}.model') for kind in ('unigram', 'bpe')]
+    for n, ours in enumerate([*models, small_gpt2(), ByteTokenizer()]):
         monkeypatch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
         if ours.name == 'byte':  # the package tokenizers is not installed
             monkeypatch.setattr(hf, 'find_spec', lambda name: None)
         export(model_of(), f'{tmp_path}/{n}', state_of(model_of(), ours.name))
         assert 'the export has no tokenizer.json' in capfd.readouterr().out
-        more = {'tokenizer.model'} if ours.path else set()
         files = {path.name for path in (tmp_path / str(n)).iterdir()}
-        assert files == (FILES | CODE | more) - {'tokenizer.json', 'tokenizer_config.json'}
+        assert not {'tokenizer.json', 'tokenizer_config.json'} & files
+        assert ('tokenizer.model' in files) == bool(ours.path)
         assert 'this folder has no tokenizer' in (tmp_path / str(n) / 'README.md').read_text()
 
 
@@ -234,12 +225,9 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / 'out/run', Path('gone'), model_of())
     evaluate.main(['--export=hub', '--export_dtype=bfloat16', '--device=cpu'])
-    folder = tmp_path / 'pretrained/cem'
-    folder.mkdir(parents=True)
-    for name in ('config.json', 'model.safetensors'):
-        shutil.copy(tmp_path / 'hub' / name, folder)
-    (tmp_path / 'text.txt').write_bytes(LONG_TEXT.encode()[:PARTS.shape[0] * LENGTH])
-    return folder
+    for path in set(Path('hub').iterdir()) - {Path('hub/config.json'), Path('hub', WEIGHTS_FILE)}:
+        path.unlink()
+    return Path('hub')
 
 
 def rounded() -> Transformer:
@@ -248,51 +236,52 @@ def rounded() -> Transformer:
 
 def test_an_exported_folder_is_read_as_a_run_is(
         exported: Path, capfd: pytest.CaptureFixture) -> None:
-    options = ['--out_dir=pretrained/cem', '--device=cpu']
-    model, state = load_model('pretrained/cem')
+    options = ['--out_dir=hub', '--device=cpu']
+    model, state = load_model('hub')
     idx = torch.randint(257, (2, 12))
     assert torch.equal(model(idx)[0], rounded()(idx)[0]) and model.head.dtype == torch.float32
     assert state['step'] == 2 and state['data_dir'] == 'gone' and model.cfg == model_of().cfg
 
-    before = {path: path.read_bytes() for path in exported.iterdir()}
+    Path('text.txt').write_bytes(LONG_TEXT.encode()[:PARTS.shape[0] * LENGTH])
     capfd.readouterr()
-    evaluate.main([*options, '--text=text.txt', '--steps=1,2', '--energies', '--attention=word'])
+    evaluate.main([*options, '--text=text.txt', '--steps=1,2', '--attention=word'])
     page = capfd.readouterr().out
-    assert page.startswith('pretrained/cem, step 2; text.txt\n')
+    assert page.startswith('hub, step 2;') and 'hub, step 2; text.txt\n' in page
     assert float(cells(page)[-1][2]) == pytest.approx(loss_of(rounded()), abs=1e-4)
-    assert {path.name for path in Path('out/results').iterdir()} == {
-        'loss.png', 'energies.png', 'attention.png'}
-    assert {path: path.read_bytes() for path in exported.iterdir()} == before
+    assert {path.name for path in Path('out/results').iterdir()} == {'loss.png', 'attention.png'}
+    assert {path.name for path in exported.iterdir()} == {'config.json', WEIGHTS_FILE}
     with pytest.raises(SystemExit, match='gone, which the model was trained on, is not here'):
         evaluate.main(options)
 
-    capfd.readouterr()
-    sample.main([*options, '--tokens=9', '--temperature=0', '--num_samples=2'])
-    ids = generate(rounded(), torch.tensor([[256]]), 9, temperature=0)[0]
-    assert capfd.readouterr().out == 2 * (tokenizer_of(state).decode(ids.tolist()) + '\n---\n')
-    model.set_steps(3, 1)
-    sample.main([*options, '--tokens=9', '--top_k=5', '--seed=3', '--attn_steps=3',
-                 '--mlp_steps=1'])
-    text = sample.sample_text(model, ByteTokenizer(), '', 9, 0.8, 5, 3)
-    assert capfd.readouterr().out == text + '\n---\n'
-    Path('prompt.txt').write_text('A longer one')
-    for prompt in ('--prompt=A longer one', '--prompt=FILE:prompt.txt'):
-        sample.main([*options, '--tokens=5', '--temperature=0', prompt])
-    said = capfd.readouterr().out
-    assert said[:len(said) // 2] == said[len(said) // 2:]
-
     evaluate.main([*options, '--export=again'])
-    written = load_file('again/model.safetensors')
-    assert torch.equal(written['model.head'], rounded().head) and Path('again/model.py').exists()
+    assert torch.equal(load_file('again/model.safetensors')['model.head'], rounded().head)
     with pytest.raises(SystemExit, match='again is not empty: delete it'):
         evaluate.main([*options, '--export=again'])
+
+
+def test_samples_are_those_of_the_model(exported: Path, capfd: pytest.CaptureFixture) -> None:
+    def said(*options: str) -> str:
+        capfd.readouterr()
+        sample.main(['--out_dir=hub', '--device=cpu', *options])
+        return capfd.readouterr().out
+
+    ids = generate(rounded(), torch.tensor([[256]]), 9, temperature=0)[0].tolist()
+    assert said('--tokens=9', '--temperature=0', '--num_samples=2') == 2 * (
+        ByteTokenizer().decode(ids) + '\n---\n')
+    model = rounded()
+    model.set_steps(3, 1)
+    text = sample.sample_text(model, ByteTokenizer(), '', 9, 0.8, 5, 3)
+    assert said('--tokens=9', '--top_k=5', '--seed=3', '--attn_steps=3',
+                '--mlp_steps=1') == text + '\n---\n'
+    Path('prompt.txt').write_text('A longer one')
+    assert said('--prompt_file=prompt.txt') == said('--prompt=A longer one')
 
 
 def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path) -> None:
     data = running.write_data(tmp_path / 'data', vocab_size=257)
     model = [f'--{name}={value}' for name, value in vars(model_of().cfg).items()]
-    run = running.Run(tmp_path, f'--data={data}', *model, '--init_from=pretrained/cem',
-                      '--out_dir=tuned', running.steps(1), '--learning_rate=1e-30').wait()
+    run = running.Run(tmp_path, f'--data={data}', *model, '--init_from=hub', '--out_dir=tuned',
+                      running.steps(1), '--learning_rate=1e-30').wait()
     assert run.codes == [0], run.text
     weights = running.weights(tmp_path / 'tuned')
     assert all(torch.equal(w, weights[name]) for name, w in rounded().state_dict().items())
@@ -301,15 +290,12 @@ def test_training_goes_on_from_an_exported_folder(exported: Path, tmp_path: Path
 def test_what_transformers_saved_of_a_pretrained_model_is_read(
         tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     from nanocem.modeling_nanocem import NanocemForCausalLM
-    for name in ('cem', 'llama_alibi'):
-        folder, saved = str(running.ROOT / 'pretrained' / name), str(tmp_path / name)
-        options = [f'--out_dir={saved}', '--tokens=9', '--device=cpu']
-        NanocemForCausalLM.from_pretrained(folder).save_pretrained(saved)
-        with pytest.raises(SystemExit, match='copy it from the folder that this one was made'):
-            sample.main(options)
-        shutil.copy(f'{folder}/tokenizer.model', saved)
-        for place in (saved, folder):
-            options[0] = f'--out_dir={place}'
-            sample.main(options)
-        said = capfd.readouterr().out
-        assert len(said) > 20 and said[:len(said) // 2] == said[len(said) // 2:]
+    folder, options = f'{running.ROOT}/pretrained/cem', ['--tokens=9', '--device=cpu']
+    NanocemForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match='copy it from the folder that this one was made'):
+        sample.main([*options, f'--out_dir={tmp_path}'])
+    shutil.copy(f'{folder}/tokenizer.model', tmp_path)
+    for place in (tmp_path, folder):
+        sample.main([*options, f'--out_dir={place}'])
+    said = capfd.readouterr().out
+    assert len(said) > 20 and said[:len(said) // 2] == said[len(said) // 2:]
