@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import io
 import math
 import os
 import re
@@ -39,27 +38,21 @@ def check(ok: bool, message: str) -> None:
         fail(message)
 
 
-def error_line(error: BaseException) -> str:
-    """Describe in one line a UserError, OSError or KeyboardInterrupt that ends the program."""
-    message = str(error)
-    if isinstance(error, KeyboardInterrupt):
-        message = 'stopped'
-    elif isinstance(error, OSError):
-        message = ': '.join(filter(None, [error.filename, error.strerror or message]))
-    return f'{os.path.basename(sys.argv[0])}: {message}'.replace('\n', ' ')
-
-
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
     """Decorate a script's main: an error of the user or the machine, or Ctrl-C, ends it with one
-    line on stderr and exit code 1. Characters that the locale lacks are printed as escapes."""
+    line on stderr and exit code 1."""
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook's is not
-            sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
-        except (UserError, OSError, KeyboardInterrupt) as error:
-            raise SystemExit(error_line(error)) from None
+        except KeyboardInterrupt:
+            message = 'stopped'
+        except UserError as error:
+            message = str(error)
+        except OSError as error:
+            message = ': '.join(filter(None, [error.filename, error.strerror or str(error)]))
+        script = os.path.basename(sys.argv[0])
+        raise SystemExit(f'{script}: {message}'.replace('\n', ' '))
     return run
 
 
@@ -78,8 +71,8 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals and key in hints:
-            is_bool = hints[key] in (bool, bool | None)
-            check(is_bool, f'--{key} needs a value: --{key}=VALUE, no space')
+            check(hints[key] in (bool, bool | None),
+                  f'--{key} needs a value: --{key}=VALUE, no space')
             text = 'True'
         flags[key] = parse_option(key, text, hints, '--')
     return merge(given, flags)
@@ -103,9 +96,8 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     with open(found, encoding='utf-8-sig') as file:  # -sig: skip a byte-order mark
         tree = ast.parse(file.read(), path)
     given = {}
-    for node in tree.body:
-        if node is tree.body[0] and ast.get_docstring(tree) is not None:
-            continue
+    has_docstring = ast.get_docstring(tree) is not None
+    for node in tree.body[has_docstring:]:
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)
@@ -128,9 +120,6 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
     if key in PATHS and parsed is not None:
         check(parsed != '', f'{where}{key}= is empty: expected a path')
         return os.path.expanduser(parsed)
-    if isinstance(parsed, str):
-        # In a locale other than UTF-8 Python escapes the bytes of a flag's text: decode them
-        return parsed.encode('utf-8', 'surrogateescape').decode('utf-8', 'replace')
     return parsed
 
 
@@ -143,10 +132,8 @@ def parse_value(value: Any, hint: Any) -> Any:
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(parse_value(item, args[0]) for item in items)
-    if kind is typing.Literal and value in args:
-        return args[args.index(value)]  # a str, where NumPy's text is equal to it
-    if hint is str and isinstance(value, str):
-        return str(value)
+    if isinstance(value, str) and (hint is str or value in args):
+        return str(value)  # Python's own, of NumPy's text
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
     if hint in (int, float):
@@ -186,8 +173,8 @@ def print_help(classes: tuple[type, ...]) -> NoReturn:
 # Functions that an options class calls to check itself
 
 def convert_types(options: Any) -> None:
-    """Convert every field of a dataclass to the type that it declares; a NumPy number, for example,
-    to Python's own, which JSON can hold. UserError if that is not possible."""
+    """Convert every field of a dataclass to the type that it declares, as JSON can hold it.
+    UserError if that is not possible."""
     hints = typing.get_type_hints(type(options))
     for name in hints:
         setattr(options, name, parse_option(name, getattr(options, name), hints))
@@ -211,10 +198,10 @@ def only_with(options: Any, setting: str, **values: Any) -> None:
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:
     """UserError unless these options lie from `low` to `high`, or are None."""
-    bounds = f'a positive number up to {high:,}' if 0 < low < 1e-9 else f'{low:,} to {high:,}'
     for name in names.split():
         value = getattr(options, name)
-        check(value is None or low <= value <= high, f'{name}={value}: expected {bounds}')
+        check(value is None or low <= value <= high,
+              f'{name}={value}: expected {low:,} to {high:,}')
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:

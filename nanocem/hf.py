@@ -1,9 +1,7 @@
 """Export models to folders that Hugging Face's transformers loads, and read them back."""
-import json
 import re
 import shutil
 import tempfile
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from configurator import UserError, check
+from configurator import build, check
 from model import NORM_EPS, ModelConfig, Transformer
-from nanocem.files import read_json, write_atomic
+from nanocem.files import read_json, to_json
 from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -38,21 +36,16 @@ A language model by nanoCEM, an implementation of the paper
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{trust})
-    tokenizer = {call}
-
-{about}
+    {call}
 
 Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS.
-generate stops at the next BOS.
+generate stops at the next BOS.{about}
 """
-ABOUT_LLAMA = 'It is a plain LlamaForCausalLM without code: other programs read it, too.'
-ABOUT_NANOCEM = """It needs torch, transformers 5, numpy and scipy, and runs this folder's code.
+ABOUT_CODE = """
 
-- There is no cache: each new token reads the whole text again (nanoCEM's sample.py has a cache).
-- Pad on the right, never on the left. generate takes texts of one length.
-- torch.export makes programs for one shape: the length of the text cannot be dynamic.
-- The weights are parameters without nn.Linear, so LoRA's all-linear finds none. Name them:
-  LoraConfig(target_modules=[], target_parameters=['attn.W_Q', 'mlp.V'])"""
+The model needs torch, transformers 5, numpy and scipy, and runs this folder's code. There is no
+cache: each new token reads the whole text again. Pad on the right, never on the left. generate
+takes texts of one length."""
 
 
 def is_plain_llama(cfg: ModelConfig) -> bool:
@@ -91,8 +84,6 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
         new = Path(temporary, 'new')
         new.mkdir()
         write_files(new, model, state, dtype)
-        if path.exists():
-            path.rmdir()
         new.rename(path)
 
 
@@ -102,10 +93,11 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     # Write the weights. named_parameters lists a matrix that a tie shares once
     weights = {exported_name(name, cfg): convert(name, w.detach().to(dtype), cfg)
                for name, w in model.named_parameters()}
-    write_atomic(f'{path}/{WEIGHTS_FILE}', save(weights, {'format': 'pt'}))
+    (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
     # Write the tokenizer. Its BOS ends a document, too
-    bos = write_tokenizer(path, state)
-    ids = dict(bos_token_id=bos, eos_token_id=bos, pad_token_id=bos)
+    tokenizer = tokenizer_of(state)
+    write_tokenizer(path, tokenizer, cfg.context_length)
+    ids = dict.fromkeys(['bos_token_id', 'eos_token_id', 'pad_token_id'], tokenizer.bos)
     # Describe the model, and copy the code that transformers lacks
     plain = is_plain_llama(cfg)
     if plain:
@@ -118,8 +110,12 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
             nanocem=vars(cfg))
     else:
         for source in CODE:
+            # Make the imports of our files relative: transformers copies no other files
             code = (ROOT / source).read_text(encoding='utf-8')
-            write_atomic(f'{path}/{Path(source).name}', to_relative_imports(code).encode())
+            code = code.replace('from nanocem import', 'from . import')
+            code = code.replace('from nanocem.', 'from .')
+            code = re.sub('from (model|configurator|energy) import', r'from .\1 import', code)
+            (path / Path(source).name).write_text(code, encoding='utf-8')
         auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
         config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
@@ -129,49 +125,35 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
                dtype=str(dtype).removeprefix('torch.'))
     write_json(path / 'generation_config.json', use_cache=plain, **ids)
     # Say how the folder is used
-    call = 'AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)'
+    call = 'tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)'
     if not (path / 'tokenizer.json').exists():
-        call = '...  # this folder has none for transformers'
-    card = CARD.format(**state['data'], call=call, about=ABOUT_LLAMA if plain else ABOUT_NANOCEM,
-                       trust='' if plain else ', trust_remote_code=True')
-    write_atomic(f'{path}/README.md', card.encode())
+        call = '# this folder has no tokenizer for transformers'
+    trust, about = ('', '') if plain else (', trust_remote_code=True', ABOUT_CODE)
+    card = CARD.format(**state['data'], call=call, trust=trust, about=about)
+    (path / 'README.md').write_text(card, encoding='utf-8')
 
 
 def read_export(folder: str) -> dict[str, Any]:
     """Read an export, or what transformers saved of it, into a checkpoint with weights in float32.
-    UserError for a model that is not ours, and for weights that config.json does not describe."""
+    UserError for weights that config.json does not describe."""
     config = read_json(f'{folder}/config.json', 'export the model again') or {}
-    check(config.get('model_type') == 'nanocem' or 'nanocem' in config,
-          f'{folder} is not an export of a model of this version: export it again')
-    # transformers may have resized the vocabulary
-    options = {**config.get('nanocem', config), 'vocab_size': config['vocab_size']}
-    names = [field.name for field in fields(ModelConfig) if field.name in options]
-    cfg = ModelConfig(**{name: options[name] for name in names})
+    cfg = build(ModelConfig, config.get('nanocem', config))
     # The file has a matrix that a tie shares once, by its first name
     with torch.device('meta'):
         model = Transformer(cfg)
-    first = {w: name for name, w in model.named_parameters()}
+    exported = {w: exported_name(name, cfg) for name, w in model.named_parameters()}
     found = load_file(f'{folder}/{WEIGHTS_FILE}')
-    different = found.keys() ^ {exported_name(name, cfg) for name in first.values()}
-    check(not different, f'{folder}: config.json does not describe the weights, or some are '
-          f'missing: {sorted(different)[:3]}')
-    weights = {name: convert(name, found[exported_name(name, cfg)].float(), cfg)
-               for name in first.values()}
-    return {**config.get('run', {}), 'folder': folder, 'exported': True, 'model_config': vars(cfg),
-            'model': {name: weights[first[w]]
-                      for name, w in model.named_parameters(remove_duplicate=False)}}
-
-
-def to_relative_imports(code: str) -> str:
-    """Make the imports of our files relative: transformers copies no other files."""
-    code = re.sub(r'^( *)from nanocem import', r'\1from . import', code, flags=re.M)
-    ours = '|'.join(Path(name).stem for name in CODE)
-    return re.sub(rf'^( *)from (?:nanocem\.)?({ours}) import', r'\1from .\2 import', code,
-                  flags=re.M)
+    different = sorted(found.keys() ^ set(exported.values()))
+    check(not different, f'{folder} is not an export of a model of this version: config.json does '
+          f'not describe the weights, or some are missing: {different[:3]}')
+    weights = {name: convert(name, found[exported[w]].float(), cfg)
+               for name, w in model.named_parameters(remove_duplicate=False)}
+    return {**config.get('run', {}), 'folder': folder, 'exported': True,
+            'model_config': vars(cfg), 'model': weights}
 
 
 def write_json(path: Path, **values: Any) -> None:
-    write_atomic(str(path), json.dumps(values, indent=2).encode() + b'\n')
+    path.write_bytes(to_json(values, indent=2) + b'\n')
 
 
 # Tokenizers
@@ -181,117 +163,82 @@ PROBE = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍
          '\0\x7f\u00a0\u3000', '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
 
 
-def write_tokenizer(path: Path, state: dict[str, Any]) -> int | None:
-    """Write the checkpoint's tokenizer: a SentencePiece model as tokenizer.model, which our scripts
-    read, and for transformers tokenizer.json, if that was seen to give the same ids. Print a line
-    if it is not written. Return BOS, or None if the tokenizer is missing."""
-    try:
-        tokenizer = tokenizer_of(state)
-    except UserError as error:
-        print(f'WARNING: the export has no tokenizer: {error}', flush=True)
-        return None
+def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> None:
+    """Write a SentencePiece model as tokenizer.model, which our scripts read, and for transformers
+    tokenizer.json, if that was seen to give the same ids. Print a line if it is not written."""
     if tokenizer.path:
         shutil.copyfile(tokenizer.path, path / MODEL_FILE)
-    content = tokenizer_json(tokenizer)
-    reason = ''
-    if content is None:
-        reason = "only bytes, our own byte-pair pieces and Llama's model have one"
-    elif find_spec('tokenizers') is None:
-        reason = 'to check it, pip install tokenizers, and export again'
-    elif not same_ids(tokenizer, content):
-        reason = 'transformers would give other ids'
-    if reason:
-        what = f'{MODEL_FILE}, which sentencepiece reads' if tokenizer.path else tokenizer.name
-        print(f'WARNING: the export has no tokenizer.json ({reason}). Its tokenizer is {what}',
-              flush=True)
-        return tokenizer.bos
-    bos, = content['post_processor']['special_tokens']
-    write_json(path / 'tokenizer.json', **content)
+    converted = convert_tokenizer(tokenizer) if find_spec('tokenizers') else None
+    if converted is None or not same_ids(tokenizer, converted):
+        print("WARNING: the export has no tokenizer.json: only bytes, our own byte-pair pieces and "
+              "Llama's model have one, and pip install tokenizers is needed", flush=True)
+        return
+    converted.save(str(path / 'tokenizer.json'))
+    bos = converted.id_to_token(tokenizer.bos)
     write_json(path / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast',
-               bos_token=bos, eos_token=bos, pad_token=bos,
-               unk_token=content['model']['unk_token'],
+               bos_token=bos, eos_token=bos, pad_token=bos, unk_token=converted.model.unk_token,
                split_special_tokens=True, clean_up_tokenization_spaces=False, padding_side='right',
-               model_input_names=['input_ids', 'attention_mask'],
-               model_max_length=state['model_config']['context_length'])
-    return tokenizer.bos
+               model_input_names=['input_ids', 'attention_mask'], model_max_length=context_length)
 
 
-def same_ids(tokenizer: Any, content: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json gives the ids of our tokenizer, on hostile texts and its own
-    tokens."""
-    from tokenizers import Tokenizer
-    theirs = Tokenizer.from_str(json.dumps(content))
-    theirs.encode_special_tokens = True
+def same_ids(tokenizer: Any, converted: Any) -> bool:
+    """Return whether a converted tokenizer gives the same ids on hostile texts and all pieces."""
+    converted.encode_special_tokens = True
     pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
     texts = [*PROBE, ''.join(pieces), ' '.join(reversed(pieces))]
-    return all(theirs.encode(text).ids == [tokenizer.bos, *tokenizer.encode(text)]
+    return all(converted.encode(text).ids == [tokenizer.bos, *tokenizer.encode(text)]
                for text in texts)
 
 
-def tokenizer_json(tokenizer: Any) -> dict[str, Any] | None:
-    """Return a tokenizer as Hugging Face's tokenizer.json; None unless it is bytes or like our own
-    SentencePiece models and Llama's, which join the pairs of bytes or letters of a text as is."""
-    if tokenizer.name == 'byte':
-        # As in GPT-2 each byte is a letter: itself if it can be printed, else one from 256 on
-        printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-        others = [i for i in range(256) if i not in printed]
-        letters = [chr(i) if i in printed else chr(256 + others.index(i)) for i in range(256)]
-        by_bytes = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
-                    'use_regex': False}
-        return assemble_json([*letters, '<|endoftext|>'], [], tokenizer.bos, tokenizer.bos,
-                             pre_tokenizer=by_bytes, decoder=by_bytes)
-    return sentencepiece_json(tokenizer) if tokenizer.path else None
-
-
-def sentencepiece_json(tokenizer: Any) -> dict[str, Any] | None:
-    """Return a SentencePiece model as tokenizer.json; None unless it is like our own or Llama's."""
-    from sentencepiece import sentencepiece_model_pb2
-    sp = tokenizer.model
-    proto = sentencepiece_model_pb2.ModelProto.FromString(sp.serialized_model_proto())
-    spec = proto.normalizer_spec
-    ids = range(tokenizer.vocab_size)
-    if (proto.trainer_spec.model_type != proto.trainer_spec.BPE or not any(map(sp.is_byte, ids))
-            or spec.precompiled_charsmap or spec.remove_extra_whitespaces):
+def convert_tokenizer(tokenizer: Any) -> Any:
+    """Convert a tokenizer to one of the package tokenizers; None for gpt2. Any SentencePiece model
+    is converted as if it were like our own or Llama's: check its ids."""
+    from tokenizers import AddedToken, processors
+    if tokenizer.name == 'gpt2':
         return None
-    # If the model can encode U+2581 itself, its pieces spell a space as ' '
-    space = '\u2581' if tokenizer.u2581 is None else ' '
+    converted = convert_sentencepiece(tokenizer) if tokenizer.path else convert_bytes()
+    # Texts begin with BOS
+    bos = converted.id_to_token(tokenizer.bos)
+    converted.add_special_tokens([AddedToken(token, normalized=False)
+                                  for token in (bos, converted.model.unk_token)])
+    converted.post_processor = processors.TemplateProcessing(
+        f'{bos} $A', f'{bos} $A $B', [(bos, tokenizer.bos)])
+    return converted
+
+
+def convert_bytes() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    # As in GPT-2 each byte is a letter: itself if it can be printed, else one from 256 on
+    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [i for i in range(256) if i not in printed]
+    letters = [chr(i) if i in printed else chr(256 + others.index(i)) for i in range(256)]
+    vocabulary = {letter: i for i, letter in enumerate([*letters, '<|endoftext|>'])}
+    converted = Tokenizer(models.BPE(vocabulary, [], unk_token='<|endoftext|>'))
+    converted.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    converted.decoder = decoders.ByteLevel()
+    return converted
+
+
+def convert_sentencepiece(tokenizer: Any) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    sp = tokenizer.model
+    ids = range(tokenizer.vocab_size)
+    # Llama's model spells a space as U+2581. Ours can encode U+2581 itself, and spell it as ' '
+    like_llama = tokenizer.u2581 is None
+    space = '\u2581' if like_llama else ' '
     pieces = [sp.id_to_piece(i).replace('\u2581', space) for i in ids]
     # Two pieces that are a piece together are merged, those of a higher score first
-    special = (sp.is_control, sp.is_unknown, sp.is_byte, sp.is_unused)
-    normal = [i for i in ids if not any(is_special(i) for is_special in special)]
+    normal = [i for i in ids if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
     words = dict.fromkeys(pieces[i] for i in sorted(normal, key=sp.get_score, reverse=True))
-    merges = [[word[:n], word[n:]] for word in words for n in range(1, len(word))
+    merges = [(word[:n], word[n:]) for word in words for n in range(1, len(word))
               if word[:n] in words and word[n:] in words]
-    # Spell a space as the pieces do, and put one before the text if the model does
-    normalizers: list[Any] = []
-    decoders: list[Any] = [{'type': 'ByteFallback'}, {'type': 'Fuse'}]
-    if spec.add_dummy_prefix:
-        normalizers.append({'type': 'Prepend', 'prepend': space})
-        decoders.append({'type': 'Strip', 'content': ' ', 'start': 1, 'stop': 0})
-    if space != ' ':
-        normalizers.append({'type': 'Replace', 'pattern': {'String': ' '}, 'content': space})
-        decoders.insert(0, {'type': 'Replace', 'pattern': {'String': space}, 'content': ' '})
-    return assemble_json(pieces, merges, tokenizer.bos, sp.unk_id(),
-                         normalizer={'type': 'Sequence', 'normalizers': normalizers},
-                         decoder={'type': 'Sequence', 'decoders': decoders})
-
-
-def assemble_json(pieces: list[str], merges: list[list[str]], bos: int, unknown: int, **steps: Any,
-                  ) -> dict[str, Any]:
-    """Return the whole tokenizer.json of pieces and their merges. Texts begin with BOS."""
-    begin = {'SpecialToken': {'id': pieces[bos], 'type_id': 0}}
-    text, second = ({'Sequence': {'id': name, 'type_id': 0}} for name in 'AB')
-    return {
-        'version': '1.0',
-        'added_tokens': [
-            {'id': i, 'content': pieces[i], 'special': True, 'normalized': False,
-             'single_word': False, 'lstrip': False, 'rstrip': False}
-            for i in sorted({bos, unknown})],
-        'post_processor': {
-            'type': 'TemplateProcessing', 'single': [begin, text], 'pair': [begin, text, second],
-            'special_tokens': {
-                pieces[bos]: {'id': pieces[bos], 'ids': [bos], 'tokens': [pieces[bos]]}}},
-        'model': {'type': 'BPE', 'vocab': {piece: i for i, piece in enumerate(pieces)},
-                  'merges': merges, 'unk_token': pieces[unknown], 'byte_fallback': True,
-                  'fuse_unk': True},
-        **steps}
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    converted = Tokenizer(models.BPE(vocabulary, merges, unk_token=pieces[sp.unk_id()],
+                                     fuse_unk=True, byte_fallback=True))
+    steps = [decoders.ByteFallback(), decoders.Fuse()]
+    if like_llama:  # it puts a space before every text
+        converted.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(space), normalizers.Replace(' ', space)])
+        steps = [decoders.Replace(space, ' '), *steps, decoders.Strip(' ', 1, 0)]
+    converted.decoder = decoders.Sequence(steps)
+    return converted

@@ -1,18 +1,13 @@
-"""
-A Transformer of model.py as a model of Hugging Face's transformers.
-
-evaluate.py --export copies this file beside model.py into the folder it writes, where
-AutoModelForCausalLM finds it with trust_remote_code=True.
-"""
-from dataclasses import fields
+"""A Transformer of model.py as a model of Hugging Face's transformers. An export has this file
+beside model.py, and AutoModelForCausalLM finds it with trust_remote_code=True."""
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from configurator import check
+from configurator import build, check
 from energy import Phi  # noqa: F401
 from model import ModelConfig, Transformer
 from nanocem.attention import choose_impl  # noqa: F401
@@ -30,9 +25,8 @@ class NanocemConfig(PretrainedConfig):
         'max_position_embeddings': 'context_length'}
 
     def __init__(self, **options: Any):
-        names = [field.name for field in fields(ModelConfig) if field.name in options]
-        ours = ModelConfig(**{name: options.pop(name) for name in names})
-        super().__init__(**vars(ours), **{'tie_word_embeddings': False, **options})
+        ours = vars(build(ModelConfig, options))
+        super().__init__(**{'tie_word_embeddings': False, **options, **ours})
 
 
 class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
@@ -41,8 +35,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: NanocemConfig):
         super().__init__(config)
-        names = [field.name for field in fields(ModelConfig)]
-        self.model = Transformer(ModelConfig(**{name: getattr(config, name) for name in names}))
+        self.model = Transformer(build(ModelConfig, vars(config)))
         # Name the matrices that a tie makes one, so that transformers saves and loads it once
         first = {w: name for name, w in self.named_parameters()}
         names = [(name, first[w]) for name, w in self.named_parameters(remove_duplicate=False)]
@@ -54,7 +47,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         return dict(self._tied_weights_keys)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **options: Any) -> Any:
+    def from_pretrained(cls, *args: Any, **options: Any) -> Any:
         """Load weights. UserError if they are not those that the configuration describes:
         transformers would leave missing ones uninitialized, and drop others."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **options)
@@ -63,26 +56,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                      *untied]
         check(not different, 'the weights are not those that the configuration describes. They '
               f'differ in {sorted(map(str, different))[:3]}')
-        return (model, info) if output_loading_info else model
-
-    def _init_weights(self, module: Any) -> None:
-        """Initialize the layers that resize_token_embeddings makes. Ours initialize themselves."""
-        if isinstance(module, nn.Embedding | nn.Linear):
-            nn.init.normal_(module.weight, std=self.config.init_std)
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return nn.Embedding(*self.model.embedding.shape, _weight=self.model.embedding)
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.model.embedding = value.weight
-
-    def get_output_embeddings(self) -> nn.Linear:
-        linear = nn.Linear(*self.model.head.shape[::-1], bias=False, device='meta')
-        linear.weight = self.model.head
-        return linear
-
-    def set_output_embeddings(self, value: nn.Linear) -> None:
-        self.model.head = value.weight
+        return model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
                 labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
@@ -95,12 +69,10 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                    if name != 'return_dict' and value is not None and value is not False]
         check(not refused, f'this model does not take {", ".join(refused)}')
         if attention_mask is not None:
-            check(attention_mask.shape == input_ids.shape,
-                  f'attention_mask {tuple(attention_mask.shape)}: expected (batch, length)')
-            check(not (attention_mask[:, 1:] > attention_mask[:, :-1]).any(),
-                  "attention_mask: padding on the left; expected padding_side='right'")
-        last = isinstance(logits_to_keep, int)
-        kept = slice(-logits_to_keep, None) if last else logits_to_keep
+            check(attention_mask.shape == input_ids.shape
+                  and not (attention_mask[:, 1:] > attention_mask[:, :-1]).any(),
+                  'attention_mask: expected (batch, length), and padding on the right alone')
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = F.linear(self.model.hidden(input_ids)[:, kept], self.model.head)
         loss = None
         if labels is not None:
@@ -109,11 +81,8 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutput(loss=loss, logits=logits)
 
     def prepare_inputs_for_generation(
-            self, input_ids: Tensor, attention_mask: Tensor | None = None,
-            past_key_values: Any = None, **unused: Any) -> dict[str, Any]:
-        """Return forward's arguments. generate makes a cache of its own, which stays empty."""
-        check(past_key_values is None or not past_key_values.get_seq_length(),
-              'generate: this model does not take past_key_values')
+            self, input_ids: Tensor, attention_mask: Tensor | None = None, **unused: Any) -> dict:
+        """Return forward's arguments for the next token. UserError for a batch with padding."""
         check(attention_mask is None or bool(attention_mask.all()),
               'generate: expected texts of one length, or one text at a time; this batch is padded')
         return dict(input_ids=input_ids, logits_to_keep=1)

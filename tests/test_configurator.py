@@ -105,15 +105,6 @@ def test_values_from_python_are_checked(wrong: dict[str, Any], words: str) -> No
         TrainConfig(**wrong)
 
 
-def test_a_flags_text_is_utf_8_in_any_locale() -> None:
-    """In a POSIX locale Python escapes bytes above 127. Text is decoded; paths keep the escapes,
-    with which they open."""
-    escaped = 'Bär'.encode().decode('ascii', 'surrogateescape')
-    assert escaped != 'Bär'
-    given = read_options([f'--prompt={escaped}', f'--out_dir={escaped}'], SampleConfig)
-    assert given['prompt'] == 'Bär' and given['out_dir'] == escaped
-
-
 def test_a_script_ends_with_one_line(capsys: pytest.CaptureFixture) -> None:
     """Errors of the user, of the machine and Ctrl-C; any other error is Python's own."""
     def main(argv: list[str]) -> None:
