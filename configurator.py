@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import io
 import math
 import os
 import re
@@ -43,6 +44,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     line on stderr and exit code 1."""
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
+            sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
         except KeyboardInterrupt:
