@@ -18,7 +18,6 @@ from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 LENGTH = 16
 TEXT = 'The energy of a word falls, step by step: d\u00e9j\u00e0 vu.\n' * 8
 PARTS = torch.tensor([256, *TEXT.encode()]).unfold(0, LENGTH + 1, LENGTH)
-PARTS_TEXT = bytes(PARTS[:, 1:].flatten().tolist()).decode()
 
 
 def model_of(**options) -> Transformer:
@@ -88,53 +87,18 @@ def report(capsys: pytest.CaptureFixture) -> Report:
 
 # What is measured
 
-def test_loss_is_the_models() -> None:
-    model = model_of()
-    ids = torch.randint(256, (5, LENGTH + 1))
-    ids[-1, 4:] = -100
-    n_tokens, nats, text_nats = evaluate.evaluate_loss(model, ids, bos=256)
-    assert n_tokens == 4 * LENGTH + 3
-    total = sum(float(model(part[:, :-1].clamp(min=0), part[:, 1:])[1]) * n
-                for part, n in ((ids[:4], 4 * LENGTH), (ids[4:], 3)))
-    assert nats == text_nats == pytest.approx(total, rel=1e-6)
-    # A model that knows nothing gives each token log(257) nats; BOS is no text
-    torch.nn.init.zeros_(model.head)
-    ids = torch.tensor([[256, *b'two texts', 256, *b'of twelve']])
-    n_tokens, nats, text_nats = evaluate.evaluate_loss(model, ids, bos=256)
-    assert nats == pytest.approx(19 * math.log(257))
-    assert text_nats == pytest.approx(18 * math.log(257))
-
-
-def energies_of(model: Transformer, x: torch.Tensor, steps: int = 1) -> dict[str, list[float]]:
-    return {name: energies for name, *_, energies in evaluate.descent(model, x, steps)}
-
-
-def test_energies_are_those_of_the_sublayers() -> None:
-    model = model_of(attn_step_size=0.01, mlp_step_size=0.01)
-    x = torch.randint(257, (3, LENGTH))
-    by_use = energies_of(model, x, steps=4)
-    assert list(by_use) == ['attn 1', 'attn 2', 'mlp 1', 'mlp 2']
-    h = model.blocks[0].attn.norm(F.embedding(x, model.embedding))
-    assert by_use['attn 1'][0] == pytest.approx(float(model.blocks[0].attn.energy(h, h).mean()))
-    for along in by_use.values():
-        assert len(along) == 5
-        assert (np.diff(along) < 0).all()  # small steps down a gradient
-    assert list(energies_of(model_of(attn='llama'), x)) == ['mlp 1', 'mlp 2']
-    assert model.blocks[0].attn.T == 2
-
-
 def test_each_use_of_a_sublayer_has_its_energies() -> None:
     """Two loops of an MLP that is applied twice are four uses, each of the input that it gets."""
     model = model_of(n_layer=1, mlp_reuse=2, loops=2)
     x = torch.randint(257, (3, LENGTH))
-    by_use = energies_of(model, x)
-    assert list(by_use) == [*(f'attn 1, use {n}' for n in (1, 2)),
-                            *(f'mlp 1, use {n}' for n in (1, 2, 3, 4))]
+    found = {name: energies for name, *_, energies in evaluate.descent(model, x)}
+    assert list(found) == [*(f'attn 1, use {n}' for n in (1, 2)),
+                           *(f'mlp 1, use {n}' for n in (1, 2, 3, 4))]
     block, state = model.blocks[0], F.embedding(x, model.embedding)
     for use in 1, 2:
         h = block.attn.norm(state)
         energy = float(block.attn.energy(h, h).mean())
-        assert by_use[f'attn 1, use {use}'][0] == pytest.approx(energy)
+        assert found[f'attn 1, use {use}'][0] == pytest.approx(energy)
         state = block(state, make_positions(model.cfg, state))
 
 
@@ -143,9 +107,10 @@ def test_each_use_of_a_sublayer_has_its_energies() -> None:
     dict(attn_reuse=2, loops=2), dict(kq_diag='per_head', exact_update=True)], ids=str)
 def test_the_plain_layer_and_the_exact_update_descend(options: dict) -> None:
     model = model_of(**options, attn_step_size=1e-3, mlp_step_size=1e-3).double()
-    for _, cosine, share, _ in evaluate.descent(model, torch.randint(257, (3, LENGTH))):
-        assert cosine == pytest.approx(1, abs=1e-9)
-        assert share == 1
+    for _, cosine, share, energies in evaluate.descent(model, torch.randint(257, (3, LENGTH)), 4):
+        assert cosine == pytest.approx(1, abs=1e-9) and share == 1
+        assert len(energies) == 5 and (np.diff(energies) < 0).all()
+    assert model.blocks[0].attn.T == model.blocks[0].mlp.T == 2  # as before
 
 
 def test_a_step_that_leaves_out_the_diagonal_is_not_the_gradient() -> None:
@@ -155,8 +120,8 @@ def test_a_step_that_leaves_out_the_diagonal_is_not_the_gradient() -> None:
 
 
 @pytest.mark.parametrize(('options', 'steps', 'uses'), [
-    (dict(attn_steps=1), 1, 1), (dict(attn_steps=3), 3, 1), (dict(attn='llama', mlp='llama'), 1, 1),
-    (dict(attn='llama', attn_reuse=3), 1, 3), (dict(attn_reuse=2, loops=2), 2, 4)], ids=str)
+    (dict(kq_diag='shared', attn_steps=3), 3, 1), (dict(attn='llama', attn_reuse=3), 1, 3),
+    (dict(attn_reuse=2, loops=2), 2, 4)], ids=str)
 def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int, uses: int) -> None:
     model = model_of(**options)
     model.set_attn_impl('sdpa')
@@ -181,6 +146,7 @@ def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int, 
 # The command line
 
 def test_the_newest_run_on_its_test_split(place: Path, report: Report) -> None:
+    torch.save({**torch.load('out/run/best.pt'), 'step': 3}, 'out/run/step_00000003.pt')
     page = report()
     assert page.startswith('out/run, step 2; test split of data\n\n')  # best.pt
     steps, tokens, loss, perplexity, bits = cells(page)[0]
@@ -208,16 +174,14 @@ def test_a_text_is_read_whole(place: Path, report: Report) -> None:
     assert int(cells(report('--tokens=40'))[0][1]) == 2 * LENGTH
 
 
-def test_the_documents_of_json_lines_are_read_and_not_their_braces(
-    place: Path, report: Report
-) -> None:
-    texts = ['one', 'and another']
-    Path('two.jsonl').write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+def test_the_documents_of_json_lines(place: Path, report: Report) -> None:
+    """They are read, and not their braces. BOS begins each, and is no text."""
+    Path('two.jsonl').write_text('{"text": "one"}\n{"text": "and another"}')
     _, tokens, loss, _, bits = cells(report('--text=two.jsonl'))[0]
     ids = torch.tensor([256, *b'one', 256, *b'and another'])
-    assert int(tokens) == len(ids) - 1
-    assert float(loss) == pytest.approx(float(model_of()(ids[None, :-1], ids[None, 1:])[1]), 1e-4)
     losses = F.cross_entropy(model_of()(ids[None, :-1])[0][0], ids[1:], reduction='none')
+    assert int(tokens) == len(losses)
+    assert float(loss) == pytest.approx(float(losses.mean()), 1e-4)
     nats = float(losses[ids[1:] != 256].sum())
     assert float(bits) == pytest.approx(nats / math.log(2) / 14, abs=1e-3)
 
@@ -235,7 +199,6 @@ def test_bits_per_byte_of_a_tokenizer_that_loses_text(
     monkeypatch.setattr(evaluate, 'tokenizer_of', lambda state: LossyTokenizer())
     _, tokens, loss, _, bits = cells(report('--text=text.txt'))[0]
     nats = float(loss) * int(tokens)
-    assert int(tokens) < len(TEXT.encode())
     assert float(bits) == pytest.approx(nats / math.log(2) / len(TEXT.encode()), abs=1e-3)
     edit_meta(Path('data'), lossless=False)
     page = report()
@@ -265,8 +228,6 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
     for T, row in enumerate(rows, 1):
         right = loss_of(model_of(attn_steps=T, mlp_steps=T, **eta))
         assert float(row[2]) == pytest.approx(right, abs=1e-4)
-    assert len({row[2] for row in rows}) == 3
-    assert Path('out/run/loss.png').read_bytes()[:4] == b'\x89PNG'
     # Llama's sublayers have no steps
     *energies, _, last = cells(report('--steps=1,3', '--energies', '--out_dir=out/mixed'))
     assert [(row[0], len(row)) for row in energies] == [('mlp 1', 7), ('mlp 2', 7)]
@@ -287,24 +248,11 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
         assert Path(f'out/run/{name}.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
-
-
-def test_the_attention_of_reused_sublayers_is_named(
-    place: Path, report: Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labels = []
-    monkeypatch.setattr('matplotlib.axes.Axes.set_title',
-                        lambda axes, text, **_: labels.append(text.replace('\n', ', ')))
-    write_run(place / 'out/reused', Path('data'), model_of(n_layer=1, attn_reuse=2))
-    page = report('--attention=word', '--out_dir=out/reused')
-    assert [(row[0], len(row)) for row in cells(page)] == [
-        ('layer 1, use 1', 2), ('layer 1, use 2', 2)]
-    assert labels == [f'layer 1, use {use}, step {t}, head {k}'
-                      for use in (1, 2) for t in (1, 2) for k in (1, 2)]
-    labels.clear()
-    write_run(place / 'out/llama', Path('data'), model_of(n_layer=1, attn='llama', attn_reuse=2))
+    write_run(place / 'out/llama', Path('data'), model_of(attn='llama'))
     assert 'No attention takes a second step' in report('--attention=word', '--out_dir=out/llama')
-    assert labels == [f'layer 1, use {use}, head {k}' for use in (1, 2) for k in (1, 2)]
+    write_run(place / 'out/reused', Path('data'), model_of(n_layer=1, attn_reuse=2))
+    rows = cells(report('--attention=word', '--out_dir=out/reused'))
+    assert [row[0] for row in rows] == ['layer 1, use 1', 'layer 1, use 2']
 
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
@@ -315,17 +263,13 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     folders = ['out/run', 'out/bpe', 'old/run']
     evaluate.main(['--compare', *folders])
     assert Path('out/results/compare.png').exists()
-    assert cells(capsys.readouterr().out) == [['out/run', '', '', '', '3', '4.5', '', 'data'],
-                           ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
-                           ['old/run', '', '', '', '', '', '', 'data']]
+    assert cells(capsys.readouterr().out) == [
+        ['out/run', '', '', '', '3', '4.5', '', 'data'],
+        ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
+        ['old/run', '', '', '', '', '', '', 'data']]
     text, figure = evaluate.compare(folders)
     assert text.endswith('differ in data (bpe, data).')
     lines = figure.axes[0].lines
     assert [line.get_label() for line in lines] == [f'run {folder}' for folder in folders]
     assert lines[0].get_xydata().tolist() == [[1000, 5], [4000, 4]]
-    config = json.loads(Path('out/run/config.json').read_text())
-    config['train'] |= {'test_tokens': 500}
-    Path('out/run/config.json').write_text(json.dumps(config))
-    text, _ = evaluate.compare(['out/run', 'old/run'])
-    assert text.endswith('differ in test_tokens (500, None).')
-    assert 'compared' not in evaluate.compare(['old/run'])[0]
+    assert 'compared' not in evaluate.compare(['old/run', 'out/run'])[0]
