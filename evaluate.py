@@ -32,7 +32,7 @@ from nanocem.files import read_json, read_json_lines, table
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.runs import load_model, newest_run, perplexity, read_config
-from nanocem.tokenizers import find_llama_model, make_tokenizer, tokenizer_of
+from nanocem.tokenizers import find_llama_model, make_tokenizer, spelled_bytes, tokenizer_of
 from prepare_slimpajama import text_documents
 
 TOKENS_AT_ONCE = 2048  # of a forward pass, whose float32 logits take much memory
@@ -97,11 +97,8 @@ def read_shards(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, leng
               f'data={folder}: its {name} is {data.meta.get(name)}, that of the run '
               f'{state["data"][name]}; expected data of the same tokenizer')
     x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
-    text_bytes = int(tokenizer.token_bytes()[y].sum())
-    if not data.meta.get('lossless', True):
-        text_bytes = None
-        print('No bits per byte: the tokenizer loses some of the text; --text=FILE has them',
-              flush=True)
+    token_bytes = spelled_bytes(tokenizer, data.meta)  # None, and a line, if it lost text
+    text_bytes = None if token_bytes is None else int(token_bytes[y].sum())
     return torch.cat([x, y[:, -1:]], dim=1), text_bytes, None
 
 
