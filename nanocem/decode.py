@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import check, fail
+from configurator import check
 
 
 class Cache:
@@ -32,11 +32,10 @@ class Cache:
         """Begin a pass over new ids (B, I). Returns how many tokens precede them. UserError if they
         do not fit or have another batch size."""
         length = self.length + idx.shape[1]
-        check(length <= self.max_length,
-                f'the cache holds {self.length} of {self.max_length} tokens: {idx.shape[1]} more '
-                'do not fit')
         rows = self.buffers[0].shape[0] if self.buffers else idx.shape[0]
-        check(rows == len(idx), f'the cache holds {rows} rows, the new ids have {len(idx)}')
+        check(length <= self.max_length and rows == len(idx),
+              f'ids {tuple(idx.shape)} do not fit into a cache of {rows} rows, which holds '
+              f'{self.length} of {self.max_length} tokens')
         self.past, self.length, self.next = self.length, length, 0
         return self.past
 
@@ -61,7 +60,6 @@ class Cache:
 
     def append(self, new: Tensor) -> Tensor:
         """Store new (B, I, D) after the past, and return both, (B, length, D)."""
-        new = to_autocast_dtype(new)
         if self.next == len(self.buffers):
             B, _, D = new.shape
             self.buffers.append(new.new_empty(B, self.max_length, D))
@@ -73,29 +71,19 @@ class Cache:
     def output_weight(self, sublayer: Any) -> Tensor:
         """Return a CEM sublayer's output weight, folded once for all tokens."""
         if sublayer not in self.weights:
-            self.weights[sublayer] = to_autocast_dtype(sublayer.output_weight())
+            self.weights[sublayer] = sublayer.output_weight()
         return self.weights[sublayer]
 
     def floats_per_token(self) -> int:
         return sum(buffer.shape[-1] for buffer in self.buffers)
 
 
-def to_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast x to the precision of autocast's matrix products, if autocast is on."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
 @torch.no_grad()
 def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int | None = None, generator: torch.Generator | None = None,
              use_cache: bool = True) -> Tensor:
-    """Continue idx (B, J) to (B, J + max_new_tokens). Temperature 0 chooses the likeliest token. A
-    full context is cut to its last half. UserError for an empty idx, a temperature below 0 or a
-    top_k below 1."""
-    if not temperature >= 0 or (top_k is not None and top_k < 1):
-        fail(f'temperature={temperature}, top_k={top_k}: expected at least 0 and at least 1')
-    check(idx.numel() > 0, f'idx {tuple(idx.shape)}: expected at least one token, such as BOS')
+    """Continue idx (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the likeliest
+    token. A full context is cut to its last half."""
     length = model.cfg.context_length
     start = max(0, idx.shape[1] - length)  # the first token of the context
     cache = Cache(length) if use_cache else None

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 DIAGONALS = ('kq_diag', 'p')  # d_k and the diagonal of P: a vector for each head
-BATCH_ENTRIES = 2**20  # at most in a batch on a CPU: it then fits the processor's cache
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
 
 
@@ -67,14 +66,9 @@ class Muon(torch.optim.Optimizer):
             for shape, matrices in by_shape.items():
                 rate = group['lr'] * 0.2 * max(shape) ** 0.5
                 torch._foreach_mul_(matrices, 1 - group['lr'] * group['weight_decay'])
-                size = len(matrices)
-                if matrices[0].device.type == 'cpu':
-                    size = max(1, BATCH_ENTRIES // shape.numel())
-                for i in range(0, len(matrices), size):
-                    batch = matrices[i:i + size]
-                    M = torch.stack([self.nesterov(p, group['momentum']) for p in batch])
-                    O = orthogonal(M.to(self.dtype or M.dtype)).type_as(M)
-                    torch._foreach_add_(batch, list(O.unbind()), alpha=-rate)
+                M = torch.stack([self.nesterov(p, group['momentum']) for p in matrices])
+                O = orthogonal(M.to(self.dtype or M.dtype)).type_as(M)
+                torch._foreach_add_(matrices, list(O.unbind()), alpha=-rate)
 
     def nesterov(self, p: Tensor, momentum: float) -> Tensor:
         """Add the gradient to the momentum. Returns Nesterov's momentum, which adds it again."""

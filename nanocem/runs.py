@@ -1,5 +1,4 @@
 """Run folders: options, checkpoints and the log."""
-import contextlib
 import glob
 import io
 import itertools
@@ -28,30 +27,23 @@ def newest_run() -> str:
 
 
 def read_config(out_dir: str) -> dict[str, Any] | None:
-    """Read a run's config.json. None if it is missing, another program's, or, which a line says,
+    """Read a run's config.json. None if it is missing or another program's, UserError if it is
     damaged."""
-    try:
-        config = read_json(f'{out_dir}/config.json') or {}
-    except UserError as error:
-        print(f'{error}: {out_dir} is left out', flush=True)
-        return None
-    return config if all(isinstance(config.get(k), dict) for k in ('train', 'model')) else None
+    config = read_json(f'{out_dir}/config.json') or {}
+    return config if {'train', 'model'} <= config.keys() else None
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
     """Make the folder of a new run: `out_dir`, or the first free one of out/NAME, out/NAME-2, ...,
     where NAME describes the model. UserError if `out_dir` holds a run."""
-    if out_dir is not None:
-        if os.path.exists(f'{out_dir}/config.json') or checkpoints(out_dir):
-            fail(f'out_dir={out_dir} holds a run already, or another config.json: '
-                 '--init_from=resume continues a run, another --out_dir starts a new one')
-        os.makedirs(out_dir, exist_ok=True)
-        return out_dir
     name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
-    for path in itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2))):
-        with contextlib.suppress(FileExistsError):  # then try the next
-            os.makedirs(path)
-            return path
+    names = itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2)))
+    out_dir = out_dir or next(path for path in names if not os.path.exists(path))
+    check(not os.path.exists(f'{out_dir}/config.json') and not checkpoints(out_dir),
+          f'out_dir={out_dir} holds a run already, or another config.json: --init_from=resume '
+          'continues a run, another --out_dir starts a new one')
+    os.makedirs(out_dir, exist_ok=True)
+    return out_dir
 
 
 def lock_folder(out_dir: str) -> Any:
@@ -110,8 +102,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:  # a damaged file can fail in any way
-        reason = ' '.join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f'{path} is damaged ({reason})') from None
+        fail(f'{path} is damaged ({" ".join(str(error).split()):.200})')
     # torch.compile and DDP put these before the names of weights
     state['model'] = {re.sub(r'^((_orig_mod|module)\.)+', '', name): w
                       for name, w in state['model'].items()}
@@ -121,24 +112,21 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def last_checkpoint(path: str) -> dict[str, Any] | None:
-    """Read a checkpoint file, an exported folder, or, of a run's folder, the checkpoint with the
-    most steps, which may be best.pt. Damaged ones are passed over with a line. None if there is no
+    """Read a checkpoint file, an exported folder, or, of a run's folder, the last numbered
+    checkpoint, else best.pt. Damaged ones are passed over with a line. None if there is no
     checkpoint, UserError if all are damaged."""
     if os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE)):
         return hf.read_export(path)
     if os.path.isfile(path):
         return read_checkpoint(path)
-    best = os.path.join(path, 'best.pt')
-    paths = [*reversed(checkpoints(path)), *filter(os.path.exists, [best])]
-    states: list[dict[str, Any]] = []
+    paths = [*reversed(checkpoints(path)), *glob.glob(f'{glob.escape(path)}/best.pt')]
     for file in paths:
-        if file == best or not states:
-            try:
-                states.append(read_checkpoint(file))
-            except UserError as error:
-                print(f'WARNING: {error}; it is passed over', flush=True)
-    check(bool(states) or not paths, f'no intact checkpoint in {path}')
-    return max(states, key=lambda state: state['step'], default=None)
+        try:
+            return read_checkpoint(file)
+        except UserError as error:
+            print(f'WARNING: {error}; it is passed over', flush=True)
+    check(not paths, f'no intact checkpoint in {path}')
+    return None
 
 
 def best_checkpoint(path: str) -> dict[str, Any]:

@@ -45,12 +45,9 @@ def test_a_cache_refuses_what_does_not_fit() -> None:
     model, idx = Transformer(ModelConfig(**TINY)), torch.randint(50, (2, 10))
     cache = Cache(16)
     model(idx, cache=cache)
-    with pytest.raises(ValueError, match='10 of 16 tokens: 10 more do not fit'):
-        model(idx, cache=cache)
-    with pytest.raises(ValueError, match='holds 2 rows'):
-        model(idx[:1, :3], cache=cache)
-    with pytest.raises(ValueError, match='at least one token'):
-        generate(model, idx[:, :0], 3)
+    for new in idx, idx[:1, :3]:
+        with pytest.raises(ValueError, match='cache of 2 rows, which holds 10 of 16 tokens'):
+            model(new, cache=cache)
 
 
 def test_a_cleared_cache_forgets_weights_that_have_changed() -> None:

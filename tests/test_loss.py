@@ -61,20 +61,3 @@ def test_a_second_derivative_of_the_loss_in_pieces_is_an_error(
     loss = loss_fn.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
     with pytest.raises(RuntimeError, match='no second derivative'):
         torch.autograd.grad(loss, x, create_graph=True)
-
-
-def test_torch_func_differentiates_the_loss_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch.func the loss is in one piece: gradients, those of each sample, second ones."""
-    torch.manual_seed(5)
-    x, W = torch.randn(3, 5, 8), torch.randn(50, 8)
-    targets = torch.randint(50, (3, 5))
-    monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', 50)
-
-    def loss(x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return loss_fn.cross_entropy(x[None], W, targets[None])
-    by_sample = torch.func.vmap(torch.func.grad(loss))(x, targets)
-    for sample, target, gradient in zip(x, targets, by_sample, strict=True):
-        sample.requires_grad_()
-        expected, = torch.autograd.grad(loss(sample, target), sample)
-        torch.testing.assert_close(gradient, expected)
-    assert torch.func.hessian(loss)(x[0], targets[0]).any()
