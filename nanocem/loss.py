@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU: with more logits than this, the loss is computed in parts
+ROW_TILE = 128  # there a part has a multiple of this many rows, which fills its matrix products
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: the logits of a part, which fit into the processor's cache
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 
@@ -27,6 +28,8 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=NO_TARGET)
     rows = max(1, at_once // len(W))
+    if not on_cpu and rows > ROW_TILE:
+        rows -= rows % ROW_TILE
     return LinearCrossEntropy.apply(x, W, targets, rows, torch.is_grad_enabled())
 
 
@@ -48,9 +51,15 @@ class LinearCrossEntropy(torch.autograd.Function):
             log_p = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
             loss = loss - log_p.gather(-1, target).where(count, 0).sum()
             if with_grad:
-                # The gradient of the logits is p - one-hot
-                one = torch.ones_like(target, dtype=log_p.dtype)
-                d = log_p.exp_().scatter_add_(-1, target, -one).to(logits.dtype)
+                # The gradient of the logits is p - one-hot. The compiler fuses a comparison with p;
+                # uncompiled, changing one element of each row is faster
+                if torch.compiler.is_compiling():
+                    one_hot = torch.arange(len(W), device=x.device) == target
+                    d = log_p.exp() - one_hot.to(log_p.dtype)
+                else:
+                    one = torch.ones_like(target, dtype=log_p.dtype)
+                    d = log_p.exp_().scatter_add_(-1, target, -one)
+                d = d.to(logits.dtype)
                 dx.append((d @ W).where(count, 0).to(x.dtype))
                 dW += d.mT @ x_n
         n = counts.sum()

@@ -27,9 +27,13 @@ def newest_run() -> str:
 
 
 def read_config(out_dir: str) -> dict[str, Any] | None:
-    """Read a run's config.json. None if it is missing or another program's, UserError if it is
+    """Read a run's config.json. None if it is missing, another program's, or, which a line says,
     damaged."""
-    config = read_json(f'{out_dir}/config.json') or {}
+    try:
+        config = read_json(f'{out_dir}/config.json') or {}
+    except UserError as error:
+        print(f'{error}: {out_dir} is left out', flush=True)
+        return None
     return config if {'train', 'model'} <= config.keys() else None
 
 
