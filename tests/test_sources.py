@@ -11,14 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_prepare import (
-    expected,
-    prepare,
-    refused,
-    shards,
-    train_of,
-    write,
-)
+from test_prepare import expected, prepare, refused, shards, train_of, write
 from test_tokenizers import LLAMA, documents, needs_llama
 
 import prepare_slimpajama as prep
@@ -37,13 +30,11 @@ def test_links_and_other_kinds_of_files(tmp_path: Path) -> None:
     (folder / 'README.md').write_text('text')
     (folder / '.hidden.txt').write_text('not read')
     made = prepare(folder, tmp_path / 'out', '--held_out=0')
-    assert 'ignored, of other kinds: README.md' in made['printed']
     assert made['files'][-2:] == ['d/e.parquet', 'link/f.jsonl']
     assert made['train_00000.bin'] == train_of(texts)
     assert 'no such file' in refused(folder / 'none.txt', tmp_path / 'none')
-    for loop in ('gone.txt', 'loop'):
-        (folder / loop).symlink_to(folder if loop == 'loop' else tmp_path / 'nothing')
-        assert re.search('No such file|Too many levels', refused(folder, tmp_path / 'none'))
+    (folder / 'loop').symlink_to(folder)
+    assert 'Too many levels' in refused(folder, tmp_path / 'none')
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(
@@ -64,17 +55,14 @@ def test_a_folder_that_cannot_be_listed_is_an_error(
 
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "a"}\n{"text": "caf\xe9"}\n', 'a.jsonl, line 2: not UTF-8 at byte 13'),
-    ('a.jsonl', '{"text": "a"}\n'.encode('utf-16'), 'line 1: not UTF-8 at byte 0 .* -f utf-16'),
-    ('a.jsonl', b'[{"text": "a"},\n{"text": "b"}]', 'line 1 is no JSON .*: expected an object lik'),
-    ('a.jsonl', b'["a"]', r"line 1 is \['a'\]: expected an object like"),
-    ('a.jsonl', b'{"text": "a"},\n', r"line 1 is no JSON \(Extra data: ','\): expected an object"),
-    ('a.jsonl', b'{"text": "a"}\n{"text": "', 'line 2 is no JSON'),
-    ('a.jsonl', b'{"title": "a"}\n', r'line 1 has no "text", only title \(--column chooses\)'),
-    ('a.jsonl', b'{"text": 1}\n', 'a.jsonl: a "text" is no text but 1'),
-    ('a.jsonl.gz', b'', 'a.jsonl.gz is empty'),
-    ('a.jsonl.gz', gzip.compress(b'{"text": "a"}')[:-9], 'a.jsonl.gz: .*unpack it, if gzip -d'),
-    ('a.txt.gz', gzip.compress(b'a'), 'a.txt.gz: expected .parquet, .* or unpacked text'),
-    ('a.json', b'[]', 'a.json: expected .parquet'),
+    ('a.jsonl', '{"text": "a"}\n'.encode('utf-16'), 'line 1: not UTF-8 at byte 0 .* utf-16'),
+    ('a.jsonl', b'["a"]', r'line 1: expected {"text": "..."} on each line .* not b.\["a"\]'),
+    ('a.jsonl', b'{"text": "a"},\n', r'line 1: expected .* \(Extra data: line 1 column 14'),
+    ('a.jsonl', b'{"text": "a"}\n\n{"text": "', 'line 3: expected'),
+    ('a.jsonl', b'{"title": "a"}\n', r'--column names another field\), not .*{"title": "a"}'),
+    ('a.jsonl', b'{"text": 1}\n', 'line 1: expected'),
+    ('a.jsonl.gz', gzip.compress(b'{"text": "a"}')[:-9], 'a.jsonl.gz: Truncated compressed stream'),
+    ('a.txt.gz', gzip.compress(b'a'), 'a.txt.gz: not UTF-8'),
     ('a.parquet', b'PAR1' * 9, 'a.parquet: .*Parquet'),
     ('a.txt', b'', 'a.txt holds too little text for train, val, test.* --held_out'),
     ('a.txt', b'a', 'a.txt holds too little text for val, test.* --held_out')])
@@ -102,19 +90,15 @@ def test_a_column_of_another_name(tmp_path: Path) -> None:
 
 
 def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's Python without its tests and installed packages, also files not in UTF-8."""
+    """The library's Python without its tests and installed packages."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prep, 'LIBRARY', str(tmp_path / 'lib'))
     for name in ('b.py', 'c.md', 'z/e.py', 'test/b.py', 'site-packages/p/a.py'):
-        (tmp_path / 'lib' / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / 'lib' / name).write_text('text')
-    (tmp_path / 'lib/latin.py').write_bytes(b'\xff\xfe')
-    builtin = prep.find_source('builtin')
-    assert list(builtin.files) == ['b.py', 'latin.py', 'z/e.py']
-    assert list(prep.read_documents(builtin.path('latin.py'), '')) == ['\ufffd\ufffd']
+        write(tmp_path / 'lib' / name, ['text'])
+    assert list(prep.find_source('builtin').files) == ['b.py', 'z/e.py']
     for n, text in enumerate(documents(600, seed=1)):
         (tmp_path / f'lib/{n}.py').write_text(text)
-    assert prep.find_data('data/builtin') == 'data/builtin'
+    assert prep.find_data('./data/builtin') == './data/builtin'
     assert os.path.exists('data/builtin/val.bin')
 
 
@@ -167,20 +151,16 @@ def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: Hub) -> Non
     write(hub.folder / 'sample/10BT/000.parquet', texts[:100])
     write(hub.folder / 'sample/10BT/001.parquet', texts[100:])
     (hub.folder / 'README.md').write_text('#')
-    (hub.folder / '.gitattributes').write_text('#')
     for where, content in ((f'{DATA}/sample/10BT', texts), (f'{DATA}@{hub.sha}/sample', texts),
                            (f'{DATA}/sample/10BT/001.parquet', texts[100:])):
         out = tmp_path / str(len(where))
         assert shards(prepare(where, out, '--held_out=0.2')) == expected(content, 0.2)
     assert 'holds no .parquet' in refused(f'{DATA}/nothing', tmp_path / 'n')
     assert 'Repository Not Found' in refused('hf://datasets/org/none', tmp_path / 'n')
-    for name in ('data', 'data/', ''):
-        says = refused(f'hf://datasets/{name}', tmp_path / 'n')
-        assert f'input=hf://datasets/{name}: expected hf://datasets/OWNER/NAME' in says
-    all_files = prepare(DATA, tmp_path / 'all', '--held_out=0')
-    assert 'other kinds: README.md' in all_files['printed']
+    says = refused('hf://datasets/data', tmp_path / 'n')
+    assert "must be 'namespace/name', got 'data'" in says
     o = prep.PrepareConfig(input='hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT')
-    assert o.out_dir == 'data/fineweb-edu-sample-10BT'
+    assert o.out_dir == 'data/10BT'
 
 
 def test_a_download_that_fails_is_one_line(tmp_path: Path, hub: Hub) -> None:
