@@ -366,9 +366,10 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     """Write tokenizer, shards and meta.json to an empty folder. UserError, OSError."""
     source = find_source(o.input)
     for split in SPLITS:
-        named = [file for file, file_split in source.files.items() if file_split == split]
-        if named:
-            print(f'{split}: {named[0]}, {len(named):,} files in all', flush=True)
+        files = [file for file, named in source.files.items() if named == split]
+        if files:
+            share = f'{len(files)} of {len(source.files)} files'
+            print(f'{split}: {share}, first {files[0]}', flush=True)
 
     tokenizer = find_tokenizer(o, source, folder)
     writer = Writer(folder, tokenizer.vocab_size)

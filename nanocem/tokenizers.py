@@ -189,6 +189,15 @@ def keeps_text(tokenizer: Any, ids: list[int], text: str) -> bool:
     return decoded.replace('\u2581', ' ').lstrip(' ') == text.replace('\u2581', ' ').lstrip(' ')
 
 
+def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
+    """Return how many bytes each token spells (vocab_size,), for bits per byte. None, and a line,
+    if the tokenizer lost text of the data folder of `meta`."""
+    if meta.get('lossless', True):
+        return tokenizer.token_bytes()
+    print('No bits per byte: the tokenizer of this data loses text', flush=True)
+    return None
+
+
 def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[str]:
     """Yield the text between two bytes of a UTF-8 file, in blocks that end with a word where they
     can. UserError if it is not UTF-8."""
