@@ -20,10 +20,10 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from configurator import check, command_line, fail, in_range, read_options, resolve_defaults
+from configurator import check, command_line, fail, read_options, resolve_defaults
 from nanocem.data import FORMAT
 from nanocem.files import read_json
 from nanocem.tokenizers import (
@@ -41,6 +41,7 @@ from nanocem.tokenizers import (
     UnsuitedVocabulary,
     keeps_text,
     make_tokenizer,
+    read_blocks,
     read_text,
     refuse_encoding,
     tokenizer_of,
@@ -61,7 +62,6 @@ SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'va
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
 BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
 BATCH = 64  # Threads tokenize this many documents or blocks together.
-MANY = 1000  # Of so many files each is a document with one split, and not cut into splits.
 
 
 @dataclass
@@ -73,28 +73,13 @@ class PrepareConfig:
     tokenizer: str | None = None  # llama (default; builtin: byte), gpt2, byte, bpe2048, FILE.model
     held_out: float | None = None  # share of val and of test; 0.005, builtin 0.05
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
-    workers: int = os.cpu_count() or 1  # threads that tokenize; default: the number of CPU cores
 
     def __post_init__(self) -> None:
         tokenizer, held_out = ('byte', 0.05) if self.input == 'builtin' else ('llama', 0.005)
         resolve_defaults(self, tokenizer=tokenizer, held_out=held_out)
-        in_range(self, 1, 10**15, 'tokens')
-        in_range(self, 1, 1024, 'workers')
-        in_range(self, 0, 0.49, 'held_out')
-        pieces = re.fullmatch(r'bpe(\d{3,5})', self.tokenizer)
-        check(bool(pieces and 512 <= int(pieces[1]) <= 65_536)
-              or self.tokenizer in ('llama', 'gpt2', 'byte') or os.path.isfile(self.tokenizer),
-              f'tokenizer={self.tokenizer}: no such file, and none of llama, gpt2, byte, '
-              'bpe512 to bpe65536')
-
         name = os.path.basename(os.path.abspath(self.input)).partition('.')[0] or 'text'
-        if self.input == SLIMPAJAMA:
-            name = 'slimpajama'
-        elif self.input.startswith(HUB):
-            owner, _, name = self.input.removeprefix(HUB).rstrip('/').partition('/')
-            check(bool(owner and name), f'input={self.input}: expected {HUB}OWNER/NAME')
-            name = name.replace('/', '-')
-        elif self.input != 'builtin':
+        name = 'slimpajama' if self.input == SLIMPAJAMA else name
+        if self.input != 'builtin' and not self.input.startswith(HUB):
             self.input = os.path.abspath(self.input)
         resolve_defaults(self, out_dir=f'data/{name}')
 
@@ -110,7 +95,6 @@ class Source(NamedTuple):
     """Files of documents, in the order in which they are read."""
     root: str  # a folder, or hf://datasets/OWNER/NAME@COMMIT
     files: dict[str, str | None]  # paths inside it, and the split that each is named after
-    ignored: list[str]  # files with other suffixes
 
     def path(self, file: str) -> str:
         """Return the path of a file, after downloading it if it is on the Hub."""
@@ -128,24 +112,17 @@ def find_source(where: str) -> Source:
         excluded = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
         names = [name for name in list_files(LIBRARY)
                  if name.endswith('.py') and excluded.isdisjoint(name.split('/'))]
-        return Source(LIBRARY, dict.fromkeys(names), [])
+        return Source(LIBRARY, dict.fromkeys(names))
     if os.path.isfile(where):
-        packed = where.lower().endswith(('.json', '.gz', '.zst', '.zip'))
-        check(where.lower().endswith(ROWS) or not packed,
-              f'{where}: expected {", ".join(SUFFIXES)}, or unpacked text')
         root, name = os.path.split(where)
-        return Source(root, {name: None}, [])
-    if where.startswith(HUB):
-        root, names = list_hub(where)
-    else:
-        check(os.path.isdir(where), f'{where}: no such file or folder')
-        root, names = where, list_files(where)
+        return Source(root, {name: None})
+    check(os.path.isdir(where) or where.startswith(HUB), f'{where}: no such file or folder')
+    root, names = list_hub(where) if where.startswith(HUB) else (where, list_files(where))
     files = {name: find_split(name) for name in names if name.lower().endswith(SUFFIXES)}
     check(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
     if 'train' not in files.values():  # Then a name like test is there by chance.
         files = dict.fromkeys(files)
-    ordered = sorted(files.items(), key=lambda item: item[1] not in ('val', 'test'))
-    return Source(root, dict(ordered), [name for name in names if name not in files])
+    return Source(root, dict(sorted(files.items(), key=lambda item: item[1] in (None, 'train'))))
 
 
 def find_split(name: str) -> str | None:
@@ -162,10 +139,9 @@ def list_files(root: str) -> list[str]:
 
     names = []
     for folder, subfolders, files in os.walk(root, onerror=refuse, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if name[0] != '.')
-        paths = [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
-        names += [os.path.relpath(path, root) for path in paths]
-    return names
+        subfolders.sort()
+        names += [os.path.relpath(os.path.join(folder, file), root) for file in sorted(files)]
+    return [name for name in names if not re.search(r'(^|/)\.', name)]
 
 
 @contextmanager
@@ -185,13 +161,12 @@ def list_hub(where: str) -> tuple[str, list[str]]:
         commit = hf.HfApi().dataset_info(uri.id, revision=uri.revision).sha
         root = f'{HUB}{uri.id}@{commit}'
         paths = hf.HfFileSystem().find(f'{root}/{uri.path_in_repo}'.rstrip('/'))
-    names = sorted(f'hf://{path}'.removeprefix(f'{root}/') for path in paths)
-    return root, [name for name in names if not os.path.basename(name).startswith('.')]
+    return root, sorted(f'hf://{path}'.removeprefix(f'{root}/') for path in paths)
 
 
 # Documents
 
-def read_parquet(path: str, column: str) -> Iterator[Any]:
+def read_parquet(path: str, column: str) -> Iterator[str | None]:
     from pyarrow.parquet import ParquetFile
     # Without buffer_size and pre_buffer, pyarrow keeps everything in memory that it has read.
     with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
@@ -202,89 +177,63 @@ def read_parquet(path: str, column: str) -> Iterator[Any]:
             yield from batch.column(0).to_pylist()
 
 
-def read_jsonl(path: str, column: str) -> Iterator[Any]:
-    from pyarrow import CompressedInputStream
-    with open(path, 'rb') as file:
-        lines: Any = file
-        if not path.lower().endswith('.jsonl'):
-            check(os.path.getsize(path) > 0, f'{path} is empty')
-            kind = 'zstd' if path.lower().endswith('.zst') else 'gzip'
-            lines = io.BufferedReader(CompressedInputStream(file, kind), 1 << 20)
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield parse_line(line, column, f'{path}, line {number}')
-
-
-def parse_line(line: bytes, column: str, where: str) -> Any:
-    """Return the text in a line of JSON. UserError, which begins with `where`, if there is none."""
-    expected = f'expected an object like {{"{column}": "..."}} on each line, without commas or [ ]'
-    try:
-        row = json.loads(line.decode('utf-8-sig'))
-    except UnicodeDecodeError as error:
-        refuse_encoding(where, line, error)
-    except json.JSONDecodeError as error:
-        rest = error.doc[error.pos:].strip()
-        fail(f'{where} is no JSON ({error.msg}: {rest[:20]!r}): {expected}')
-    check(isinstance(row, dict), f'{where} is {row!r:.20}: {expected}')
-    check(column in row, f'{where} has no "{column}", only {", ".join(row)} (--column chooses)')
-    return row[column]
+def read_jsonl(path: str, column: str) -> Iterator[str]:
+    from pyarrow import input_stream
+    with input_stream(path) as stream:  # It unpacks .zst and .gz.
+        for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
+            if line.isspace():
+                continue
+            try:
+                text = json.loads(line.decode('utf-8-sig'))[column] or ''
+                # JSON can spell half a surrogate pair, which is not text and becomes "?".
+                text = text.encode('utf-8', 'replace').decode()
+            except UnicodeDecodeError as error:
+                refuse_encoding(f'{path}, line {number}', error)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                fail(f'{path}, line {number}: expected {{"{column}": "..."}} on each line '
+                     f'(--column names another field), not {line[:60]!r} ({error})')
+            yield text
 
 
 def read_documents(path: str, column: str) -> Iterator[str]:
-    """Yield the documents of a file, whole. UserError if it is damaged."""
+    """Yield the documents of a file, whole: its rows, or all of a text. UserError if it is
+    damaged."""
     import pyarrow
-    if path.endswith('.py'):  # The library has some files that are not UTF-8.
-        yield Path(path).read_bytes().decode('utf-8', 'replace')
-        return
-    if not path.lower().endswith(ROWS):
-        yield ''.join(read_text(path))
-        return
-    read_rows = read_parquet if path.lower().endswith('.parquet') else read_jsonl
+    texts: Iterable[str | None] = read_jsonl(path, column)
+    if path.lower().endswith('.parquet'):
+        texts = read_parquet(path, column)
+    elif not path.lower().endswith(ROWS):
+        texts = [read_text(path)]
     try:
-        for text in read_rows(path, column):
-            check(isinstance(text, str | None), f'{path}: a "{column}" is no text but {text!r:.40}')
-            # JSON can spell half a surrogate pair, which is not text and becomes "?".
-            yield (text or '').encode('utf-8', 'replace').decode()
+        yield from filter(None, texts)
     except (pyarrow.ArrowException, OSError) as error:
-        packed = path.lower().endswith(('.gz', '.zst'))
-        remedy = '; unpack it, if gzip -d or zstd -d --long=31 can' if packed else ''
-        fail(f'{path}: {error}'.partition('\n')[0] + remedy)
+        fail(f'{path}: {error}')
 
 
 def text_documents(path: str) -> Iterator[str]:
     """Yield the documents of a file or folder, whole, as train.py --text reads them. UserError."""
     source = find_source(os.path.abspath(path))
     for file in source.files:
-        yield from filter(None, read_documents(source.path(file), 'text'))
+        yield from read_documents(source.path(file), 'text')
 
 
-class Part(NamedTuple):
-    """A document, or a block of a longer one."""
-    split: str
-    text: str
-    begins: bool = True  # whether it is the first block of its document
-
-
-def read_parts(o: PrepareConfig, source: Source) -> Iterator[Part]:
-    """Yield all documents. The name of a file decides the split, or else a hash of a document. A
-    .txt file is read in blocks, and its end is held out, unless it is one of many."""
-    named = {'val', 'test'}.intersection(source.files.values())  # splits with files of their own
-    many = o.input == 'builtin' or len(source.files) >= MANY
-    for file, file_split in source.files.items():
+def read_parts(o: PrepareConfig, source: Source) -> Iterator[tuple[str, str, bool]]:
+    """Yield all documents as (split, text, whether it begins a document); a text file is read in
+    blocks. A file that is named after val or test belongs to it. Of all others, a row is a
+    document, whose hash decides the split, and the end of a text file is held out."""
+    own_files = {'val', 'test'}.intersection(source.files.values())  # splits with their own files
+    for file, named in source.files.items():
+        splits = [split for split in SPLITS if split not in own_files]
+        splits = [named] if named in own_files else splits
         path = source.path(file)
-        if many or path.lower().endswith(ROWS):
-            for text in filter(None, read_documents(path, o.column)):
-                split = file_split if file_split in named else split_by_hash(text, o.held_out)
-                if split in named and split != file_split:
-                    split = 'train'
-                yield Part(split, text)
-            continue
-        splits = [file_split or 'train']
-        if file_split not in named:
-            splits += [split for split in ('val', 'test') if split not in named]
-        for split, begin, end in cut_file(path, splits, o.held_out):
-            for n, text in enumerate(read_text(path, begin, end)):
-                yield Part(split, text, n == 0)
+        if o.input == 'builtin' or path.lower().endswith(ROWS):
+            for text in read_documents(path, o.column):
+                split = split_by_hash(text, o.held_out)
+                yield split if split in splits else splits[0], text, True
+        else:
+            for split, begin, end in cut_text(path, splits, o.held_out):
+                for n, text in enumerate(read_blocks(path, begin, end)):
+                    yield split, text, n == 0
 
 
 def split_by_hash(text: str, held_out: float) -> str:
@@ -294,8 +243,8 @@ def split_by_hash(text: str, held_out: float) -> str:
     return 'test' if x < held_out else 'val' if x < 2 * held_out else 'train'
 
 
-def cut_file(path: str, splits: list[str], held_out: float) -> Iterator[tuple[str, int, int]]:
-    """Yield (split, first byte, end) of the parts of a .txt file, the last one first. All but the
+def cut_text(path: str, splits: list[str], held_out: float) -> Iterator[tuple[str, int, int]]:
+    """Yield (split, first byte, end) of the parts of a text file, the last one first. All but the
     first have the fraction `held_out` of it. Cuts are at a space or line end, if one is near."""
     end = size = os.path.getsize(path)
     with open(path, 'rb') as file:
@@ -314,27 +263,30 @@ def cut_file(path: str, splits: list[str], held_out: float) -> Iterator[tuple[st
 def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     """Load or train the tokenizer that the options name. A SentencePiece model is put into the
     folder: Llama's, the user's, or the trained one."""
-    model = os.path.join(folder, MODEL_FILE)
+    path = model = os.path.join(folder, MODEL_FILE)
     if o.tokenizer == 'llama':
         with hub() as hf:
-            downloaded = hf.HfApi().hf_hub_download(*LLAMA)
-        shutil.copyfile(downloaded, model)
+            path = hf.HfApi().hf_hub_download(*LLAMA)
     elif pieces := re.fullmatch(r'bpe(\d+)', o.tokenizer):
         train_bpe(model, int(pieces[1]), sample_train(o, source))
     elif o.tokenizer not in ('gpt2', 'byte'):
-        make_tokenizer('sentencepiece', o.tokenizer)  # UserError, which names the user's file
-        shutil.copyfile(o.tokenizer, model)
-    return make_tokenizer(o.tokenizer, model)
+        path = o.tokenizer
+        check(os.path.isfile(path),
+              f'tokenizer={path}: no such file, and none of llama, gpt2, byte, bpe2048')
+    tokenizer = make_tokenizer(o.tokenizer, path)
+    if path != model:
+        shutil.copyfile(path, model)
+    return tokenizer
 
 
 def sample_train(o: PrepareConfig, source: Source) -> list[str]:
     """Read about BPE_TEXT bytes of the train split, evenly spaced through it."""
     def train_texts() -> Iterator[str]:
         size = 0  # bytes
-        for part in read_parts(o, source):
-            if part.split == 'train':
-                yield part.text
-                size += len(part.text.encode())
+        for split, text, _ in read_parts(o, source):
+            if split == 'train':
+                yield text
+                size += len(text.encode())
                 if size > 4 * o.tokens:  # enough: a token has some four bytes
                     return
     print(f'Reading {o.input} for the tokenizer {o.tokenizer}', flush=True)
@@ -366,23 +318,21 @@ class Writer:
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -> bool:
     """Write the tokens of all documents, until the train split is full. Return whether the
     tokenizer spells the text: one part of each batch is compared."""
-    def encode(part: Part) -> np.ndarray:
-        ids = tokenizer.encode(part.text, part.begins)
-        return np.array([tokenizer.bos] * part.begins + ids, np.uint32)
+    def encode(part: tuple[str, str, bool]) -> np.ndarray:
+        _, text, begins = part
+        return np.array([tokenizer.bos] * begins + tokenizer.encode(text, begins), np.uint32)
 
     parts = read_parts(o, source)
     train, lossless = writer.splits['train'], True
-    with (ThreadPoolExecutor(o.workers) as pool,
+    with (ThreadPoolExecutor() as pool,
           tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar):
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
             encoded = list(pool.map(encode, batch))
-            first = batch[0]
-            lossless &= keeps_text(tokenizer, encoded[0][first.begins:].tolist(), first.text)
-            for split in SPLITS:
-                new = [ids for part, ids in zip(batch, encoded, strict=True) if part.split == split]
+            _, text, begins = batch[0]
+            lossless &= keeps_text(tokenizer, encoded[0][begins:].tolist(), text)
+            for (split, *_), ids in zip(batch, encoded, strict=True):
                 room = o.tokens - train['tokens'] if split == 'train' else None
-                ids = np.concatenate([*new, np.empty(0, np.uint32)])[:room]
-                writer.append(split, ids)
+                writer.append(split, ids[:room])
                 bar.update(len(ids))
     return lossless
 
@@ -392,14 +342,17 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
 def prepare(o: PrepareConfig) -> None:
     """Make the data folder o.out_dir unless it exists. It is written to a hidden folder beside it,
     which is renamed when it is complete. UserError, OSError."""
-    if is_prepared(o):
-        return
     parent, name = os.path.split(os.path.realpath(o.out_dir))
     partial_folder = os.path.join(parent, f'.{name}.partial')
     os.makedirs(parent, exist_ok=True)
     with FileLock(os.path.join(parent, f'.{name}.lock')):
-        if is_prepared(o):  # by another process, which held the lock
+        meta = read_json(os.path.join(o.out_dir, 'meta.json'), 'choose another --out_dir')
+        if meta and meta['config'] == o.content_options():
+            print(f'{o.out_dir} is prepared already; delete it to prepare it anew', flush=True)
             return
+        check(not os.path.exists(o.out_dir) or not os.listdir(o.out_dir),
+              f'{o.out_dir} holds other files, or data made with other options: delete it, or '
+              'choose another --out_dir')
         shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed
         try:
             os.mkdir(partial_folder)
@@ -409,29 +362,14 @@ def prepare(o: PrepareConfig) -> None:
             shutil.rmtree(partial_folder, ignore_errors=True)
 
 
-def is_prepared(o: PrepareConfig) -> bool:
-    """Return whether o.out_dir was made with these options. UserError if it holds anything else."""
-    meta = read_json(os.path.join(o.out_dir, 'meta.json'), 'choose another --out_dir')
-    if meta is None:
-        check(not os.path.exists(o.out_dir) or not os.listdir(o.out_dir),
-              f'{o.out_dir} holds other files: choose another --out_dir')
-        return False
-    options = ', '.join(f'{name}={value}' for name, value in meta['config'].items())
-    check(meta['config'] == o.content_options(),
-          f'{o.out_dir} was made with {options}: delete it, or choose another --out_dir')
-    print(f'{o.out_dir} is prepared already; delete it to prepare it anew', flush=True)
-    return True
-
-
 def write_folder(o: PrepareConfig, folder: str) -> None:
     """Write tokenizer, shards and meta.json to an empty folder. UserError, OSError."""
     source = find_source(o.input)
-    groups = {split: [file for file, file_split in source.files.items() if file_split == split]
-              for split in SPLITS}
-    for what, files in (groups | {'ignored, of other kinds': source.ignored}).items():
-        more = f' and {len(files) - 3:,} more' if len(files) > 3 else ''
+    for split in SPLITS:
+        files = [file for file, named in source.files.items() if named == split]
         if files:
-            print(f'{what}: {", ".join(files[:3])}{more}', flush=True)
+            share = f'{len(files)} of {len(source.files)} files'
+            print(f'{split}: {share}, first {files[0]}', flush=True)
 
     tokenizer = find_tokenizer(o, source, folder)
     writer = Writer(folder, tokenizer.vocab_size)
@@ -453,9 +391,8 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     Path(folder, 'meta.json').write_text(json.dumps(meta, indent=1), encoding='utf-8')
     for split, size in sizes.items():
         print(f'{split:5} {size:>15,} tokens', flush=True)
-    if sizes['train'] == o.tokens and o.input != SLIMPAJAMA:
-        print(f'Train is full at {o.tokens:,} tokens, and the rest of {o.input} is left out: '
-              'prepare_slimpajama.py --tokens=N takes more', flush=True)
+    if sizes['train'] == o.tokens:
+        print(f'Train is full at {o.tokens:,} tokens: --tokens=N takes more of it', flush=True)
 
 
 # What train.py and evaluate.py call
@@ -470,7 +407,7 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
             saved = tokenizer_of(checkpoint)
             tokenizer = saved.path or saved.name
         return prepare_text(text, tokenizer)
-    builtin = os.path.relpath(folder) == os.path.join('data', 'builtin')
+    builtin = os.path.normpath(folder) == os.path.join('data', 'builtin')
     if builtin and not os.path.exists(f'{folder}/meta.json'):
         print(f"Preparing {folder} from the source of this Python's library", flush=True)
         prepare(PrepareConfig(input='builtin'))
@@ -486,25 +423,22 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
               for file in [*files, tokenizer] if file and os.path.exists(file)]
     digest = hashlib.sha256(repr((tokenizer, states)).encode()).hexdigest()
     size = sum(map(os.path.getsize, files))
+    default = next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
+    o = PrepareConfig(input=os.path.abspath(path), tokenizer=tokenizer or default,
+                      held_out=0.05 if size < 20e6 else 0.005)
+    o.out_dir += f'-{digest[:8]}'
+    if os.path.exists(os.path.join(o.out_dir, 'meta.json')):
+        return o.out_dir
 
-    # A default that does not suit the text is followed by the next larger one, at last by bytes.
-    defaults = [name for limit, name in TEXT_TOKENIZERS.items() if size < limit] + ['byte']
-    for name in [tokenizer] if tokenizer else defaults:
-        # A user's folder may be called builtin: with ./ it does not name the built-in text.
-        o = PrepareConfig(input=os.path.join('.', path), tokenizer=name,
-                          held_out=0.05 if size < 20e6 else 0.005)
-        o.out_dir += f'-{digest[:8]}'
-        if os.path.exists(os.path.join(o.out_dir, 'meta.json')):
-            break
-        tokens = 'one token a byte' if name == 'byte' else f'tokenizer {name}'
-        print(f'Preparing {path}, {size / 1e6:,.2f} MB, in {o.out_dir}: {tokens}', flush=True)
-        try:
-            prepare(o)
-            break
-        except UnsuitedVocabulary as error:
-            if tokenizer:
-                raise
-            print(f'The default {error}', flush=True)
+    print(f'Preparing {path}, {size / 1e6:,.2f} MB, in {o.out_dir}: tokenizer {o.tokenizer}',
+          flush=True)
+    try:
+        prepare(o)
+    except UnsuitedVocabulary as error:
+        if tokenizer:
+            raise
+        print(f'The default {error}; it gets one token a byte', flush=True)
+        prepare(replace(o, tokenizer='byte'))
     return o.out_dir
 
 

@@ -14,7 +14,7 @@ import torch
 from configurator import build, command_line, convert_types, fail, in_range, read_options
 from nanocem.decode import generate
 from nanocem.runs import load_model, newest_run
-from nanocem.tokenizers import read_text_file, tokenizer_of
+from nanocem.tokenizers import read_text, tokenizer_of
 
 
 @dataclass
@@ -60,7 +60,7 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
 def main(argv: list[str]) -> None:
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt_file:
-        cfg.prompt = read_text_file(cfg.prompt_file, 'prompt_file=')
+        cfg.prompt = read_text(cfg.prompt_file)
     model, state = load_model(cfg.out_dir or newest_run(), cfg.device)
     in_range(cfg, 1, model.cfg.vocab_size, 'top_k')
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)

@@ -6,6 +6,7 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -17,8 +18,8 @@ LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
 LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
 BLOCK = 1 << 16  # A text file is read in blocks of at most this many bytes.
-# A text up to its last word's end. No token holds a word's last character and the space or line
-# end after it, so the two parts can be encoded separately. (A user's model may differ.)
+# A text up to the end of a word. No token holds a word's last character and the space or line end
+# after it, so the two parts can be encoded separately. (A user's model may differ.)
 WHOLE_WORDS = re.compile('.*[^\\s\u2581](?=[ \\n])', re.DOTALL)
 
 
@@ -31,8 +32,8 @@ class ByteTokenizer:
     name, vocab_size, bos, sha256, path = 'byte', 257, 256, None, None
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
-        """Encode a document or, unless it `begins` one, a later block: see read_text."""
-        return list(text.encode('utf-8', 'replace'))
+        """Encode a document or, unless it `begins` one, a later block: see read_blocks."""
+        return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode('utf-8', 'replace')
@@ -44,16 +45,11 @@ class ByteTokenizer:
 
 class Gpt2Tokenizer:
     """tiktoken's gpt2, downloaded on first use. BOS is <|endoftext|>."""
-    name, vocab_size, bos, path = 'gpt2', 50257, 50256, None
+    name, vocab_size, bos, sha256, path = 'gpt2', 50257, 50256, None, None
 
     def __init__(self) -> None:
         import tiktoken
-        try:
-            self.bpe = tiktoken.get_encoding('gpt2')
-        except Exception as error:  # The HTTP library raises many classes of its own.
-            fail(f'tokenizer=gpt2: no vocabulary ({type(error).__name__}); is there a network?')
-        vocabulary = (self.bpe.decode_single_token_bytes(i) for i in range(self.bos))
-        self.sha256 = hashlib.sha256(b'\n'.join(vocabulary)).hexdigest()
+        self.bpe = tiktoken.get_encoding('gpt2')
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
         return self.bpe.encode_ordinary(text)
@@ -71,11 +67,9 @@ class SentencePieceTokenizer:
     that "<s>", "</s>" and "<unk>" in a text are not BOS, EOS and unknown: HTML may contain <s>."""
     def __init__(self, path: str):
         from sentencepiece import SentencePieceProcessor
-        with open(path, 'rb') as file:
-            model = file.read()
+        model = Path(path).read_bytes()
         try:
             self.model = SentencePieceProcessor(model_proto=model)
-            self.newline = len(self.model.encode('\n'))
         except RuntimeError:
             fail(f'{path} is not a SentencePiece model')
         self.path = path
@@ -83,8 +77,8 @@ class SentencePieceTokenizer:
         self.name = 'llama' if self.sha256 == LLAMA_SHA256 else 'sentencepiece'
         self.vocab_size = self.model.vocab_size()
         # A model without BOS begins a document with EOS or <unk>.
-        special = (self.model.bos_id(), self.model.eos_id(), self.model.unk_id())
-        self.bos = next(i for i in special if i >= 0)
+        marks = (self.model.bos_id(), self.model.eos_id(), self.model.unk_id())
+        self.bos = next(i for i in marks if i >= 0)
         # SentencePiece writes a space as U+2581. A U+2581 in a text is encoded as its three bytes,
         # if the model has bytes and puts no space before a text.
         adds_space = self.model.encode('a', out_type=str)[0].startswith('\u2581')
@@ -92,14 +86,13 @@ class SentencePieceTokenizer:
         self.u2581 = ids if not adds_space and all(map(self.model.is_byte, ids)) else None
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
-        text = text.encode('utf-8', 'replace').decode()  # half a surrogate pair becomes "?"
         if self.u2581 is not None:
             first, *others = self.model.encode(text.split('\u2581'))
             return first + [i for ids in others for i in (*self.u2581, *ids)]
         if begins:
             return self.model.encode(text)
         # Llama's model puts a space before every text, but not after a line end.
-        return self.model.encode('\n' + text)[self.newline:]
+        return self.model.encode('\n' + text)[len(self.model.encode('\n')):]
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode([i for i in ids if i < self.vocab_size])
@@ -119,13 +112,15 @@ class SentencePieceTokenizer:
 def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
     """Train byte-pair merges on these texts and write them to `path` as a SentencePiece model. It
     spells every text; rare characters are encoded as their bytes. No piece contains a line end.
-    UnsuitedVocabulary if the texts are too few, or their characters too many."""
-    from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+    UnsuitedVocabulary if the texts are too short, or have too many characters."""
+    from sentencepiece import SentencePieceTrainer
     lines = [line[at:at + LINE] for text in texts for line in text.splitlines()
              for at in range(0, len(line), LINE)]
-
-    def train(**more: str) -> bytes:
-        model = io.BytesIO()
+    # Rare spaces get a piece only on demand. Without it they have the bytes of U+2581.
+    spaces_are_rare = sum(line.count(' ') for line in lines) < sum(map(len, lines)) / 1000
+    on_demand = {'required_chars': '\u2581'} if spaces_are_rare else {}
+    model = io.BytesIO()
+    try:
         SentencePieceTrainer.train(
             sentence_iterator=iter(lines), model_writer=model, model_type='bpe',
             vocab_size=vocab_size, byte_fallback=True, split_digits=True,
@@ -133,24 +128,13 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
             remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
             character_coverage=0.9995,
             num_threads=1,  # The file stores this number, and must be the same everywhere.
-            max_sentence_length=4 * LINE, minloglevel=2, **more)
-        return model.getvalue()
-
-    try:
-        model = train()
-        # Where spaces are rare they have no piece, and their bytes would be those of a U+2581.
-        pieces = SentencePieceProcessor(model_proto=model)
-        if pieces.piece_to_id('\u2581') == pieces.unk_id():
-            model = train(required_chars='\u2581')
+            max_sentence_length=4 * LINE, minloglevel=2, **on_demand)
     except RuntimeError as error:
-        most = re.search(r'<= (\d+)', str(error))
-        least = re.search(r'\d+ vs (\d+)', str(error))  # the characters need a piece each
-        expected = f'at most bpe{most[1]}' if most and int(most[1]) >= 512 else 'more text'
-        expected = f'at least bpe{least[1]}' if least else expected
-        raise UnsuitedVocabulary(f'tokenizer=bpe{vocab_size} does not suit this text: expected '
-                                 f'{expected}, or --tokenizer=byte') from None
-    with open(path, 'wb') as file:
-        file.write(model)
+        reason = re.sub(r'.*\] | Increase.*', '', str(error))
+        raise UnsuitedVocabulary(
+            f'tokenizer=bpe{vocab_size} does not suit this text: expected more text, another '
+            f'number or --tokenizer=byte ({reason})') from None
+    Path(path).write_bytes(model.getvalue())
 
 
 def make_tokenizer(name: str, path: str) -> Any:
@@ -167,8 +151,6 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
     meta = meta or read_meta(folder)
     name, vocab_size, sha256 = meta['tokenizer'], meta['vocab_size'], meta.get('tokenizer_sha256')
     path = os.path.join(folder, MODEL_FILE)
-    if sha256 == LLAMA_SHA256:
-        path = find_llama_model(folder) or path
     check(name in ('byte', 'gpt2') or os.path.isfile(path),
           f'{path}: no such file; copy it from the folder that this one was made from (an export, '
           'or a data folder), or prepare the data again')
@@ -186,16 +168,15 @@ def tokenizer_of(state: dict[str, Any]) -> Any:
 
 
 def find_llama_model(folder: str) -> str | None:
-    """Find Llama's tokenizer.model in a data folder or at $LLAMA_TOKENIZER; None if it is not in
-    the folder and the variable is not set. UserError if the variable names another file."""
+    """Return the path of Llama's tokenizer.model: $LLAMA_TOKENIZER, or that of a data folder. None
+    if the variable is not set and the folder has another. UserError if the variable is wrong."""
     named = os.environ.get('LLAMA_TOKENIZER')
-    for path in (os.path.join(folder, MODEL_FILE), named):
-        if path and os.path.isfile(path):
-            with open(path, 'rb') as file:
-                if hashlib.sha256(file.read()).hexdigest() == LLAMA_SHA256:
-                    return path
-    check(not named, f"LLAMA_TOKENIZER={named}: not a file, or not Llama 1's or 2's "
-          f'tokenizer.model, whose SHA-256 begins with {LLAMA_SHA256:.8}')
+    path = named or os.path.join(folder, MODEL_FILE)
+    content = Path(path).read_bytes() if os.path.isfile(path) else b''
+    if hashlib.sha256(content).hexdigest() == LLAMA_SHA256:
+        return path
+    check(not named, f"LLAMA_TOKENIZER={named} is not Llama's tokenizer.model: expected the file "
+          f'of Llama 1 or 2, whose SHA-256 begins with {LLAMA_SHA256:.8}')
     return None
 
 
@@ -213,12 +194,11 @@ def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
     if the tokenizer lost text of the data folder of `meta`."""
     if meta.get('lossless', True):
         return tokenizer.token_bytes()
-    print('No bits per byte: the tokenizer of this data loses text, so its tokens spell another '
-          'number of bytes', flush=True)
+    print('No bits per byte: the tokenizer of this data loses text', flush=True)
     return None
 
 
-def read_text(path: str, begin: int = 0, end: int | None = None) -> Iterator[str]:
+def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[str]:
     """Yield the text between two bytes of a UTF-8 file, in blocks that end with a word where they
     can. UserError if it is not UTF-8."""
     end = os.path.getsize(path) if end is None else end
@@ -230,31 +210,20 @@ def read_text(path: str, begin: int = 0, end: int | None = None) -> Iterator[str
             try:
                 text, _ = codecs.utf_8_decode(data, 'strict', is_last)
             except UnicodeDecodeError as error:
-                refuse_encoding(path, data, error, begin)
+                refuse_encoding(path, error, begin)
             words = None if is_last else WHOLE_WORDS.match(text)
             text = words[0] if words else text
             yield text
             begin += len(text.encode())
 
 
-def read_text_file(path: str, option: str) -> str:
-    """Read the text file that an option names, for example prompt=FILE:. UserError if it is not a
-    file or not UTF-8."""
-    path = os.path.expanduser(path)  # the shell leaves the ~ of --prompt=FILE:~/x
-    check(os.path.isfile(path), f'{option}{path} is not a file; expected a text file')
-    return ''.join(read_text(path))
+def read_text(path: str) -> str:
+    """Read a text file. UserError if it is not UTF-8, OSError."""
+    return ''.join(read_blocks(path))
 
 
-def refuse_encoding(where: str, data: bytes, error: UnicodeDecodeError, begin: int = 0) -> NoReturn:
-    """Say at which byte a text is not UTF-8, and what mends it. `data` begins at byte `begin`."""
-    text = data.decode('utf-8', 'replace')
-    damaged = text.count('\ufffd')
-    intact = sum(character > '\x7f' for character in text) - damaged
-    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        remedy = 'iconv -f utf-16 -t utf-8 converts it'
-    elif intact > damaged or error.reason == 'unexpected end of data':
-        remedy = 'iconv -c -f utf-8 -t utf-8 leaves damaged characters out'
-    else:
-        remedy = ('if it is text, iconv -f ENCODING -t utf-8 converts it, with its own encoding, '
-                  'such as cp1252 or gb18030')
-    fail(f'{where}: not UTF-8 at byte {begin + error.start:,} ({error.reason}); {remedy}')
+def refuse_encoding(where: str, error: UnicodeDecodeError, begin: int = 0) -> NoReturn:
+    """Say what mends a text that is not UTF-8. Its decoding began at byte `begin`."""
+    fail(f'{where}: not UTF-8 at byte {begin + error.start:,} ({error.reason}). If it has another '
+         'encoding, such as utf-16, cp1252 or gb18030, iconv -f ENCODING -t utf-8 converts it; if '
+         'a few characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them out')

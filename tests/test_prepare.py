@@ -3,12 +3,11 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import random
 import re
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,17 @@ from test_tokenizers import NASTY, PAGES, documents
 import prepare_slimpajama as prep
 from configurator import UserError
 from nanocem.data import TokenDataset
-from nanocem.tokenizers import load_tokenizer
+from nanocem.tokenizers import load_tokenizer, spelled_bytes
 
 FILES = {'train': 'train_00000.bin', 'val': 'val.bin', 'test': 'test.bin'}
 
 
-def write(path: Path, texts: list[str]) -> Path:
+def write(path: Path, texts: list[str], field: str = 'text') -> Path:
     """Write `texts` in the format of the suffix of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ''.join(json.dumps({'text': text, 'meta': {'n': 1}}) + '\n' for text in texts).encode()
+    lines = ''.join(json.dumps({field: text, 'n': 1}) + '\n' for text in texts).encode()
     if path.suffix == '.parquet':
-        pq.write_table(pa.table({'meta': ['x'] * len(texts), 'text': texts}), path,
-                       row_group_size=100, compression='none')
+        pq.write_table(pa.table({'n': [1] * len(texts), field: texts}), path, row_group_size=100)
     elif path.suffix == '.zst':
         path.write_bytes(pa.Codec('zstd').compress(lines, asbytes=True))
     else:
@@ -105,29 +103,26 @@ def book(words: int, seed: int = 0) -> str:
 @pytest.mark.parametrize('name', ['a.jsonl', 'a.jsonl.gz', 'a.jsonl.zst', 'a.parquet'])
 def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     texts = [*documents(300, seed=2), '', *[text for text in NASTY if text], 'z' * 5000]
-    made = prepare(write(tmp_path / name, texts), tmp_path / 'out', '--held_out=0.1', '--workers=1')
+    made = prepare(write(tmp_path / name, texts), tmp_path / 'out', '--held_out=0.1')
     assert shards(made) == expected(texts, 0.1)
     for split, file in FILES.items():
         n = len(made[file]) // 2
         assert made['splits'][split] == {'tokens': n, 'shards': [{'file': file, 'tokens': n}]}
-        assert len(TokenDataset(str(tmp_path / 'out'), split, 64).shards[0]) == n
 
 
-def test_workers_shards_and_long_documents_do_not_change_the_tokens(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_and_the_limit_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prep, 'SHARD_TOKENS', 500_000)
     texts = [*documents(1000, seed=3), 'one long document ' * 150_000, *documents(10, seed=4)]
     where = write(tmp_path / 'a.parquet', texts)
     right = expected(texts, 0.1)
-    one, two = (shards(prepare(where, tmp_path / n, '--held_out=0.1', f'--workers={n}'))
-                for n in '12')
-    train = [value for name, value in sorted(one.items()) if name.startswith('train')]
-    assert one == two and len(train) > 2 and b''.join(train) == right['train_00000.bin']
+    whole = shards(prepare(where, tmp_path / 'whole', '--held_out=0.1'))
+    train = [value for name, value in sorted(whole.items()) if name.startswith('train')]
+    assert len(train) > 2 and b''.join(train) == right['train_00000.bin']
     assert all(len(shard) == 1_000_000 for shard in train[:-1])
     limited = prepare(where, tmp_path / 'limited', '--tokens=200K', '--held_out=0.1')
     assert 'Train is full at 200,000 tokens' in limited['printed']
     assert limited['train_00000.bin'] == right['train_00000.bin'][:400_000]
-    assert right['val.bin'].startswith(limited['val.bin']) and limited['val.bin'] != one['val.bin']
+    assert right['val.bin'].startswith(limited['val.bin'])
 
 
 def test_a_folder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -138,22 +133,16 @@ def test_a_folder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(out), {**meta, 'tokenizer_sha256': 'f' * 64})
     again = prepare(where, tmp_path / 'again', f'--tokenizer={model}', '--held_out=0')
     assert again['train_00000.bin'] == (out / 'train_00000.bin').read_bytes()
-    model.write_text('damaged')
-    with pytest.raises(UserError, match='is not a SentencePiece model'):
-        load_tokenizer(str(out))
     model.unlink()
     with pytest.raises(UserError, match='no such file; copy it'):
         load_tokenizer(str(out))
 
 
-@pytest.mark.parametrize('train, val', [('train/chunk1/a', 'validation/chunk1/b'),
-                                        ('a_TRAIN', 'dev/a_valid')])
-def test_files_that_are_named_after_splits(tmp_path: Path, train: str, val: str) -> None:
+def test_files_that_are_named_after_splits(tmp_path: Path) -> None:
     texts = documents(400, seed=6)
-    write(tmp_path / f'in/{train}.jsonl.zst', texts[:300])
-    write(tmp_path / f'in/{val}.jsonl.zst', texts[300:])
+    write(tmp_path / 'in/train/a.jsonl.zst', texts[:300])
+    write(tmp_path / 'in/dev/b_valid.jsonl', texts[300:])
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2')
-    assert f'train: {train}.jsonl.zst\nval: {val}.jsonl.zst\n' in made['printed']
     right = expected(texts[:300], 0.2)
     kept = [text for text in texts[:300] if train_of([text]) not in right['test.bin']]
     assert shards(made) == {'train_00000.bin': train_of(kept), 'val.bin': train_of(texts[300:]),
@@ -167,12 +156,9 @@ def test_text_files_that_are_named_after_splits(tmp_path: Path) -> None:
     (tmp_path / 'in/TinyStories-train.txt').write_text(train)
     (tmp_path / 'in/TinyStories-valid.txt').write_text(val)
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1', '--tokens=1M')
-    assert 'val: TinyStories-valid.txt' in made['printed']
+    assert 'val: 1 of 2 files, first TinyStories-valid.txt' in made['printed']
     parts = texts_of(made)
     assert parts[0] + parts[2] == train and parts[1] == val and len(parts[2]) > 0.09 * len(train)
-    (tmp_path / 'in/TinyStories-test.txt').write_text(val)
-    made = prepare(tmp_path / 'in', tmp_path / 'three', '--held_out=0.1')
-    assert texts_of(made) == [train, val, val]
 
 
 @pytest.mark.parametrize('text', [book(50_000), '你好世界' * 90_000], ids=['words', 'no spaces'])
@@ -190,38 +176,17 @@ def test_the_end_of_a_text_file_is_held_out(tmp_path: Path, text: str) -> None:
     assert shards(none) == {'train_00000.bin': train_of([text])}
 
 
-def test_many_text_files_are_split_by_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prep, 'MANY', 100)
-    texts = documents(100, seed=9)
-    for n, text in enumerate(texts):
-        (tmp_path / f'{n:03d}.txt').write_bytes(text.encode())
-    assert shards(prepare(tmp_path, tmp_path / 'out', '--held_out=0.2')) == expected(texts, 0.2)
-
-
 # A trained tokenizer
 
-def test_a_tokenizer_is_trained_on_the_train_split_alone(tmp_path: Path) -> None:
-    """A word of the held-out text becomes a piece only if all text is in train."""
-    def pieces(folder: Path) -> str:
-        model = load_tokenizer(str(folder)).model
-        return ' '.join(model.id_to_piece(i) for i in range(model.vocab_size()))
-
-    lines = [f'{line} {n}' for n, line in enumerate('\n'.join(PAGES).split('\n') * 3)]
-    end = len(lines) * 7 // 8
-    text = '\n'.join(lines[:end] + [line + ' zyzzyva' for line in lines[end:]])
-    (tmp_path / 'a.txt').write_text(text)
-    prepare(tmp_path / 'a.txt', tmp_path / 'out', '--tokenizer=bpe1000', '--held_out=0.1')
-    made = prepare(tmp_path / 'a.txt', tmp_path / 'all', '--tokenizer=bpe1000', '--held_out=0')
-    assert 'zyzz' in pieces(tmp_path / 'all') and 'zyzz' not in pieces(tmp_path / 'out')
-    ids = np.frombuffer(made['train_00000.bin'], '<u2').tolist()
-    assert load_tokenizer(str(tmp_path / 'all')).decode(ids) == text and ids.count(made['bos']) == 1
-
-
-def test_a_large_text_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_on_an_even_sample_of_the_train_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prep, 'BPE_TEXT', 100_000)
     texts = [f'{n:04d}' + 'x' * 996 for n in range(1000)]
     o = prep.PrepareConfig(input=str(write(tmp_path / 'a.jsonl', texts)), tokenizer='byte')
-    monkeypatch.setattr(prep, 'BPE_TEXT', 100_000)
-    numbers = [int(text[:4]) for text in prep.sample_train(o, prep.find_source(o.input))]
+    sample = prep.sample_train(o, prep.find_source(o.input))
+    assert {prep.split_by_hash(text, 0.005) for text in sample} == {'train'}
+    numbers = [int(text[:4]) for text in sample]
     assert 95 <= len(numbers) <= 100 and set(np.diff(numbers)) <= {10, 11}  # 1% are held out
 
 
@@ -232,6 +197,7 @@ def test_a_tokenizer_that_loses_text(tmp_path: Path) -> None:
     options = (f'--tokenizer={tmp_path / "uni.model"}', '--held_out=0')
     lossy = prepare(write(tmp_path / 'a.jsonl', PAGES), tmp_path / 'lossy', *options)
     assert lossy['lossless'] is False and 'loses some of this text' in lossy['printed']
+    assert spelled_bytes(load_tokenizer(str(tmp_path / 'lossy')), lossy) is None
     kept = prepare(write(tmp_path / 'b.jsonl', ['the data']), tmp_path / 'kept', *options)
     assert 'lossless' not in kept
 
@@ -251,33 +217,20 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     where, out = path.parent, tmp_path / 'out'
     out.mkdir()
     prepare(where, out)
-    other = refused(where, out, '--held_out=0.2')
-    assert 'out was made with input=' in other and 'held_out=0.005, column=text: delete' in other
+    assert 'data made with other options: delete it' in refused(where, out, '--held_out=0.2')
     path.unlink()  # the tokens suffice
     assert 'is prepared already' in prepare(where, out)['printed']
     (out / 'meta.json').unlink()
-    assert 'holds other files: choose another --out_dir' in refused(where, out)
+    assert 'holds other files' in refused(where, out)
 
 
-def test_two_at_once(tmp_path: Path) -> None:
-    """The second process waits for the first, and uses its folder."""
-    script = ('import sys, prepare_slimpajama as prep\nwrite = prep.write_folder\n'
-              'def slow(*args):\n'
-              '    print("writing", flush=True); sys.stdin.readline(); write(*args)\n'
-              'prep.write_folder = slow\nprep.find_data("./data/builtin")\n')
-    first, second = (subprocess.Popen(
-        [sys.executable, '-c', script], env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path) for _ in range(2))
-    for process in (first, second):
-        assert process.stdout.readline().startswith('Preparing')
-    time.sleep(1)
-    for process in (first, second):
-        process.stdin.write('\n')
-        process.stdin.flush()
-    printed = sorted(process.stdout.read() for process in (first, second))
-    assert 'data/builtin is prepared already' in printed[0] and 'writing' not in printed[0]
-    assert printed[1].startswith('writing\ntrain')
-    assert sorted(os.listdir(tmp_path / 'data')) == ['.builtin.lock', 'builtin']
+def test_two_at_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The second waits for the first, and uses its folder."""
+    where = str(write(tmp_path / 'a.jsonl', documents(300, seed=9)))
+    o = prep.PrepareConfig(where, str(tmp_path / 'out'), tokenizer='byte', held_out=0.1)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(prep.prepare, [o, o]))
+    assert capsys.readouterr().out.count('is prepared already') == 1
 
 
 # A user's text
@@ -288,28 +241,13 @@ def test_a_users_text(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / 'My book.v2.md'  # one file is text, whatever its suffix
     path.write_text(book(20_000))
-
-    def made_of(text: Path | str) -> str:
-        return prep.find_data('data/slimpajama', str(text))
-
-    made = made_of('My book.v2.md')
+    made = prep.find_data('data/slimpajama', 'My book.v2.md')
     assert re.fullmatch(r'data/My book-[0-9a-f]{8}', made)
-    assert 'one token a byte' in capsys.readouterr().out
+    assert 'tokenizer byte' in capsys.readouterr().out
     assert all(len(TokenDataset(made, split, 128)) > 10 for split in prep.SPLITS)
-    written = os.path.getmtime(f'{made}/meta.json')
-    assert made_of(path) == made and os.path.getmtime(f'{made}/meta.json') == written
-    assert capsys.readouterr().out == ''
+    assert prep.find_data('', str(path)) == made and capsys.readouterr().out == ''
     path.write_bytes(path.read_bytes().replace(b'energy', b'Energy', 1))
-    assert made_of(path) != made
-    # The folder is the user's, although it has the name of the built-in text
-    (tmp_path / 'builtin').mkdir()
-    texts = [book(1000, seed=n) for n in range(30)]
-    for n, text in enumerate(texts):
-        (tmp_path / f'builtin/{n:02d}.txt').write_text(text)
-    made = Path(made_of('builtin'))
-    meta = json.loads((made / 'meta.json').read_text())
-    assert made.name.startswith('builtin-') and len(meta['files']) == 30
-    assert (made / 'val.bin').stat().st_size > 0.04 * (made / 'train_00000.bin').stat().st_size
+    assert prep.find_data('', str(path)) != made
 
 
 def test_the_tokenizer_of_a_users_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,27 +273,25 @@ def test_a_default_tokenizer_that_does_not_suit_the_text(
     monkeypatch.chdir(tmp_path)
     letters = [chr(0x4e00 + n) for n in range(700)]
     Path('zh.txt').write_text(''.join(random.Random(0).choices(letters, k=20_000)))
-    monkeypatch.setattr(prep, 'TEXT_TOKENIZERS', {1: 'byte', 1e7: 'bpe600', 1e9: 'bpe1000'})
+    monkeypatch.setattr(prep, 'TEXT_TOKENIZERS', {1: 'byte', 1e7: 'bpe600'})
     made = prep.find_data('data', 'zh.txt')
-    assert load_tokenizer(made).vocab_size == 1000
+    assert load_tokenizer(made).name == 'byte'
     assert 'The default tokenizer=bpe600 does not suit this text' in capsys.readouterr().out
     assert prep.find_data('data', 'zh.txt') == made and capsys.readouterr().out == ''
-    with pytest.raises(UserError, match=r'tokenizer=bpe600 does not suit .* at least bpe'):
+    with pytest.raises(UserError, match=r'tokenizer=bpe600 does not suit .* --tokenizer=byte'):
         prep.find_data('data', 'zh.txt', 'bpe600')
-    monkeypatch.setattr(prep, 'TEXT_TOKENIZERS', {1e7: 'bpe65000'})
-    Path('short.txt').write_text(book(2000))
-    assert load_tokenizer(prep.find_data('data', 'short.txt')).name == 'byte'
 
 
 def test_memory_is_flat(tmp_path: Path) -> None:
+    """Both texts, of 12 and 36 MB, fill more than one batch of blocks."""
     script = ('import sys, prepare_slimpajama as prep\n'
-              'for n in "3", "30":\n'
+              'for n in "12", "36":\n'
               '    prep.main([option.replace("N", n) for option in sys.argv[1:]])\n'
               '    status = open("/proc/self/status").read()\n'
               '    print("peak", status.partition("VmHWM:")[2].split()[0])\n')
     text = ' '.join(documents(10, seed=40, characters=2000))
     for name in ('parquet', 'txt'):
-        for n in (3, 30):
+        for n in (12, 36):
             texts = [f'{i} {text}' for i in range(n * 1_000_000 // len(text))]
             path = tmp_path / f'{n}.{name}'
             path.write_text(' '.join(texts)) if name == 'txt' else write(path, texts)

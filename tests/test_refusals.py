@@ -56,7 +56,7 @@ prepare_slimpajama  --input=data                           holds no .parquet, .j
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
-prepare_slimpajama  --input=a.txt --tokenizer=bpe100       gpt2, byte, bpe512 to bpe65536
+prepare_slimpajama  --input=a.txt --tokenizer=bpe100 --held_out=0   does not suit this text
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
 synthetic_gp        --batch_size=7000                      fewer than batch_size=7000

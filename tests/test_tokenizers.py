@@ -2,7 +2,6 @@
 Llama's tokenizer.model look for it at $LLAMA_TOKENIZER or ../shared/data/llama_tokenizer.model and
 are skipped without it."""
 import hashlib
-import io
 import os
 import random
 from pathlib import Path
@@ -20,9 +19,8 @@ from nanocem.tokenizers import (
     Gpt2Tokenizer,
     SentencePieceTokenizer,
     find_llama_model,
-    load_tokenizer,
+    read_blocks,
     read_text,
-    read_text_file,
     train_bpe,
 )
 
@@ -116,7 +114,7 @@ def test_a_text_in_blocks_has_the_ids_of_the_whole(
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, 'BLOCK', size)
-        blocks = list(read_text(str(path)))
+        blocks = list(read_blocks(str(path)))
     assert ''.join(blocks) == text and all(len(block.encode()) <= size for block in blocks)
     for tokenizer in tokenizers:
         ids = [i for n, block in enumerate(blocks) for i in tokenizer.encode(block, n == 0)]
@@ -138,8 +136,6 @@ def test_decoding_gives_the_text_back_and_tokens_spell_its_bytes(tokenizers: lis
             assert tokenizer.decode(ids) == text and tokenizer.bos not in ids[1:]
             space = tokenizer.name == 'llama'  # It begins every text with a space.
             assert tokenizer.token_bytes()[ids].sum() == len(text.encode()) + space
-        if tokenizer.name != 'gpt2':  # tiktoken replaces half a pair by U+FFFD
-            assert tokenizer.decode(tokenizer.encode('half a pair: \ud800')) == 'half a pair: ?'
 
 
 def test_the_same_texts_train_the_same_file(bpe: SentencePieceTokenizer, tmp_path: Path) -> None:
@@ -149,36 +145,32 @@ def test_the_same_texts_train_the_same_file(bpe: SentencePieceTokenizer, tmp_pat
     assert not any('\n' in piece for piece in pieces) and '▁the' in pieces
 
 
-@pytest.mark.parametrize('vocab_size, text, message', [
-    (60000, PAGES[0], r'expected at most bpe\d+'),
-    (512, 'a', 'expected more text'),
-    (512, ''.join(map(chr, range(0x4e00, 0x5400))), r'expected at least bpe\d+'),
-])
+@pytest.mark.parametrize('vocab_size, text, reason', [
+    (60000, PAGES[0], 'Vocabulary size too high'), (512, 'a', 'Vocabulary size too high'),
+    (512, ''.join(map(chr, range(0x4e00, 0x5400))), r'512 vs \d+\.'), (512, '', '')])
 def test_a_vocabulary_that_does_not_suit_the_text(
-    tmp_path: Path, vocab_size: int, text: str, message: str
+    tmp_path: Path, vocab_size: int, text: str, reason: str
 ) -> None:
-    with pytest.raises(UserError, match=f'tokenizer=bpe{vocab_size} does not suit .*{message}'):
+    with pytest.raises(UserError, match=rf'=bpe{vocab_size} does not suit .* \(.*{reason}.*\)$'):
         train_bpe(str(tmp_path / 'a.model'), vocab_size, [text])
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize('options, bos', [
-    (dict(model_type='unigram'), 1), (dict(bos_id=-1), 2), (dict(bos_id=-1, eos_id=-1), 0),
-    (dict(model_type='unigram', byte_fallback=True, bos_id=5, pad_id=0, unk_id=1), 5)])
+    (dict(model_type='unigram'), 1), (dict(bos_id=-1), 2), (dict(bos_id=-1, eos_id=-1), 0)])
 def test_any_sentencepiece_model(tmp_path: Path, options: dict[str, Any], bos: int) -> None:
     from sentencepiece import SentencePieceTrainer
-    model = io.BytesIO()
+    path = tmp_path / 'own.model'
     SentencePieceTrainer.train(
-        sentence_iterator=iter('\n'.join(PAGES).split('\n')), model_writer=model, minloglevel=2,
-        **{'model_type': 'bpe', 'vocab_size': 500, **options})
-    (tmp_path / 'own.model').write_bytes(model.getvalue())
-    tokenizer = SentencePieceTokenizer(str(tmp_path / 'own.model'))
+        sentence_iterator=iter('\n'.join(PAGES).split('\n')), model_prefix=path.with_suffix(''),
+        minloglevel=2, **{'model_type': 'bpe', 'vocab_size': 500, **options})
+    tokenizer = SentencePieceTokenizer(str(path))
     assert (tokenizer.name, tokenizer.bos) == ('sentencepiece', bos)
     text = 'the data of a model'
     assert tokenizer.decode([bos, *tokenizer.encode(text)]).strip(' \u2047') == text
-    (tmp_path / 'own.model').write_bytes(model.getvalue()[:-9])
+    path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match=r'own\.model is not a SentencePiece model'):
-        SentencePieceTokenizer(str(tmp_path / 'own.model'))
+        SentencePieceTokenizer(str(path))
 
 
 @pytest.mark.parametrize('text', ['', ' ', 'a b' + 'x' * 3000, '\u2581 \u2581'])
@@ -195,14 +187,6 @@ def test_rare_spaces_are_kept(tmp_path: Path, text: str) -> None:
         assert tokenizer.token_bytes()[ids].sum() == len(new.encode())
 
 
-def test_lost_text_is_noticed(bpe: SentencePieceTokenizer, capsys: pytest.CaptureFixture) -> None:
-    assert module.keeps_text(bpe, bpe.encode(' a\u2581b\n'), ' a\u2581b\n')
-    assert not module.keeps_text(bpe, bpe.encode('a b'), 'a  b')
-    assert len(module.spelled_bytes(bpe, {})) == bpe.vocab_size
-    assert module.spelled_bytes(bpe, {'lossless': False}) is None
-    assert 'No bits per byte' in capsys.readouterr().out
-
-
 @needs_llama
 def test_llamas_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('LLAMA_TOKENIZER', '')
@@ -210,37 +194,25 @@ def test_llamas_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert find_llama_model(str(tmp_path)) is None
     monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
     assert find_llama_model(str(tmp_path)) == LLAMA
-    # A run whose data is gone can still load it.
-    sha256 = SentencePieceTokenizer(LLAMA).sha256
-    meta = dict(tokenizer='llama', vocab_size=32_000, tokenizer_sha256=sha256)
-    assert load_tokenizer(str(tmp_path / 'gone'), meta).path == LLAMA
     for other in ('nothing', 'tokenizer.model'):
         monkeypatch.setenv('LLAMA_TOKENIZER', str(tmp_path / other))
-        with pytest.raises(UserError, match=f'^LLAMA_TOKENIZER=.*{other}: not a file, or not Ll'):
+        with pytest.raises(UserError, match=f"^LLAMA_TOKENIZER=.*{other} is not Llama's token"):
             find_llama_model(str(tmp_path))
 
 
 # Text files
 
-CUT = 'naïve café '.encode() * 9000 + 'é'.encode()[:1]
-
-
-@pytest.mark.parametrize('data, message', [
-    ('café'.encode('utf-16'), 'byte 0 .* iconv -f utf-16 -t utf-8 converts it'),
-    (CUT, r'byte 117,000 \(unexpected end of data\); iconv -c -f utf-8 -t utf-8 leaves'),
-    (CUT.replace(b'\xc3\xa9', b'\xc3', 1), r'byte 10 .* iconv -c -f utf-8 -t utf-8 leaves'),
-    ('un café noir'.encode('latin1'), 'byte 6 .* iconv -f ENCODING -t utf-8 converts it'),
-    ('世界你好'.encode('gb18030'), 'byte 0 .* iconv -f ENCODING .* such as cp1252 or gb18030')])
-def test_text_that_is_not_utf8(tmp_path: Path, data: bytes, message: str) -> None:
+@pytest.mark.parametrize('data, place', [
+    ('café'.encode('utf-16'), r'0 \('), ('un café noir'.encode('latin1'), r'6 \('),
+    ('naïve café '.encode() * 9000 + 'é'.encode()[:1], r'117,000 \(unexpected end of data')])
+def test_text_that_is_not_utf8(tmp_path: Path, data: bytes, place: str) -> None:
     (tmp_path / 'a.txt').write_bytes(data)
-    with pytest.raises(UserError, match=rf'a\.txt: not UTF-8 at {message}'):
-        read_text_file(str(tmp_path / 'a.txt'), 'text=')
+    with pytest.raises(UserError, match=rf'a\.txt: not UTF-8 at byte {place}.*iconv -f ENCODING'):
+        read_text(str(tmp_path / 'a.txt'))
 
 
 def test_a_text_file(tmp_path: Path) -> None:
     text = '\ufeffcafé\r\n\0' + '世界' * 50_000  # without a word end: cut between characters
     (tmp_path / 'a.txt').write_bytes(text.encode())
-    assert read_text_file(str(tmp_path / 'a.txt'), 'text=') == text
-    assert ''.join(read_text(str(tmp_path / 'a.txt'), 3, 8)) == 'café'
-    with pytest.raises(UserError, match=r'prompt=FILE:.* is not a file'):
-        read_text_file(str(tmp_path), 'prompt=FILE:')
+    assert read_text(str(tmp_path / 'a.txt')) == text
+    assert ''.join(read_blocks(str(tmp_path / 'a.txt'), 3, 8)) == 'café'
