@@ -201,7 +201,7 @@ def loss_per_llama_token(result: dict[str, Any], data: str) -> float:
 
 
 def publish(own: Results) -> None:
-    """Append finished runs at the study's sizes to the second family's runs.csv, or the figures'."""
+    """Append finished runs at the study's sizes to runs.csv of the second family or the figures."""
     published, second = read_published(), read_runs(f'{SECOND}/cells.csv')
     for run in own:
         if run.size in SIZES and run not in published:
@@ -395,21 +395,21 @@ def plot_bars(axes: Axes, points: list[Point]) -> None:
     """A bar for each model, coloured by series. What T = 2 brings is shaded, Llama's perplexity
     dashed."""
     shown = [p for p in points if p.x != 'baseline']
-    series = list(dict.fromkeys(p.series for p in shown))
+    for series in dict.fromkeys(p.series for p in shown):
+        places = [place for place, p in enumerate(shown) if p.series == series]
+        axes.bar(places, [shown[place].perplexity for place in places], label=series,
+                 yerr=[shown[place].std for place in places], capsize=2)
     before = {p.series: p.perplexity for p in shown if p.x == 'T = 1'}
     for place, p in enumerate(shown):
-        color = f'C{series.index(p.series)}'
-        axes.bar(place, p.perplexity, yerr=p.std, color=color, capsize=2)
         if p.x == 'T = 2' and p.series in before:
             axes.bar(place, before[p.series] - p.perplexity, bottom=p.perplexity, color='gray',
                      alpha=0.4)
     for p in points:
         if p.x == 'baseline':
             axes.axhline(p.perplexity, ls='--', color='hotpink', label=p.series)
-    labels = [f'{p.series}, {p.x}'.replace(', ', '\n') for p in shown]
-    axes.set_xticks(range(len(shown)), labels, fontsize=7)
+    axes.set_xticks(range(len(shown)), [p.x for p in shown])
     perplexities = [p.perplexity for p in points]
-    axes.set_ylim(0.95 * min(perplexities), 1.05 * max(perplexities))
+    axes.set_ylim(0.95 * min(perplexities), 1.1 * max(perplexities))
 
 
 def plot_rates(axes: Axes, points: list[Point]) -> None:
@@ -447,8 +447,7 @@ def draw_figure(figure: str, points: list[Point]) -> plt.Figure:
         PLOTS[plot](ax, group)
         ax.set_title(f'{figure}: {name}', fontsize=7)
         ax.set_ylabel('perplexity per ' + name.partition('; per ')[2])
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=7)
+        ax.legend(fontsize=7)
     return picture
 
 
