@@ -25,7 +25,7 @@ from reproduce import FIGURES, FIRST, MODELS, SECOND, SIZES, Run, configs, run_o
 @pytest.mark.parametrize('kinds', [None, {'A': 1, 'B': 1}, {'A': 1, 'B': 2}])
 def test_intervals_are_scipys(kinds: dict[str, int] | None) -> None:
     """Two models make a paired t-test by the first family's rule, Student's or Welch's by the
-    second's; a third model of their kind adds to the noise."""
+    second's."""
     rng = np.random.default_rng(1)
     a, b = 5 + 0.01 * rng.normal(size=4), 4.9 + 0.03 * rng.normal(size=4)
     y = {('A', n): loss for n, loss in enumerate(a)} | {('B', n): loss for n, loss in enumerate(b)}
@@ -33,9 +33,6 @@ def test_intervals_are_scipys(kinds: dict[str, int] | None) -> None:
     low, high = found.confidence_interval(1 - 0.05 / 7)
     effect = compare(y, 'A', 'B', 'S', 7, kinds)
     assert (effect.d, effect.half_width) == pytest.approx(((low + high) / 2, (high - low) / 2))
-    third = {('C', n): 6 + 0.1 * rng.normal() for n in range(4)}
-    more = compare(y | third, 'A', 'B', 'S', 7, kinds and kinds | {'C': 1})
-    assert more.d == effect.d and more.half_width != pytest.approx(effect.half_width)
 
 
 @pytest.mark.parametrize(('d', 'half_width', 'word'), [
@@ -208,9 +205,8 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
     assert re.search(r'attn-1-plain .* missing ', reproduce.figure_table('2a', points, found))
     reproduce.main(['--figure=2b', '--size=nano'])
     assert '--figure=2b --size=nano --todo prints' in capsys.readouterr().out
-    for size, lines, start in (('nano', 10, 'OMP_NUM_THREADS=1 python'), ('86m', 10, 'torchrun')):
-        reproduce.main(['--figure=3a', f'--size={size}', '--todo'])
-        printed = capsys.readouterr().out.splitlines()
-        assert len(printed) == lines and all(line.startswith(start) for line in printed)
-    assert [run.rate for run in reproduce.planned('3a', '86m')] == [
-        0.0005, 0.001, 0.002, 0.004, 0.008] * 2
+    reproduce.main(['--figure=3a', '--size=86m', '--todo'])
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.search(r'rate=(\S+)', line)[1] for line in lines] == [
+        '0.0005', '0.001', '0.002', '0.004', '0.008'] * 2
+    assert all(line.startswith('torchrun') and 'A100-hours' in line for line in lines)
