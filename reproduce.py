@@ -7,10 +7,10 @@ Does the paper hold? Its claims with their verdicts, its figures, and the runs b
     python reproduce.py --figure=3a --size=86m --todo    print the commands of its missing runs
     python reproduce.py --publish                        append finished runs to the published ones
 
-results/tokens has the claims of the first family, models, sizes and RULE.md, which explains them;
-results/tokens/second has the second family; results/figures lists the paper's figures. One's own
-runs are in out/reproduce/SIZE/ and out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains
-two at a time; the same command goes on after a stop.
+results/tokens has the claims of the first family, models, sizes and the rule, results/tokens/second
+the second family, and results/figures the paper's figures. One's own runs are in
+out/reproduce/SIZE/ and out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains two at a
+time; the same command goes on after a stop.
 
 A loss y is in nats per Llama token of the held-out text, validation and test together; at sizes
 other than those of results/tokens it is in nats per token of the test text.
@@ -42,339 +42,257 @@ from nanocem.loss import flops_per_token
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
-FIRST, SECOND = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second'
-FIGURE_DATA = f'{RESULTS}/figures'
+FIRST, SECOND, FIGURE_DATA = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second', f'{RESULTS}/figures'
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 
 
 def read_csv(path: str) -> list[dict[str, str]]:
-    """Read the rows of a CSV; none if there is no file."""
-    if not os.path.exists(path):
-        return []
     with open(path, encoding='utf-8', newline='') as file:
         return list(csv.DictReader(file))
 
 
 SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
-MODELS = {row['model']: row for folder in (FIRST, SECOND, FIGURE_DATA)
+MODELS = {row['model']: row for folder in (FIRST, SECOND)
           for row in read_csv(f'{folder}/models.csv')}
 FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
 SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
 FIGURE_SIZES = ('XS', 'S', 'M', *PRESETS)
-
-# Estimated FLOP/s: an A100 by docs/speed.md, a CPU thread by the published runs
-A100_FLOPS = {False: 0.37 * 312e12, True: 0.29 * 312e12}  # without and with CEM
-CPU_FLOPS = 30e9
+LAPTOP_SIZES = {*SIZES, 'nano', 'mini'}
 
 
 # Models and runs
 
-@cache
-def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
-    """Return what train.py makes of these options. The vocabulary is that of the data folder, if it
-    is there."""
-    given = read_options(options.split(), TrainConfig, ModelConfig)
-    train = build(TrainConfig, given)
-    meta = read_json(f'{train.data}/meta.json') or {}
-    known = {'vocab_size': meta['vocab_size']} if meta else {}
-    return train, build(ModelConfig, known | given)
+class Run(NamedTuple):
+    """One training run."""
+    size: str
+    model: str
+    rate: float
+    seed: int
 
 
-def meta_model(cfg: ModelConfig) -> Transformer:
-    """Return the model without memory for its weights."""
-    with torch.device('meta'):
-        return Transformer(cfg)
-
-
-@cache
-def count_weights(options: str) -> int:
-    """Count the parameters of the layers, without embedding and head."""
-    return sum(p.numel() for p in meta_model(configs(options)[1]).blocks.parameters())
+def read_runs(*paths: str) -> dict[Run, dict[str, str]]:
+    """Read CSVs that have a run in each row."""
+    return {Run(row['size'], row['model'], float(row['rate']), int(row['seed'])): row
+            for path in paths for row in read_csv(path)}
 
 
 def size_options(size: str) -> str:
     """Return train.py's options for a size: of the study, of a config file, or of the paper."""
     if size in SIZES:
         return SIZES[size]['options']
-    return f'config/{size}.py' if on_laptop(size) else f'--size={size}'
+    return f'config/{size}.py' if size in LAPTOP_SIZES else f'--size={size}'
 
 
-def on_laptop(size: str) -> bool:
-    return size in SIZES or size in ('nano', 'mini')
-
-
-@cache
 def run_options(size: str, model: str) -> str:
     """Return train.py's options for a model at a size."""
     options = f'{size_options(size)} {MODELS[model]["options"]}'
+    if column := MODELS[model].get('d_mlp'):  # the width that gives as many weights as another has
+        options += f' --d_mlp={SIZES[size][column]}'
     if size == '256m' and model.startswith('cem'):
         options += ' --n_layer=16 --tokens=5.1B'  # two more layers, and the tokens of the Llama
-    # If the model has as many weights as another, choose d_mlp for that
-    if other := MODELS[model].get('weights_of'):
-        weights = count_weights(run_options(size, other))
-        at_1, at_2 = (count_weights(f'{options} --d_mlp={width}') for width in (1, 2))
-        options += f' --d_mlp={1 + round((weights - at_1) / (at_2 - at_1))}'
-    # If an option is given twice, keep the later value
-    values = dict(option.partition('=')[::2] for option in options.split())
-    return ' '.join(f'{name}={value}' if value else name for name, value in values.items())
+    # Of an option that is given twice keep the later value
+    return ' '.join({option.partition('=')[0]: option for option in options.split()}.values())
 
 
-class Run(NamedTuple):
-    """One training run. Its learning rate has three digits, as in the folder's name."""
-    size: str
-    model: str
-    rate: float
-    seed: int
+@cache
+def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
+    """Return what train.py makes of these options. The vocabulary is the data's, if they exist."""
+    given = read_options(options.split(), TrainConfig, ModelConfig)
+    train = build(TrainConfig, given)
+    meta = read_json(f'{train.data}/meta.json')
+    known = {'vocab_size': meta['vocab_size']} if meta else {}
+    return train, build(ModelConfig, known | given)
 
-    def command(self, root: str) -> str:
-        """Return a shell command that trains or resumes the run in `root`: on eight GPUs at the
-        paper's sizes, on one thread at others."""
-        folder = f'{root}/{self.size}/{self.model}_rate={self.rate:g}_seed={self.seed}'
+
+def print_todo(runs: list[Run], root: str) -> None:
+    """Print shell commands that train or resume the runs in `root`: on eight GPUs at the paper's
+    sizes, on one thread at others. Estimate the hours on an A100 at 1e14 FLOP/s, a third of its
+    peak, or on a CPU core at 3e10."""
+    for run in runs:
+        options = run_options(run.size, run.model)
+        train, cfg = configs(options)
+        with torch.device('meta'):
+            tokens = train.tokens or 20 * Transformer(cfg.llama()).num_params()
+            flops = tokens * flops_per_token(Transformer(cfg))
+        start, hours = 'torchrun --nproc_per_node=8', f'{flops / 1e14 / 3600:.2g} A100-hours'
+        if run.size in LAPTOP_SIZES:
+            start, hours = 'OMP_NUM_THREADS=1 python', f'{flops / 3e10 / 3600:.2g} core-hours'
+        folder = f'{root}/{run.size}/{run.model}_rate={run.rate:g}_seed={run.seed}'
         resume = ' --init_from=resume' if os.path.exists(f'{folder}/config.json') else ''
-        start = ('OMP_NUM_THREADS=1 python' if on_laptop(self.size)
-                 else 'torchrun --nproc_per_node=8')
-        return (f'{start} train.py {run_options(self.size, self.model)} '
-                f'--learning_rate={self.rate:g} --seed={self.seed} --out_dir={folder}{resume}')
+        print(f'{start} train.py {options} --learning_rate={run.rate:g} --seed={run.seed} '
+              f'--out_dir={folder}{resume}  # {hours}', flush=True)
 
 
-def read_cells(path: str) -> list[Run]:
-    """Read the size, model, rate and seed of each row."""
-    return [Run(row['size'], row['model'], float(row['rate']), int(row['seed']))
-            for row in read_csv(path)]
+Results = dict[Run, dict[str, Any]]  # y, parameters, tokens, panel; of own runs also result.json
 
 
-# The results of runs. A panel names what points of one picture must share: text, vocabulary,
-# context, test tokens and unit. The other values are the columns of runs.csv.
-
-COLUMNS = ('parameters', 'weights', 'tokens', 'flops_per_token', 'seconds', 'val_bpb', 'test_bpb',
-           'y', 'skipped', 'spikes')
-Results = dict[Run, dict[str, Any]]
-
-
-def panel(train: TrainConfig, model: ModelConfig, unit: str) -> str:
+def panel(size: str, train: TrainConfig, model: ModelConfig) -> str:
+    """Name what the points of one picture share."""
+    test = f'{train.test_tokens / 1e6:g} M test tokens'
     return (f'{train.data}, vocabulary {model.vocab_size:,}, context {model.context_length:,}, '
-            f'up to {train.test_tokens / 1e6:,g} M test tokens; per {unit}')
+            f'{"whole test split" if train.test_tokens >= 1e9 else test}; '
+            f'per {"Llama token" if size in SIZES else "token"}')
 
 
-def read_published(path: str) -> Results:
-    found = {}
-    for run, row in zip(read_cells(path), read_csv(path), strict=True):
-        found[run] = {name: float(row.get(name) or 'nan') for name in COLUMNS}
-        found[run]['panel'] = panel(*configs(size_options(run.size)), 'Llama token')
-    return found
+def read_published() -> Results:
+    """Read the published runs of both families and of the figures."""
+    runs = read_runs(f'{FIRST}/runs.csv', f'{FIRST}/more_seeds.csv', f'{SECOND}/runs.csv',
+                     f'{FIGURE_DATA}/runs.csv')
+    return {run: {'panel': panel(run.size, *configs(size_options(run.size)))}
+            | {name: float(row.get(name) or 'nan') for name in ('y', 'parameters', 'tokens')}
+            for run, row in runs.items()}
 
 
 def read_own() -> Results:
-    """Read the finished runs in out/. Other folders are left out, with a line on stderr."""
+    """Read the finished runs in out/. Folders that are no run, or another one than their name says,
+    are left out, with a line on stderr."""
     found = {}
     for folder in sorted(glob.glob('out/reproduce/*/*') + glob.glob('out/figures/*/*')):
-        size, name = folder.split('/')[2:]
         try:
-            match = re.fullmatch(r'(.+)_rate=([^_]+)_seed=(\d+)', name)
-            check(bool(match), 'expected a name like MODEL_rate=0.01_seed=1')
-            run = Run(size, match[1], float(match[2]), int(match[3]))
-            check(run.model in MODELS, f'there is no model {run.model}')
-            check(size in SIZES or size in PRESETS, f'there is no size {size}')
+            match = re.fullmatch(r'out/\w+/(.+)/(.+)_rate=(.+)_seed=(\d+)', folder)
+            check(match is not None, 'expected SIZE/MODEL_rate=0.01_seed=1')
+            run = Run(match[1], match[2], float(match[3]), int(match[4]))
             if result := read_run(folder, run):
                 found[run] = result
         except (OSError, ValueError, TypeError, KeyError) as error:
-            reason = f'its files lack {error}' if isinstance(error, KeyError) else error
-            print(f'{folder} is left out: {reason}', file=sys.stderr, flush=True)
+            print(f'{folder} is left out: {error}', file=sys.stderr, flush=True)
     return found
 
 
 def read_run(folder: str, run: Run) -> dict[str, Any] | None:
-    """Return the results of a run; None if it is not finished. The losses of a failed run are
-    infinite. UserError, ValueError, TypeError or KeyError if it is damaged, or another run."""
+    """Return the results of a run, of which a failed one has infinite loss; None if it has not
+    ended. UserError, ValueError, TypeError or KeyError if it is damaged, or another run."""
+    # Compare what was trained with what the folder's name says
     config = read_json(f'{folder}/config.json')
     check(config is not None, 'it has no config.json')
     train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
-    options = f'{run_options(run.size, run.model)} --vocab_size={cfg.vocab_size}'
-    rate = float(f'{train.learning_rate:.3g}')
-    check(cfg == configs(options)[1] and (rate, train.seed) == (run.rate, run.seed),
-          'its config.json is that of another run')
-    model = meta_model(cfg)
-    lines = read_json_lines(f'{folder}/log.jsonl')
-    losses = [line['loss'] or math.inf for line in lines if 'lr' in line]
-    # A spike is a loss 0.5 nats above the median of the 50 batches before
-    spikes = sum(losses[n] > statistics.median(losses[n - 50:n]) + 0.5
-                 for n in range(50, len(losses)))
-    in_study = run.size in SIZES
-    row = dict.fromkeys(COLUMNS, math.nan) | dict(
-        parameters=model.num_params(), weights=count_weights(options), spikes=spikes,
-        flops_per_token=flops_per_token(model), skipped=count_skips(lines),
-        panel=panel(train, cfg, 'Llama token' if in_study else 'token'))
+    expected, expected_cfg = configs(
+        f'{run_options(run.size, run.model)} --vocab_size={cfg.vocab_size}')
+    check(cfg == expected_cfg and (train.tokens, train.learning_rate, train.seed)
+          == (expected.tokens, run.rate, run.seed), 'its config.json is that of another run')
+    # Read the losses
+    in_panel = {'panel': panel(run.size, train, cfg)}
     if result := read_json(f'{folder}/result.json'):
-        row |= {name: result[name] for name in ('tokens', 'seconds')}
-        row |= dict(val_bpb=result['val_bits_per_byte'], test_bpb=result['test_bits_per_byte'],
-                    y=result['test_loss'], skipped=result.get('skipped', row['skipped']))
-        if in_study:
-            check(None not in row.values(), 'its result.json has no bits per byte')
-            row['y'] = loss_per_llama_token(row['val_bpb'], row['test_bpb'], train.data)
-        return row
-    # train.py ends a run after more than MAX_SKIPPED consecutive skips
-    last = sorted({line['step'] for line in lines})[-MAX_SKIPPED:]
-    failed = count_skips([line for line in lines if line['step'] in last]) >= MAX_SKIPPED
-    return row | dict.fromkeys(('val_bpb', 'test_bpb', 'y'), math.inf) if failed else None
+        y = result['test_loss']
+        if run.size in SIZES:
+            y = loss_per_llama_token(result, train.data)
+        return result | in_panel | {'y': y}
+    # train.py ends a run after more than MAX_SKIPPED consecutive steps without a finite loss
+    log = read_json_lines(f'{folder}/log.jsonl')
+    skipped = [line['step'] for line in log if line.get('event') == 'skipped'][-MAX_SKIPPED - 1:]
+    if len(skipped) <= MAX_SKIPPED or skipped[-1] - skipped[0] > MAX_SKIPPED:
+        return None
+    return in_panel | {'y': math.inf, 'parameters': math.nan, 'tokens': math.nan}
 
 
-def count_skips(lines: list[dict[str, Any]]) -> int:
-    """Count the steps whose loss or gradient norm was not finite: null in the log."""
-    return len({line['step'] for line in lines
-                if line.get('loss', 0) is None or line.get('grad_norm', 0) is None})
-
-
-def loss_per_llama_token(val_bpb: float, test_bpb: float, data: str) -> float:
+def loss_per_llama_token(result: dict[str, Any], data: str) -> float:
     """Convert bits per byte of both splits to nats per Llama token, by text.csv. UserError if the
     data folder is there and holds another text."""
-    counts = {row['split']: {name: int(row[name]) for name in row if name != 'split'}
-              for row in read_csv(f'{FIRST}/text.csv')}
-    val, test = counts['val'], counts['test']
-    if meta := read_json(f'{data}/meta.json'):
-        for split, n in counts.items():
-            same = meta['splits'][split]['tokens'] in (
-                n['bpe2048_tokens'], n['bytes'] + n['documents'])
-            check(same, f'{data} is not the text whose tokens results/tokens/text.csv counts')
-    bits = val_bpb * val['bytes'] + test_bpb * test['bytes']
-    return math.log(2) * bits / (val['llama_tokens'] + test['llama_tokens'])
+    meta = read_json(f'{data}/meta.json')
+    bits, llama_tokens = 0.0, 0
+    for row in read_csv(f'{FIRST}/text.csv'):
+        n = {name: int(count) for name, count in row.items() if name != 'split'}
+        known = n['bpe2048_tokens'], n['bytes'] + n['documents']
+        check(meta is None or meta['splits'][row['split']]['tokens'] in known,
+              f'{data} is not the text whose tokens results/tokens/text.csv counts')
+        bits += result[f'{row["split"]}_bits_per_byte'] * n['bytes']
+        llama_tokens += n['llama_tokens']
+    return math.log(2) * bits / llama_tokens
 
 
 def publish(own: Results) -> None:
-    """Append finished runs of the second family's and the figures' cells to their runs.csv."""
-    for folder in (SECOND, FIGURE_DATA):
-        published = read_published(f'{folder}/runs.csv')
-        cells = read_cells(f'{folder}/cells.csv')
-        new = [run for run in cells if run in own and run not in published]
-        found = published | {run: own[run] for run in new}
-        rows = [[*run, *(f'{found[run][name]:.12g}' for name in COLUMNS)]
-                for run in cells if run in found]
-        lines = [','.join(map(str, row)) for row in [[*Run._fields, *COLUMNS], *rows]]
-        if new:
-            write_atomic(f'{folder}/runs.csv', '\n'.join([*lines, '']).encode())
-        print(f'{folder}/runs.csv: {len(new)} new runs, {len(rows)} of {len(cells)}', flush=True)
+    """Append finished runs at the study's sizes to runs.csv of the second family or the figures."""
+    published, second = read_published(), read_runs(f'{SECOND}/cells.csv')
+    for run in own:
+        if run.size in SIZES and run not in published:
+            path = f'{SECOND if run in second else FIGURE_DATA}/runs.csv'
+            with open(path, encoding='utf-8') as file:
+                text = file.read()
+            row = run._asdict() | own[run]
+            line = ','.join(str(row.get(name, '')) for name in text.splitlines()[0].split(','))
+            write_atomic(path, f'{text}{line}\n'.encode())
+            print(f'{path}: {line}', flush=True)
 
 
 # Verdicts
 
-# A claim, its effect at each size, and the word
-Verdict = tuple[dict[str, str], list[rule.Effect], str]
+Verdict = tuple[dict[str, str], list[rule.Effect], str]  # a claim, its effects, and the word
 
 
-class Family(NamedTuple):
-    """Claims, the losses of each size, and the models' kinds: None for the first family's rule."""
-    claims: list[dict[str, str]]
-    losses: dict[str, rule.Losses]
-    kinds: dict[str, str] | None = None
-
-
-def first_family(found: Results) -> Family:
-    """The runs of results/tokens/runs.csv, without trials. Of two rates of a model the later line
-    counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)."""
+def judge(folder: str, found: Results) -> list[Verdict]:
+    """Return every claim in a folder with its effects and its verdict: of the largest size with two
+    seeds, or of all sizes where sizes.csv says so."""
+    claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
+    # The first family counts all of its own runs, the second also later ones, of its own models,
+    # and pools the noise of those whose MLP is CEM's or repeated, and of all others
+    runs, models, kinds = read_runs(f'{FIRST}/runs.csv'), set(MODELS), None
+    if folder == SECOND:
+        runs |= read_runs(f'{FIRST}/more_seeds.csv', f'{SECOND}/cells.csv')
+        models = {claim[side] for claim in claims for side in 'AB'}
+        kinds = {model: MODELS[model]['mlp'] == 'plain' for model in models}
+    # Trials do not count. Of two rates of a model the later line does: only `cem-2-normed` at XS
+    # has two, the first one by mistake (results/tokens)
     losses: dict[str, rule.Losses] = {size: {} for size in SIZES}
-    for run in read_cells(f'{FIRST}/runs.csv'):
-        if run.seed < TRIAL_SEEDS and run in found:
+    for run in runs:
+        if run in found and run.model in models and run.seed < TRIAL_SEEDS:
             losses[run.size][run.model, run.seed] = found[run]['y']
-    return Family(read_csv(f'{FIRST}/verdicts.csv'), losses)
-
-
-def second_family(found: Results) -> Family:
-    """The runs of the models in the rows of each size, with those of the first family."""
-    claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{SECOND}/verdicts.csv')]
-    files = (f'{FIRST}/runs.csv', f'{FIRST}/more_seeds.csv', f'{SECOND}/cells.csv')
-    runs = [run for path in files for run in read_cells(path)]
-    losses: dict[str, rule.Losses] = {}
-    for size in ('S', 'M'):
-        rows = [claim for claim in claims if size in claim['sizes'].split()]
-        models = {claim[side] for claim in rows for side in 'AB'}
-        losses[size] = {(run.model, run.seed): found[run]['y'] for run in runs if run in found
-                        and run.size == size and run.model in models and run.seed < TRIAL_SEEDS}
-    return Family(claims, losses, {claim[side]: kind(claim[side]) for claim in claims
-                                   for side in 'AB'})
-
-
-def kind(model: str) -> str:
-    """Return the kind of model whose noise is pooled with this one's."""
-    _, cfg = configs(run_options('S', model))
-    special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1 or cfg.loops > 1
-    return 'CEM or repeated MLP' if special else 'other'
-
-
-def measure(family: Family, claim: dict[str, str], size: str) -> rule.Effect | None:
-    """Compare a claim's models at a size; None if no seed has both."""
-    y = family.losses[size]
-    trained = {model for model, _ in y}
-    # Of two models, `A/B`, the trials chose one, which was trained on more seeds
-    A, B = (next((name for name in claim[side].split('/') if name in trained), '') for side in 'AB')
-    if claim['unit'] == 'perplexity':
-        m = sum(size in row['sizes'].split() for row in family.claims
-                if row['unit'] == 'perplexity')
-        return rule.compare(y, A, B, size, m, family.kinds)
-    # The same rule for the logs of the trials' best rates, as the only comparison
-    rates = {(row['model'], int(row['seed'])): math.log(float(row['rate']))
-             for row in read_csv(f'{FIRST}/best_rates.csv') if row['size'] == size}
-    return rule.compare(rates, A, B, size, m=1) if claim['unit'] == 'rate' else None
-
-
-def judge(family: Family) -> list[Verdict]:
-    """Return every claim with its effects and its verdict: of the largest size with two seeds, or
-    of all sizes where sizes.csv says so."""
     verdicts = []
-    for claim in family.claims:
-        sizes = claim['sizes'].split()
-        effects = [effect for size in sizes if (effect := measure(family, claim, size))]
+    for claim in claims:
+        # Compare its two models at each size
+        sizes, effects = claim['sizes'].split(), []
+        for size in sizes:
+            y = losses[size]
+            m = sum(size in row['sizes'].split() for row in claims if row['unit'] == 'perplexity')
+            if claim['unit'] == 'rate':  # the logs of the trials' best rates, one comparison
+                y = {(row['model'], int(row['seed'])): math.log(float(row['rate']))
+                     for row in read_csv(f'{FIRST}/best_rates.csv') if row['size'] == size}
+                m = 1
+            # Of two models, `A/B`, the trials chose one, which was trained on more seeds
+            trained = {model for model, _ in y}
+            A, B = (next((name for name in claim[side].split('/') if name in trained), '')
+                    for side in 'AB')
+            effects += filter(None, [rule.compare(y, A, B, size, m, kinds)])
+        # Decide
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
         words = [word for effect in effects if (word := rule.decide(effect, above, below))]
-        word = 'not run' if claim['unit'] else 'see results/gp'
-        if effects:
-            word = 'one seed'
-        if words:
-            word = words[-1] if SIZES[sizes[0]]['word'] == 'largest size' else 'undecided'
-            if words == [words[0]] * len(sizes):  # the sizes agree
-                word = words[0]
-        if claim['unit'] == 'failed runs' and any(family.losses[size] for size in sizes):
-            failed = set.union(*(rule.split_failed(family.losses[size])[1] for size in sizes))
+        if not claim['unit']:
+            word = 'see results/gp'
+        elif claim['unit'] == 'failed runs' and any(losses.values()):
+            failed = set.union(*(rule.split_failed(losses[size])[1] for size in sizes))
             word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
+        elif not words:
+            word = 'one seed' if effects else 'not run'
+        elif SIZES[sizes[0]]['word'] == 'largest size' or words == [words[0]] * len(sizes):
+            word = words[-1]
+        else:
+            word = 'undecided'
         verdicts.append((claim, effects, word))
     return verdicts
 
 
-def verdict_table(family: Family, verdicts: list[Verdict]) -> str:
+def verdict_table(verdicts: list[Verdict]) -> str:
     """Format the verdicts, beside the expected effects if verdicts.csv has them."""
-    expected = [name for name in ('expected_S', 'expected_M') if name in family.claims[0]]
-    rows = [[*map(claim.get, ('id', 'claim', 'A', 'B', 'kind')), '; '.join(map(str, effects)),
-             *map(claim.get, expected), word] for claim, effects, word in verdicts]
-    lines = ['A over B: how much higher the perplexity per Llama token of A is than that of B, the '
-             'interval over seeds, and each seed alone.']
-    for size, y in family.losses.items():
-        finished, _ = rule.split_failed(y)
-        kinds = family.kinds or dict.fromkeys([model for model, _ in y], '')
-        for name in sorted(set(kinds.values())):
-            n = sum(kinds[model] == name for model, _ in y)
-            s, freedom = (rule.error_of_kind(finished, kinds, name) if family.kinds
-                          else rule.residual_error(finished))
-            if freedom:
-                lines.append(f'{size}{name and ", "}{name}: {n} runs, '
-                             f's = {100 * math.expm1(s):.1f}%, f = {freedom}.')
-    header = ['id', 'claim', 'A', 'B', 'kind', 'A over B', *expected, 'verdict']
-    return ' '.join(lines) + f'\n\n{table(header, rows)}\n'
+    columns = [name for name in ('id', 'claim', 'A', 'B', 'kind', 'expected_S', 'expected_M')
+               if name in verdicts[0][0]]
+    rows = [[*map(claim.get, columns), '; '.join(map(str, effects)), word]
+            for claim, effects, word in verdicts]
+    return table([*columns, 'A over B', 'verdict'], rows)
 
 
 def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
     """Draw the interval of every claim, at the largest size that has one, coloured by verdict."""
     colors = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}
-    shown = [(claim, [effect for effect in effects if effect.half_width > 0], word)
-             for claim, effects, word in reversed(verdicts)]
-    shown = [(claim, effects[-1], word) for claim, effects, word in shown if effects]
+    shown = [(claim, effect, word) for claim, effects, word in reversed(verdicts)
+             for effect in [effect for effect in effects if effect.half_width > 0][-1:]]
     figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(shown)), layout='constrained')
     for place, (claim, effect, word) in enumerate(shown):
         d, low, high = effect.percent()
-        axes.errorbar([d], [place], xerr=[[d - low], [high - d]], fmt='o', ms=4, color=colors[word])
-        for bound in filter(None, (claim['above_%'], claim['below_%'])):
-            axes.plot([float(bound)] * 2, [place - 0.4, place + 0.4], color='black', lw=1)
+        axes.errorbar(d, place, xerr=[[d - low], [high - d]], fmt='o', ms=4, color=colors[word])
+        bounds = [float(claim[name]) for name in ('above_%', 'below_%') if claim[name]]
+        axes.plot(bounds, [place] * len(bounds), '|', color='black', ms=12)
     labels = [f'{"second family: " * ("question" in claim)}{claim["claim"]}, {effect.size}'
               for claim, effect, _ in shown]
     axes.set_yticks(range(len(shown)), labels, fontsize=7)
-    axes.margins(y=0.01)
     axes.set_xscale('symlog', linthresh=10)
     axes.set_xticks(ticks := [-10, -5, -2, 0, 2, 5, 10, 20, 50], ticks)
     axes.set_xlabel('A over B, %; black: bounds, green: holds, red: does not hold')
@@ -390,210 +308,146 @@ class Point(NamedTuple):
     x: str
     size: str
     model: str
+    rate: float
+    panel: str
     parameters: float
     tokens: float
-    rate: float
-    seeds: tuple[int, ...]
-    failed: tuple[int, ...]
+    seeds: list[int]
+    failed: list[int]
     perplexity: float
     std: float
-    panel: str
-
-
-def make_point(series: dict[str, str], runs: Results) -> Point:
-    """Summarize runs of one model, size, rate and panel."""
-    finished, _ = rule.split_failed({(run.model, run.seed): row['y'] for run, row in runs.items()})
-    losses = list(finished.values())
-    seeds = {run.seed for run in runs}
-    failed = seeds - {seed for _, seed in finished}
-    run, row = next(iter(runs.items()))
-    return Point(
-        series['series'], series['x'], run.size, run.model, row['parameters'], row['tokens'],
-        run.rate, tuple(sorted(seeds)), tuple(sorted(failed)),
-        math.exp(statistics.fmean(losses)) if losses else math.nan,
-        statistics.stdev(map(math.exp, losses)) if len(losses) > 1 else 0, row['panel'])
 
 
 def collect(figure: str, size: str | None, found: Results) -> list[Point]:
-    """Return the points of a figure, sorted by size: all rates of a sweep, otherwise the rate with
-    the most seeds. Sweeps of the study have the seeds of its trials."""
+    """Return the points of a figure: one for each series, size, rate and panel. Sweeps of the study
+    have the seeds of its trials."""
     sweep = FIGURES[figure]['plot'] == 'rates'
     points = []
     for series in (row for row in SERIES if row['figure'] == figure):
-        groups: dict[tuple[str, str], dict[float, Results]] = defaultdict(lambda: defaultdict(dict))
+        # Group the model's runs
+        groups: dict[tuple[str, float, str], Results] = defaultdict(dict)
         for run, row in found.items():
-            trial = sweep and run.size in SIZES and SIZES[run.size]['trial_seeds'] != ''
-            if run.model == series['model'] and (run.seed >= TRIAL_SEEDS) == trial:
-                groups[run.size, row['panel']][run.rate][run] = row
-        for (at, _), rates in groups.items():
-            if at == (size or at) and at in FIGURE_SIZES:
-                shown = sorted(rates) if sweep else [max(rates, key=lambda rate: len(rates[rate]))]
-                points += [make_point(series, rates[rate]) for rate in shown]
-    return sorted(points, key=lambda point: FIGURE_SIZES.index(point.size))
+            trial = sweep and bool(SIZES.get(run.size, {}).get('trial_seeds'))
+            if (run.model == series['model'] and run.size in FIGURE_SIZES
+                    and size in (run.size, None) and (run.seed >= TRIAL_SEEDS) == trial):
+                groups[run.size, run.rate, row['panel']][run] = row
+        # Summarize each group
+        for key, runs in sorted(groups.items()):
+            y = {(run.model, run.seed): row['y'] for run, row in runs.items()}
+            finished, _ = rule.split_failed(y)
+            losses = finished.values()
+            best = min(runs.values(), key=lambda row: row['y'])
+            points.append(Point(
+                series['series'], series['x'], key[0], series['model'], *key[1:],
+                best['parameters'], best['tokens'], [seed for _, seed in y],
+                [seed for model, seed in y if (model, seed) not in finished],
+                math.exp(statistics.fmean(losses)) if losses else math.nan,
+                statistics.stdev(map(math.exp, losses)) if len(losses) > 1 else 0))
+    return points
 
 
 def planned(figure: str, size: str) -> list[Run]:
     """Return the runs of a figure at a size. A sweep has five rates, octaves around the size's. In
-    other figures a model has its rate in the published lists, or else Llama's, as in the paper."""
-    middle = (float(SIZES[size]['middle_rate']) if size in SIZES
-              else configs(size_options(size))[0].learning_rate)
-    cells = [run for folder, name in ((FIRST, 'runs'), (SECOND, 'cells'), (FIGURE_DATA, 'cells'))
-             for run in read_cells(f'{folder}/{name}.csv') if run.seed < TRIAL_SEEDS]
-    rates = {run.model: run.rate for run in cells if run.size == size}
+    other figures a model has its published rate, or that of the model that models.csv names, or
+    Llama's, as in the paper."""
     sweep = FIGURES[figure]['plot'] == 'rates'
-    seeds = SIZES[size]['trial_seeds' if sweep else 'seeds'] if size in SIZES else ''
+    study = SIZES.get(size, {})
+    seeds = study.get('trial_seeds' if sweep else 'seeds') or '1'
+    middle = float(study.get('middle_rate') or configs(size_options(size))[0].learning_rate)
+    published = {run.model: run.rate for run in read_runs(f'{FIRST}/runs.csv')
+                 if run.size == size and run.seed < TRIAL_SEEDS}
     runs = []
     for model in dict.fromkeys(row['model'] for row in SERIES if row['figure'] == figure):
-        own = [rates.get(model, rates.get('llama', middle))]
-        for rate in [middle * 2 ** n for n in (-2, -1, 0, 1, 2)] if sweep else own:
-            runs += [Run(size, model, float(f'{rate:.3g}'), int(seed))
-                     for seed in (seeds or '1').split()]
+        names = model, MODELS[model]['rate_of'], 'llama'
+        best = next((published[name] for name in names if name in published), middle)
+        for rate in [middle * 2 ** n for n in (-2, -1, 0, 1, 2)] if sweep else [best]:
+            runs += [Run(size, model, float(f'{rate:.3g}'), int(seed)) for seed in seeds.split()]
     return runs
 
 
-def hours(run: Run) -> float:
-    """Estimate the hours of a run on one A100, or on one CPU thread at laptop sizes."""
-    train, cfg = configs(run_options(run.size, run.model))
-    tokens = train.tokens or 20 * meta_model(cfg.llama()).num_params()
-    flops = tokens * flops_per_token(meta_model(cfg))
-    speed = CPU_FLOPS if on_laptop(run.size) else A100_FLOPS['cem' in (cfg.attn, cfg.mlp)]
-    return flops / speed / 3600
-
-
-def print_todo(runs: list[Run], root: str) -> None:
-    for run in runs:
-        unit = 'core-hours' if on_laptop(run.size) else 'A100-hours'
-        print(f'{run.command(root)}  # {hours(run):.2g} {unit}', flush=True)
-
-
 def figure_table(figure: str, points: list[Point], found: Results) -> str:
-    """Format the points, the planned runs that are missing, and the optima of sweeps."""
+    """Format the points, and the planned runs of their sizes that are missing."""
     rows = [[p.model, p.size, f'{p.parameters:,.0f}', f'{p.tokens:,.0f}', f'{p.rate:g}',
              ' '.join(map(str, p.seeds)), f'{p.perplexity:.2f}',
              'failed: ' + ' '.join(map(str, p.failed)) if p.failed else ''] for p in points]
-    missing: dict[tuple[str, str, float], list[str]] = defaultdict(list)
-    for size in dict.fromkeys(point.size for point in points):
-        for run in planned(figure, size):
-            if run not in found:
-                missing[run[:3]].append(str(run.seed))
-    rows += [[model, size, '', '', f'{rate:g}', '', '', 'missing: ' + ' '.join(seeds)]
-             for (size, model, rate), seeds in missing.items()]
+    rows += [[run.model, run.size, '', '', f'{run.rate:g}', str(run.seed), '', 'missing']
+             for size in dict.fromkeys(p.size for p in points) for run in planned(figure, size)
+             if run not in found]
     header = ['model', 'size', 'parameters', 'tokens', 'rate', 'seeds', 'perplexity', 'lacks']
-    lines = [f'Figure {figure}. The paper: {FIGURES[figure]["paper"]}.', '', table(header, rows)]
-    if FIGURES[figure]['plot'] == 'rates':
-        for (series, size), group in by_curve(points).items():
-            if len(group) >= 3:
-                _, rate, lowest = akima(group)
-                lines.append(f'{series}, {size}: perplexity {lowest:.2f} at rate {rate:.3g}, '
-                             'the lowest of the interpolation')
-    return '\n'.join([*lines, ''])
-
-
-def by_curve(points: list[Point]) -> dict[tuple[str, str], list[Point]]:
-    """Group the points that are finished by series and size, sorted by rate."""
-    curves = defaultdict(list)
-    for point in sorted(points, key=lambda point: point.rate):
-        if not math.isnan(point.perplexity):
-            curves[point.series, point.size].append(point)
-    return curves
-
-
-def akima(points: list[Point]) -> tuple[Akima1DInterpolator, float, float]:
-    """Interpolate perplexity over the log of the rate. Return the curve and its minimum."""
-    x = np.log([point.rate for point in points])
-    curve = Akima1DInterpolator(x, [point.perplexity for point in points])
-    candidates = np.array([x[0], *curve.derivative().roots(extrapolate=False), x[-1]])
-    best = candidates[np.argmin(curve(candidates))]
-    return curve, float(np.exp(best)), float(curve(best))
+    return f'Figure {figure}. The paper: {FIGURES[figure]["paper"]}.\n\n{table(header, rows)}\n'
 
 
 def plot_parameters(axes: Axes, points: list[Point]) -> None:
     """Perplexity over parameters, linked to Llama's, with the tokens above the markers."""
-    llama = {point.size: point for point in points if point.x == 'baseline'}
-    markers = dict(zip(dict.fromkeys(point.series for point in points), 'Dos', strict=False))
-    for series, marker in markers.items():
-        shown = [point for point in points if point.series == series]
-        axes.plot([p.parameters for p in shown], [p.perplexity for p in shown], marker,
-                  label=series)
+    llama = {p.size: p for p in points if p.x == 'baseline'}
     for p in points:
         start = llama.get(p.size, p)
-        axes.plot([start.parameters, p.parameters], [start.perplexity, p.perplexity], color='gray',
-                  lw=0.5, zorder=0)
+        axes.plot([start.parameters, p.parameters], [start.perplexity, p.perplexity], 'k-', lw=0.3)
         axes.annotate(f'{p.tokens / 1e6:.3g} M', (p.parameters, p.perplexity), (0, 6),
                       textcoords='offset points', ha='center', fontsize=7)
+    for name, marker in zip(dict.fromkeys(p.series for p in points), 'Dos', strict=False):
+        shown = [p for p in points if p.series == name]
+        axes.plot([p.parameters for p in shown], [p.perplexity for p in shown], marker, label=name)
     axes.set(xscale='log', xlabel='parameters', yscale='log')
 
 
 def plot_bars(axes: Axes, points: list[Point]) -> None:
-    """A bar for each x, coloured by series, with Llama's perplexity dashed."""
-    series = list(dict.fromkeys(p.series for p in points if p.x != 'baseline'))
-    places = list(dict.fromkeys(p.x for p in points if p.x != 'baseline'))
-    width = 1 / (len(series) + 1)
+    """A bar for each model, coloured by series. What T = 2 brings is shaded, Llama's perplexity
+    dashed."""
+    shown = [p for p in points if p.x != 'baseline']
+    for series in dict.fromkeys(p.series for p in shown):
+        places = [place for place, p in enumerate(shown) if p.series == series]
+        axes.bar(places, [shown[place].perplexity for place in places], label=series,
+                 yerr=[shown[place].std for place in places], capsize=2)
+    before = {p.series: p.perplexity for p in shown if p.x == 'T = 1'}
+    for place, p in enumerate(shown):
+        if p.x == 'T = 2' and p.series in before:
+            axes.bar(place, before[p.series] - p.perplexity, bottom=p.perplexity, color='gray',
+                     alpha=0.4)
     for p in points:
         if p.x == 'baseline':
             axes.axhline(p.perplexity, ls='--', color='hotpink', label=p.series)
-            continue
-        n = series.index(p.series)
-        axes.bar(places.index(p.x) + n * width, p.perplexity, width, yerr=p.std, color=f'C{n}',
-                 capsize=2, label=p.series)
-    axes.set_xticks(np.arange(len(places)) + (len(series) - 1) / 2 * width, places)
-    shown = [p.perplexity for p in points]
-    axes.set_ylim(0.95 * min(shown), 1.05 * max(shown))
+    axes.set_xticks(range(len(shown)), [p.x for p in shown])
+    perplexities = [p.perplexity for p in points]
+    axes.set_ylim(0.95 * min(perplexities), 1.1 * max(perplexities))
 
 
 def plot_rates(axes: Axes, points: list[Point]) -> None:
-    """Perplexity over the learning rate, interpolated, with a star at the minimum."""
-    sizes = list(dict.fromkeys(point.size for point in points))
-    for (series, size), group in by_curve(points).items():
-        color = 'C1' if series == 'Llama' else 'C0'
-        axes.plot([p.rate for p in group], [p.perplexity for p in group],
-                  'osD^v<>'[sizes.index(size)], color=color, label=f'{series}, {size}')
-        if len(group) >= 3:
-            curve, *star = akima(group)
-            rates = np.geomspace(group[0].rate, group[-1].rate, 200)
-            axes.plot(rates, curve(np.log(rates)), color=color, lw=1)
-            axes.plot(*star, '*', color=color, ms=14)
+    """Perplexity over the learning rate, with Akima's interpolation over the log of the rate and a
+    star at its minimum."""
+    for curve in dict.fromkeys((p.series, p.size) for p in points):
+        shown = [(p.rate, p.perplexity) for p in points if (p.series, p.size) == curve]
+        rates, perplexities = np.array(sorted(shown)).T
+        (dots,) = axes.plot(rates, perplexities, 'o', label=', '.join(curve))
+        if len(rates) >= 3:
+            x = np.geomspace(rates[0], rates[-1], 1001)
+            y = Akima1DInterpolator(np.log(rates), perplexities)(np.log(x))
+            axes.plot(x, y, color=dots.get_color(), lw=1)
+            axes.plot(x[y.argmin()], y.min(), '*', color=dots.get_color(), ms=14,
+                      label=f'{y.min():.2f} at {x[y.argmin()]:.3g}')
     axes.set(xscale='log', xlabel='learning rate')
 
 
-def plot_gain(axes: Axes, points: list[Point]) -> None:
-    """What a second step or use brings each series: the shaded area from T = 1 to T = 2."""
-    series = list(dict.fromkeys(p.series for p in points))
-    before = {p.series: p.perplexity for p in points if p.x == '1'}
-    for p in points:
-        n = series.index(p.series)
-        axes.errorbar([n], [p.perplexity], [p.std], fmt='o', capsize=2, label=f'T = {p.x}',
-                      color={'1': 'C1', '2': 'C0'}[p.x])
-        if p.x == '2' and p.series in before:
-            axes.bar(n, before[p.series] - p.perplexity, 0.5, bottom=p.perplexity, alpha=0.3,
-                     color=f'C{n + 2}')
-    axes.set_xticks(range(len(series)), [name.replace(', ', '\n') for name in series], fontsize=7)
-
-
-PLOTS = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates, 'gain': plot_gain}
+PLOTS = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates}
 
 
 def draw_figure(figure: str, points: list[Point]) -> plt.Figure:
-    """Draw the points that did not fail: a panel for each text, vocabulary and so on, and for each
-    size, too, if the figure has bars."""
+    """Draw the points that did not fail, a picture for each panel, and for each size of bars."""
     plot = FIGURES[figure]['plot']
     panels: dict[str, list[Point]] = defaultdict(list)
     for p in points:
         if not math.isnan(p.perplexity):
-            panels[f'{p.size}, {p.panel}' if plot in ('bars', 'gain') else p.panel].append(p)
+            panels[f'{p.size}, {p.panel}' if plot == 'bars' else p.panel].append(p)
     # Leave out panels with Llama alone, unless all are such
-    whole = {name: group for name, group in panels.items() if len({p.series for p in group}) > 1}
-    panels = whole or panels
+    panels = {name: group for name, group in panels.items()
+              if len({p.series for p in group}) > 1} or panels
     picture, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False,
                                  layout='constrained')
     for ax, (name, group) in zip(axes[0], panels.items(), strict=True):
         PLOTS[plot](ax, group)
         ax.set_title(f'{figure}: {name}', fontsize=7)
         ax.set_ylabel('perplexity per ' + name.partition('; per ')[2])
-        # Name each series once
-        handles, labels = ax.get_legend_handles_labels()
-        once = dict(zip(labels, handles, strict=True))
-        ax.legend(once.values(), once.keys(), fontsize=7)
+        ax.legend(fontsize=7)
     return picture
 
 
@@ -612,49 +466,35 @@ def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
     check(cfg.size is None or cfg.figure is not None, f'size={cfg.size} is for --figure')
     own = read_own()
+    found = own if cfg.anew else own | read_published()
+    figures = list(FIGURES) if cfg.figure == 'all' else [cfg.figure]
     if cfg.publish:
-        return publish(own)
-    lists = (FIRST, 'runs'), (FIRST, 'more_seeds'), (SECOND, 'runs'), (FIGURE_DATA, 'runs')
-    found = dict(own)
-    for folder, name in [] if cfg.anew else lists:
-        found |= read_published(f'{folder}/{name}.csv')
-    if cfg.figure:
-        names = list(FIGURES) if cfg.figure == 'all' else [cfg.figure]
-        return print_figures(names, cfg.size, cfg.todo, found)
-    if cfg.todo:
-        cells = read_cells(f'{FIRST}/runs.csv') + read_cells(f'{SECOND}/cells.csv')
-        print_todo([run for run in cells if run not in found], 'out/reproduce')
-        cells = read_cells(f'{FIGURE_DATA}/cells.csv')
-        return print_todo([run for run in cells if run not in found], 'out/figures')
-    verdicts = []
-    for family in (first_family(found), second_family(found)):
-        rows = judge(family)
-        print(verdict_table(family, rows), flush=True)
-        verdicts += rows
-    os.makedirs('out/results', exist_ok=True)
-    draw_rows(verdicts).savefig('out/results/rows.png')
-    print('out/results/rows.png shows all effects', flush=True)
-
-
-def print_figures(figures: list[str], size: str | None, todo: bool, found: Results) -> None:
-    """Print the tables of figures and draw them, or print the commands of their missing runs."""
-    os.makedirs('out/figures', exist_ok=True)
-    missing: dict[Run, None] = {}
-    for figure in figures:
-        fixed = FIGURES[figure]['size'] or size
-        if len(figures) > 1 and size not in (None, fixed):
-            continue  # the appendix's figure has one size
-        if todo:
-            missing |= dict.fromkeys(run for run in planned(figure, fixed or 'XS')
-                                     if run not in found)
-        elif points := collect(figure, fixed, found):
+        publish(own)
+    elif cfg.todo and cfg.figure:
+        runs = [run for figure in figures for run in planned(figure, cfg.size or 'XS')]
+        print_todo([run for run in dict.fromkeys(runs) if run not in found], 'out/figures')
+    elif cfg.todo:
+        runs = read_runs(f'{FIRST}/runs.csv', f'{SECOND}/cells.csv')
+        print_todo([run for run in runs if run not in found], 'out/reproduce')
+    elif cfg.figure:
+        os.makedirs('out/figures', exist_ok=True)
+        for figure in figures:
+            points = collect(figure, cfg.size, found)
+            if not points:
+                print(f'Figure {figure} has no finished runs: --figure={figure} '
+                      f'--size={cfg.size or "XS"} --todo prints their commands\n', flush=True)
+                continue
             print(figure_table(figure, points, found), flush=True)
             draw_figure(figure, points).savefig(f'out/figures/{figure}.png')
             print(f'out/figures/{figure}.png\n', flush=True)
-        else:
-            print(f'Figure {figure} has no finished runs: --figure={figure} --size={fixed or "XS"} '
-                  '--todo prints their commands\n', flush=True)
-    print_todo(list(missing), 'out/figures')
+    else:
+        os.makedirs('out/results', exist_ok=True)
+        first, second = judge(FIRST, found), judge(SECOND, found)
+        print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
+              'the interval over seeds, and each seed alone.\n\n'
+              f'{verdict_table(first)}\n\n{verdict_table(second)}\n', flush=True)
+        draw_rows(first + second).savefig('out/results/rows.png')
+        print('out/results/rows.png shows all effects', flush=True)
 
 
 if __name__ == '__main__':

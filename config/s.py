@@ -1,6 +1,5 @@
 """Size S of the study in results/tokens: 388 k weights in Llama's layers, 14.3 M tokens, at the
-best learning rate of a Llama. Half an hour on one CPU core. results/tokens/text.md describes the
-text.
+best learning rate of a Llama. Half an hour on one CPU core. results/tokens describes the text.
 
     python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \\
         --out_dir=data/english

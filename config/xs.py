@@ -1,5 +1,5 @@
 """Size XS of the study in results/tokens: 83 k weights in Llama's layers, 5.6 M tokens, at the best
-learning rate of a Llama. Six minutes on one CPU core. results/tokens/text.md describes the text.
+learning rate of a Llama. Six minutes on one CPU core. results/tokens describes the text.
 
     python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \\
         --out_dir=data/english

@@ -4,9 +4,9 @@ The rules for verdicts, as functions of the losses y of one size's runs.
 y is a run's loss in nats per Llama token, and d is the mean of y(A) - y(B) over the n seeds that
 both models have. The interval of d is
 
-    d +- t(1 - 0.025 / m; f) s_d / sqrt(n)      m: the number of comparisons (Bonferroni)
+    d +- t(1 - 0.025 / m; f) sqrt((s_A^2 + s_B^2) / n)      m: comparisons (Bonferroni)
 
-where s_d is the standard deviation of one difference, with f degrees of freedom. The first family
+where s is the standard deviation of a run, with f degrees of freedom. The first family
 (results/tokens/RULE.md) pools all models of a size, the second (results/tokens/second/RULE.md)
 those of one kind.
 
@@ -16,7 +16,7 @@ otherwise undecided. If a run failed, the claim does not hold.
 import math
 import statistics
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import t as student
@@ -34,8 +34,7 @@ class Effect(NamedTuple):
 
     def percent(self) -> list[float]:
         """Return the change in perplexity and the ends of its interval."""
-        ends = self.d - self.half_width, self.d + self.half_width
-        return [100 * math.expm1(x) for x in (self.d, *ends)]
+        return [100 * math.expm1(self.d + x) for x in (0, -self.half_width, self.half_width)]
 
     def __str__(self) -> str:
         d, low, high = self.percent()
@@ -55,66 +54,38 @@ def split_failed(y: Losses) -> tuple[Losses, set[str]]:
     return finished, {model for model, seed in y if (model, seed) not in finished}
 
 
-def residual_error(y: Losses) -> tuple[float, int]:
-    """Fit a mean for each model and each seed. Return the standard deviation of the residuals, and
-    its degrees of freedom."""
-    models = sorted({model for model, _ in y})
-    seeds = sorted({seed for _, seed in y})
-    design = np.zeros((len(y), len(models) + len(seeds)))
-    for row, (model, seed) in enumerate(y):
-        design[row, models.index(model)] = 1
-        design[row, len(models) + seeds.index(seed)] = 1
+def residual_error(y: Losses, means_of_seeds: bool) -> tuple[float, int]:
+    """Fit a mean for each model, and for each seed, too. Return the standard deviation of the
+    residuals, and its degrees of freedom."""
+    columns = sorted({(n, cell[n]) for cell in y for n in range(1 + means_of_seeds)})
+    design = np.array([[float(cell[n] == name) for n, name in columns] for cell in y])
     values = np.array(list(y.values()))
     fit, _, rank, _ = np.linalg.lstsq(design, values)
     freedom = len(y) - int(rank)
     return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom or math.nan), freedom
 
 
-def differences(y: Losses, A: str, B: str) -> dict[int, float]:
-    """Return y(A) - y(B) for each seed that both models have."""
-    return {seed: loss - y[B, seed] for (model, seed), loss in y.items()
-            if model == A and (B, seed) in y}
-
-
-def error_of_kind(y: Losses, kinds: Mapping[str, str], kind: str) -> tuple[float, int]:
-    """Return the standard deviation of the runs of one kind of model around their models' means,
-    and its degrees of freedom."""
-    squares, freedom = 0.0, 0
-    for model in {model for model, _ in y if kinds[model] == kind}:
-        losses = [loss for (name, _), loss in y.items() if name == model]
-        squares += len(losses) * statistics.pvariance(losses)
-        freedom += len(losses) - 1
-    return math.sqrt(squares / (freedom or math.nan)), freedom
-
-
-def error_of_difference(kind_A: tuple[float, int], kind_B: tuple[float, int],
-                        same: bool) -> tuple[float, float]:
-    """Return the standard deviation of y(A) - y(B) and its degrees of freedom, from those of the
-    models' kinds: by Welch and Satterthwaite, unless both are of the same kind."""
-    (s_A, f_A), (s_B, f_B) = kind_A, kind_B
-    variance = s_A ** 2 + s_B ** 2
-    freedom = f_A if same else variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
-    return math.sqrt(variance), freedom
-
-
 def compare(y: Losses, A: str, B: str, size: str, m: int,
-            kinds: Mapping[str, str] | None = None) -> Effect | None:
+            kinds: Mapping[str, Any] | None = None) -> Effect | None:
     """Compare two models at a size, one of m comparisons. None if no seed has both. Without the
     models' kinds, the rule is that of the first family."""
     finished, failed = split_failed(y)
     if {A, B} & failed:
         return Effect(size, math.inf)
-    d = differences(finished, A, B)
+    d = {seed: loss - finished[B, seed] for (model, seed), loss in finished.items()
+         if model == A and (B, seed) in finished}
     if len(d) < 2:
         return Effect(size, *d.values()) if d else None
-    if kinds is None:
-        s, freedom = residual_error(finished)
-        s_d = s * math.sqrt(2)
-    else:
-        s_d, freedom = error_of_difference(
-            error_of_kind(finished, kinds, kinds[A]), error_of_kind(finished, kinds, kinds[B]),
-            same=kinds[A] == kinds[B])
-    half_width = student.ppf(1 - 0.025 / m, freedom) * s_d / math.sqrt(len(d))
+    # Estimate the noise of the models, in the second family from those of the same kind
+    noise = []
+    for kind in (kinds[A], kinds[B]) if kinds else [None]:
+        pooled = {cell: finished[cell] for cell in finished if not kinds or kinds[cell[0]] == kind}
+        noise.append(residual_error(pooled, means_of_seeds=not kinds))
+    (s_A, f_A), (s_B, f_B) = noise[0], noise[-1]
+    variance = s_A ** 2 + s_B ** 2
+    same = not kinds or kinds[A] == kinds[B]  # else by Welch and Satterthwaite
+    freedom = f_A if same else variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
+    half_width = student.ppf(1 - 0.025 / m, freedom) * math.sqrt(variance / len(d))
     return Effect(size, statistics.fmean(d.values()), float(half_width), d)
 
 
