@@ -224,7 +224,7 @@ def convert_sentencepiece(tokenizer: Any) -> Any:
     sp = tokenizer.model
     ids = range(tokenizer.vocab_size)
     # Llama's model spells a space as U+2581. Ours can encode U+2581 itself, and spell it as ' '
-    like_llama = tokenizer.u2581 is None
+    like_llama = tokenizer.u2581_ids is None
     space = '\u2581' if like_llama else ' '
     pieces = [sp.id_to_piece(i).replace('\u2581', space) for i in ids]
     # Two pieces that are a piece together are merged, those of a higher score first
