@@ -84,11 +84,10 @@ def read_text(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequence
     return padded.unfold(0, length + 1, length), text_bytes, llama_tokens
 
 
-def read_shards(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any,
+def read_shards(cfg: EvaluateConfig, state: dict[str, Any], folder: str, tokenizer: Any,
                 length: int) -> Sequences:
     """Read evenly spaced sequences of token shards, with at most cfg.tokens targets. UserError if
     the shards are not there, or were made with another tokenizer."""
-    folder = cfg.data or state['data_dir']
     check(bool(cfg.data) or os.path.exists(folder),
           f'{folder}, which the model was trained on, is not here: --text=FILE evaluates on a '
           'text, --data=FOLDER on other data')
@@ -342,11 +341,12 @@ def main(argv: list[str]) -> None:
     # Read the text or the shards
     tokenizer, length = tokenizer_of(state), model.cfg.context_length
     data_dir = cfg.data or state['data_dir']
-    subject = f'{out_dir}, step {state["step"]}; ' + (cfg.text or f'{cfg.split} split of {data_dir}')
+    source = cfg.text or f'{cfg.split} split of {data_dir}'
+    subject = f'{out_dir}, step {state["step"]}; {source}'
     if cfg.text:
         sequences = read_text(cfg.text, tokenizer, length, data_dir)
     elif with_loss or cfg.energies:
-        sequences = read_shards(cfg, state, tokenizer, length)
+        sequences = read_shards(cfg, state, data_dir, tokenizer, length)
 
     # Report. Pictures go into the run's folder, but not into an exported one
     folder = out_dir if os.path.isdir(out_dir) else os.path.dirname(out_dir) or '.'
