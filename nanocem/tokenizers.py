@@ -32,7 +32,7 @@ class ByteTokenizer:
     name, vocab_size, bos, sha256, path = 'byte', 257, 256, None, None
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
-        """Encode a document or a block of one, without BOS. `begins`: the document begins here."""
+        """Encode a document, or a block of one that it `begins` or continues. Adds no BOS."""
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
@@ -76,7 +76,7 @@ class SentencePieceTokenizer:
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.name = 'llama' if self.sha256 == LLAMA_SHA256 else 'sentencepiece'
         self.vocab_size = self.model.vocab_size()
-        # EOS or <unk> serves as BOS in a model that has none (its id is -1).
+        # In a model without BOS (its id is -1), EOS or <unk> takes its place.
         special = (self.model.bos_id(), self.model.eos_id(), self.model.unk_id())
         self.bos = next(i for i in special if i >= 0)
         # SentencePiece writes a space as U+2581. A text's own U+2581 is encoded as its three bytes:
@@ -169,7 +169,7 @@ def tokenizer_of(state: dict[str, Any]) -> Any:
 
 def find_llama_model(folder: str) -> str | None:
     """Return the path of Llama's tokenizer.model: $LLAMA_TOKENIZER, or the file in a data folder.
-    None if neither is there. UserError if $LLAMA_TOKENIZER is another file."""
+    None if it is not there. UserError if $LLAMA_TOKENIZER is another file."""
     given = os.environ.get('LLAMA_TOKENIZER')
     path = given or os.path.join(folder, MODEL_FILE)
     content = Path(path).read_bytes() if os.path.isfile(path) else b''
