@@ -109,7 +109,7 @@ def find_source(where: str) -> Source:
     root, names = list_hub(where) if where.startswith(HUB) else (where, list_files(where))
     files = {name: find_split(name) for name in names if name.lower().endswith(SUFFIXES)}
     check(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
-    if 'train' not in files.values():  # Then a file is called test by chance.
+    if 'train' not in files.values():  # Then a name like test does not mean a split.
         files = dict.fromkeys(files)
     # Read val and test first: reading stops when the train split is full
     names = sorted(files, key=lambda name: files[name] not in ('val', 'test'))
