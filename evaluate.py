@@ -35,27 +35,28 @@ from nanocem.runs import load_model, newest_run, perplexity, read_config
 from nanocem.tokenizers import find_llama_model, make_tokenizer, spelled_bytes, tokenizer_of
 from prepare_slimpajama import text_documents
 
-TOKENS_AT_ONCE = 2048  # of a forward pass, whose float32 logits take much memory
-Sequences = tuple[Tensor, int | None, int | None]  # ids (n, length + 1); bytes, Llama tokens
+TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
+# Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
+Sequences = tuple[Tensor, int | None, int | None]
 Report = tuple[str, Figure | None]  # a Markdown table, and a picture or None
-DESCENT = """cosine: of the first step with minus the gradient of the energy, mean over tokens
+DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
 
 
 @dataclass
 class EvaluateConfig:
-    """What to report."""
+    """Choose a model, the text that it is evaluated on, and what to report."""
     out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
     data: str | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
-    text: str | None = None  # a text to read instead, whole: .txt, .jsonl, .parquet, as train.py's
-    tokens: int = 500_000  # of shards: evaluate at most this many, in evenly spaced sequences
+    text: str | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
+    tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies and attention take the largest
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
     compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
     export: str | None = None  # a new folder for the model in transformers' format
-    export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of its weights
+    export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the exported weights
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
@@ -66,14 +67,14 @@ class EvaluateConfig:
 # What the loss is measured on
 
 def read_text(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequences:
-    """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document, and each
-    token but the first is the target of one sequence. Llama's tokenizer is looked for in data_dir
-    and at $LLAMA_TOKENIZER."""
+    """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document. Each
+    token but the first is a target once. Llama's tokens are counted if its tokenizer is at
+    $LLAMA_TOKENIZER or in data_dir."""
     documents = list(text_documents(path))
     check(any(documents), f'text={path} is empty')
     ids = [i for document in documents for i in [tokenizer.bos, *tokenizer.encode(document)]]
     length = min(length, len(ids) - 1)
-    padding = -(len(ids) - 1) % length
+    padding = -(len(ids) - 1) % length  # up to a multiple of length
     padded = F.pad(torch.tensor(ids), (0, padding), value=NO_TARGET)
     text_bytes = sum(len(document.encode()) for document in documents)
     llama_tokens = None
@@ -83,11 +84,10 @@ def read_text(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequence
     return padded.unfold(0, length + 1, length), text_bytes, llama_tokens
 
 
-def read_shards(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, length: int,
-                ) -> Sequences:
-    """Read evenly spaced sequences of token shards, of at most cfg.tokens tokens. UserError if the
-    shards are not there, or are another tokenizer's."""
-    folder = cfg.data or state['data_dir']
+def read_shards(cfg: EvaluateConfig, state: dict[str, Any], folder: str, tokenizer: Any,
+                length: int) -> Sequences:
+    """Read evenly spaced sequences of token shards, with at most cfg.tokens targets. UserError if
+    the shards are not there, or were made with another tokenizer."""
     check(bool(cfg.data) or os.path.exists(folder),
           f'{folder}, which the model was trained on, is not here: --text=FILE evaluates on a '
           'text, --data=FOLDER on other data')
@@ -97,16 +97,16 @@ def read_shards(cfg: EvaluateConfig, state: dict[str, Any], tokenizer: Any, leng
               f'data={folder}: its {name} is {data.meta.get(name)}, that of the run '
               f'{state["data"][name]}; expected data of the same tokenizer')
     x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
-    token_bytes = spelled_bytes(tokenizer, data.meta)  # None, and a line, if it lost text
+    token_bytes = spelled_bytes(tokenizer, data.meta)
     text_bytes = None if token_bytes is None else int(token_bytes[y].sum())
     return torch.cat([x, y[:, -1:]], dim=1), text_bytes, None
 
 
-# Loss, with T as trained or another T
+# Loss
 
 @torch.no_grad()
 def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
-    """Return the number of targets in sequences (n, J + 1), their summed loss in nats, and the
+    """Return the number of targets in sequences (n, length + 1), their summed loss in nats, and the
     summed loss of those that are not BOS."""
     device = model.embedding.device
     sums = torch.zeros(3, dtype=torch.float64)
@@ -120,88 +120,86 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
 
 
 def set_steps(model: Transformer, T: int | None) -> None:
-    """Set T of every CEM sublayer; None leaves it."""
+    """Set T of every CEM sublayer; None keeps it."""
     cfg = model.cfg
     model.set_steps(T if cfg.attn == 'cem' else None, T if cfg.mlp == 'cem' else None)
 
 
-def report_loss(model: Transformer, sequences: Sequences, bos: int, steps: tuple[int, ...],
-                ) -> Report:
-    """Report the loss as trained, or at each T of `steps` with a picture of loss against T; the
-    model keeps the last T."""
+def report_loss(model: Transformer, sequences: Sequences, bos: int,
+                steps: tuple[int, ...]) -> Report:
+    """Report the loss with T as trained, or at each T of `steps` with a picture of loss against T.
+    The model keeps the last T."""
     ids, text_bytes, llama_tokens = sequences
-    header = ['T', 'tokens', 'loss, nats a token', 'perplexity']
-    header += ['bits per byte'] * bool(text_bytes)
-    header += ['perplexity per Llama token'] * bool(llama_tokens)
     rows, losses = [], []
     for T in steps or (None,):
         set_steps(model, T)
         n_tokens, nats, text_nats = evaluate_loss(model, ids, bos)
         loss = nats / n_tokens
         losses.append(loss)
-        row = [str(T or 'as trained'), f'{n_tokens:,.0f}', f'{loss:.4f}', f'{perplexity(loss):.6g}']
+        row = {'T': str(T or 'as trained'), 'tokens': f'{n_tokens:,.0f}',
+               'loss, nats a token': f'{loss:.4f}', 'perplexity': f'{perplexity(loss):.6g}'}
         if text_bytes:
-            row.append(f'{text_nats / math.log(2) / text_bytes:.4f}')
+            row['bits per byte'] = f'{text_nats / math.log(2) / text_bytes:.4f}'
         if llama_tokens:
-            row.append(f'{perplexity(text_nats / llama_tokens):.6g}')
+            row['perplexity per Llama token'] = f'{perplexity(text_nats / llama_tokens):.6g}'
         rows.append(row)
+    text = table([*row], [[*row.values()] for row in rows])
     if not steps:
-        return table(header, rows), None
+        return text, None
     figure = Figure((5, 3.5), layout='constrained')
     axes = figure.subplots()
     axes.plot(steps, losses, marker='o')
     trained = f'trained: attn {model.cfg.attn_steps}, mlp {model.cfg.mlp_steps}'
     axes.set(xlabel=f'T at test time ({trained})', ylabel='loss, nats a token')
-    return table(header, rows), figure
+    return text, figure
 
 
 # Energies
 
 @torch.no_grad()
-def descent(model: Transformer, x: Tensor, steps: int = 1,
-            ) -> list[tuple[str, float, float, list[float]]]:
-    """Measure on tokens x (B, J) whether every use of a CEM sublayer descends, attention first.
-    Return its name; the cosine of its first step with minus the gradient of the energy (of a
-    token's whole vectors, mean over tokens); the share of tokens whose energy the first step
-    lowers; and the mean energies at steps 0 to `steps`."""
+def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
+    """Measure on ids x (B, J) whether CEM sublayers descend. Return for each use of a sublayer,
+    attention first: its name; the cosine between a token's first step and minus the gradient of the
+    energy, mean over tokens; the share of tokens whose energy the first step lowers; and the mean
+    energies at steps 0 to `steps`, a list."""
     # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
     names = {getattr(block, kind): f'{kind} {n}' for kind in ('attn', 'mlp')
              for n, block in enumerate(model.blocks, 1) if getattr(model.cfg, kind) == 'cem'}
-    calls: dict[Any, list[Any]] = {sublayer: [] for sublayer in names}
-    hooks = [sublayer.register_forward_pre_hook(lambda module, args: calls[module].append(args))
+    uses: dict[Any, list[Any]] = {sublayer: [] for sublayer in names}
+    hooks = [sublayer.register_forward_pre_hook(lambda module, args: uses[module].append(args))
              for sublayer in names]
     model.hidden(x)
     for hook in hooks:
         hook.remove()
-    uses = [(sublayer, use, inputs) for sublayer in names
-            for use, inputs in enumerate(calls[sublayer], 1)]
     found = []
-    for sublayer, use, inputs in uses:
-        # Take the steps from this input: states x_0 to x_steps, (B, J, D) each
-        trained_T, states = sublayer.T, []
-        for t in range(steps + 1):
-            sublayer.T = t
-            states.append(sublayer.forward(*inputs))
-        sublayer.T = trained_T
-        # Compare the first step with the gradient at its beginning
-        h = sublayer.norm(inputs[0])
-        with torch.enable_grad():
-            u = sublayer.norm(states[0]).detach().requires_grad_()
-            gradient, = torch.autograd.grad(sublayer.energy(u, h).sum(), u)
-        cosine = F.cosine_similarity(states[1] - states[0], -gradient, dim=-1).mean()
-        # Take the energies along the steps, with the same context
-        energies = torch.stack([sublayer.energy(sublayer.norm(x_t), h) for x_t in states])
-        share = (energies[1] < energies[0]).double().mean()
-        name = names[sublayer] + (f', use {use}' if len(calls[sublayer]) > 1 else '')
-        found.append((name, float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()))
+    for sublayer, name in names.items():
+        for n, inputs in enumerate(uses[sublayer], 1):
+            # Take the steps from this input: states x_0 to x_steps, (B, J, D) each
+            trained_T = sublayer.T
+            states = []
+            for t in range(steps + 1):
+                sublayer.T = t
+                states.append(sublayer(*inputs))
+            sublayer.T = trained_T
+            # Compare the first step with the gradient at its beginning
+            h = sublayer.norm(inputs[0])
+            with torch.enable_grad():
+                u = sublayer.norm(states[0]).detach().requires_grad_()
+                gradient, = torch.autograd.grad(sublayer.energy(u, h).sum(), u)
+            cosine = F.cosine_similarity(states[1] - states[0], -gradient, dim=-1).mean()
+            # Compute the energies along the steps, with the same context h
+            energies = torch.stack([sublayer.energy(sublayer.norm(x_t), h) for x_t in states])
+            share = (energies[1] < energies[0]).double().mean()
+            label = f'{name}, use {n}' if len(uses[sublayer]) > 1 else name
+            found.append((label, float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()))
     return found
 
 
 def report_energies(model: Transformer, ids: Tensor, steps: int) -> Report:
     """Report the mean energy at steps 0 to `steps` for each use of a CEM sublayer, and whether its
-    first step descends, over the first sequences: some 4,096 tokens."""
+    first step descends. ids (n, length + 1): only the first 4,096 or so are read."""
     x = ids[:max(1, 4096 // ids.shape[1]), :-1]
-    x = x[(x != NO_TARGET).all(dim=1)]  # without the last sequence of a text if it is padded
+    x = x[(x != NO_TARGET).all(dim=1)]  # Leave out the last sequence of a text if it is padded.
     figure = Figure((9, 3.5), layout='constrained')
     panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
     header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
@@ -224,27 +222,28 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
     maps: dict[BaseAttention, list[Tensor]] = {block.attn: [] for block in model.blocks}
 
-    def recorded(attn: BaseAttention, *args: Any) -> Tensor:
+    def record_scores(attn: BaseAttention, *args: Any) -> Tensor:
         a = type(attn).scores(attn, *args)
         maps[attn].append(a.softmax(dim=-1)[0].cpu())
         return a
 
-    # Only the readable implementation computes all scores of a step
+    # Let record_scores replace `scores`, which only the readable implementation calls
     impl = model.blocks[0].attn.impl
     model.set_attn_impl('readable')
     for attn in maps:
-        attn.scores = functools.partial(recorded, attn)
+        attn.scores = functools.partial(record_scores, attn)
     model.hidden(idx)
     for attn in maps:
         del attn.scores
     model.set_attn_impl(impl)
+    # Divide the steps of each layer into its uses
     uses = model.cfg.attn_reuse * model.cfg.loops
-    return [use for steps in maps.values() for use in torch.stack(steps).chunk(uses)]
+    return [alpha for steps in maps.values() for alpha in torch.stack(steps).chunk(uses)]
 
 
 def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
-    """Report which fraction of attention, averaged over heads and queries, each step after the
-    first moves to other keys. The picture has the maps: heads across, layers and steps down."""
+    """Report which fraction of its attention each step after the first moves to other keys, mean
+    over heads and queries. The picture has the maps: heads across, layers and steps down."""
     cfg = model.cfg
     ids = [tokenizer.bos, *tokenizer.encode(text)]
     check(1 < len(ids) <= cfg.context_length, f'attention: the text has {len(ids) - 1} tokens; '
@@ -267,25 +266,25 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
         axes.set(xticks=[], yticks=[])
         if k == 0 and len(words) <= 24:
             axes.set_yticks(range(len(words)), words, fontsize=5, parse_math=False)
-    # Measure what moves
+    # Measure what fraction of attention moves: half the sum of the weights' changes
     if T == 1:
         return 'No attention takes a second step, so none moves.', figure
     header = ['attention moved', *(f'by step {t}' for t in range(2, T + 1))]
     rows = []
     for name, alpha in zip(names, maps, strict=True):  # (T, K, J, J)
-        shift = alpha.diff(dim=0).abs().sum(dim=-1).mean(dim=(1, 2)) / 2
-        rows.append([name, *(f'{fraction:.2%}' for fraction in shift.tolist())])
+        moved = alpha.diff(dim=0).abs().sum(dim=-1).mean(dim=(1, 2)) / 2  # (T - 1,)
+        rows.append([name, *(f'{fraction:.2%}' for fraction in moved.tolist())])
     return table(header, rows), figure
 
 
 # Runs side by side
 
 def compare(folders: list[str]) -> Report:
-    """Report the results of runs, and draw their training losses. A line names what makes the
+    """Report the results of runs, and plot their training losses. A line names what makes the
     losses incomparable. UserError if a folder has no run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte', 'seconds')
     rows = []
-    settings: dict[str, set[str]] = {}
+    settings: dict[str, set[str]] = {}  # the values that the runs have
     figure = Figure((7, 4), layout='constrained')
     axes = figure.subplots()
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
@@ -294,8 +293,7 @@ def compare(folders: list[str]) -> Report:
         options = config['train'] | config['model']
         for name in ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens'):
             settings.setdefault(name, set()).add(str(options.get(name)))
-        # The results are not there before the run ends
-        result = read_json(f'{folder}/result.json') or {}
+        result = read_json(f'{folder}/result.json') or {}  # there is none before the run ends
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells, options['data']])
         lines = read_json_lines(f'{folder}/log.jsonl')
@@ -324,10 +322,11 @@ def show(subject: str, report: Report, path: str) -> None:
 
 @command_line
 def main(argv: list[str]) -> None:
-    folders = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
-    cfg = build(EvaluateConfig, read_options([a for a in argv if a not in folders], EvaluateConfig))
+    # With --compare, arguments without -- are runs; read_options takes them for config files
+    runs = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
+    cfg = build(EvaluateConfig, read_options([a for a in argv if a not in runs], EvaluateConfig))
     if cfg.compare:
-        return show('Runs', compare(folders), 'out/results/compare.png')
+        return show('Runs', compare(runs), 'out/results/compare.png')
 
     # Load the model, and export it if that is asked for
     out_dir = cfg.out_dir or newest_run()
@@ -342,13 +341,14 @@ def main(argv: list[str]) -> None:
     # Read the text or the shards
     tokenizer, length = tokenizer_of(state), model.cfg.context_length
     data_dir = cfg.data or state['data_dir']
-    subject = f'{out_dir}, step {state["step"]}; {cfg.text or f"{cfg.split} split of {data_dir}"}'
+    source = cfg.text or f'{cfg.split} split of {data_dir}'
+    subject = f'{out_dir}, step {state["step"]}; {source}'
     if cfg.text:
         sequences = read_text(cfg.text, tokenizer, length, data_dir)
     elif with_loss or cfg.energies:
-        sequences = read_shards(cfg, state, tokenizer, length)
+        sequences = read_shards(cfg, state, data_dir, tokenizer, length)
 
-    # Report. Pictures go beside the checkpoint, but not into an exported folder
+    # Report. Pictures go into the run's folder, but not into an exported one
     folder = out_dir if os.path.isdir(out_dir) else os.path.dirname(out_dir) or '.'
     folder = 'out/results' if 'exported' in state else folder
     if cfg.energies:

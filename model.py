@@ -14,9 +14,9 @@ the key-query diagonal d_k of Eq. 12 are options of the paper. Algorithm 1 leave
 of the diagonal's part of the energy, and exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1, but for the V^T in its g, which is
-here in W_d. Comments that begin with rope are ours. docs/paper.md lists our choices where the paper
-is silent. nanocem/attention.py computes the same attention faster.
+Comments at the ends of lines are the formulas of Algorithm 1, except that its g includes V^T, which
+is in W_d here. RoPE is not in Algorithm 1: its lines begin with "rope:". docs/paper.md lists our
+choices where the paper is silent. nanocem/attention.py computes the same attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -35,8 +35,8 @@ from energy import Phi
 from nanocem.attention import attend, choose_impl
 from nanocem.loss import cross_entropy
 
-# 86m to 162m are the paper's (Table 1). 256m is our choice; its CEM model has two more layers:
-# --size=256m --n_layer=16 --tokens=5.1B, the budget of the Llama of 14 layers.
+# 86m to 162m are the paper's (Table 1). 256m is our choice. There CEM gets two more layers, but the
+# token budget of the Llama of 14 layers: --size=256m --n_layer=16 --tokens=5.1B.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -225,7 +225,7 @@ class BaseAttention(nn.Module):
         return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
-        """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf where i may not see j."""
+        """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf for keys after the query."""
         return q / self.tau @ k.mT + self.bias(pos)
 
     def bias(self, pos: Positions) -> Tensor:
@@ -320,7 +320,7 @@ class CEMAttention(BaseAttention):
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
         """Return a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk (Eq. 12), (B, K, I, J); -inf
-        where i may not see j. RoPE does not rotate the diagonal's term."""
+        for keys after the query. RoPE does not rotate the diagonal's term."""
         a = super().scores(q, k, pos)
         if self.kq_diag is not None:
             d_u = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
@@ -334,7 +334,7 @@ class CEMAttention(BaseAttention):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
-        for normed u and h. dx = -d eps/du if P = I, and with a diagonal only if exact_update."""
+        for normed u and h. If P = I, forward's dx is -d eps/du; with d_k it needs exact_update."""
         pos = make_positions(self.cfg, h)
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
         k = self.rotate(self.split_heads(F.linear(h, self.W_K)), pos)
@@ -349,7 +349,7 @@ class LlamaMLP(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
-        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # stored as V is
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # in V's layout
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
@@ -403,7 +403,7 @@ class CEMMLP(nn.Module):
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h.
         phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u) and
-        phi = softplus. g @ W_d = -d xi/du if P = I."""
+        phi = softplus. If P = I, forward's g @ W_d is -d xi/du."""
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':

@@ -9,7 +9,7 @@ Turn SlimPajama, or any text, into token shards that train.py reads.
 A BOS token begins each document; they are concatenated in train_00000.bin, ..., val.bin and
 test.bin (little-endian unsigned integers). meta.json describes them. A row of a .parquet or .jsonl
 file is a document, and a hash of its text sends it to train, val or test. The end of a .txt file is
-test, and as much before it val. The folder appears when it is complete.
+test, and an equal part before it is val. The folder appears when it is complete.
 """
 import hashlib
 import io
@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,26 +32,15 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from configurator import check, command_line, fail, read_options, resolve_defaults
+from configurator import check, command_line, fail, in_range, read_options, resolve_defaults
+from nanocem import tokenizers
 from nanocem.data import FORMAT
 from nanocem.files import read_json
-from nanocem.tokenizers import (
-    BLOCK,
-    MODEL_FILE,
-    UnsuitedVocabulary,
-    keeps_text,
-    make_tokenizer,
-    read_blocks,
-    read_text,
-    refuse_encoding,
-    tokenizer_of,
-    train_bpe,
-)
 
 HUB = 'hf://datasets/'
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
-# Default tokenizers of train.py --text: each is for texts with fewer bytes than its key
+# The default tokenizer of train.py --text, for texts below each size in bytes
 TEXT_TOKENIZERS = {1e6: 'byte', 5e6: 'bpe1024', 20e6: 'bpe2048', 1e9: 'bpe4096',
                    math.inf: 'bpe32000'}
 ROWS = ('.parquet', '.jsonl', '.jsonl.zst', '.jsonl.gz')  # files in which each row is a document
@@ -61,7 +50,7 @@ SPLITS = ('train', 'val', 'test')
 SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'test': 'test'}
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
 BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
-BATCH = 64  # Threads tokenize this many documents or blocks together.
+BATCH = 64  # Threads tokenize this many documents, or blocks of text files, together.
 
 
 @dataclass
@@ -75,26 +64,26 @@ class PrepareConfig:
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
 
     def __post_init__(self) -> None:
-        tokenizer, held_out = ('byte', 0.05) if self.input == 'builtin' else ('llama', 0.005)
-        resolve_defaults(self, tokenizer=tokenizer, held_out=held_out)
-        name = os.path.basename(os.path.abspath(self.input)).partition('.')[0] or 'text'
-        name = 'slimpajama' if self.input == SLIMPAJAMA else name
-        if self.input != 'builtin' and not self.input.startswith(HUB):
+        in_range(self, 0, 0.49, 'held_out')  # train gets what val and test leave
+        if self.input == 'builtin':
+            resolve_defaults(self, tokenizer='byte', held_out=0.05)
+        elif not self.input.startswith(HUB):
             self.input = os.path.abspath(self.input)
-        resolve_defaults(self, out_dir=f'data/{name}')
+        name = os.path.basename(self.input.rstrip('/')).partition('.')[0] or 'text'
+        name = 'slimpajama' if self.input == SLIMPAJAMA else name
+        resolve_defaults(self, tokenizer='llama', held_out=0.005, out_dir=f'data/{name}')
 
     def content_options(self) -> dict[str, Any]:
         """Return the options that decide the content of the data folder."""
-        names = ('input', 'tokenizer', 'tokens', 'held_out', 'column')
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in vars(self).items() if name != 'out_dir'}
 
 
 # Files
 
 class Source(NamedTuple):
-    """Files of documents, in the order in which they are read."""
+    """Files of text, in the order in which they are read."""
     root: str  # a folder, or hf://datasets/OWNER/NAME@COMMIT
-    files: dict[str, str | None]  # paths inside it, and the split that each is named after
+    files: dict[str, str | None]  # paths below root, and the split that each is named after
 
     def path(self, file: str) -> str:
         """Return the path of a file, after downloading it if it is on the Hub."""
@@ -107,7 +96,7 @@ class Source(NamedTuple):
 
 
 def find_source(where: str) -> Source:
-    """List the files of an input, those of held-out splits first. UserError if there are none."""
+    """Find the files of an input. UserError if there are none."""
     if where == 'builtin':  # the standard library, without its tests and installed packages
         excluded = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
         names = [name for name in list_files(LIBRARY)
@@ -120,33 +109,34 @@ def find_source(where: str) -> Source:
     root, names = list_hub(where) if where.startswith(HUB) else (where, list_files(where))
     files = {name: find_split(name) for name in names if name.lower().endswith(SUFFIXES)}
     check(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
-    if 'train' not in files.values():  # Then a name like test is there by chance.
+    if 'train' not in files.values():  # Then a name like test does not mean a split.
         files = dict.fromkeys(files)
-    return Source(root, dict(sorted(files.items(), key=lambda item: item[1] in (None, 'train'))))
+    # Read val and test first: reading stops when the train split is full
+    names = sorted(files, key=lambda name: files[name] not in ('val', 'test'))
+    return Source(root, {name: files[name] for name in names})
 
 
 def find_split(name: str) -> str | None:
-    """Return the split in a path such as train/a.jsonl, TinyStories-valid.txt or ptb.test.txt."""
+    """Return the split that a path names: train/a.jsonl, TinyStories-valid.txt, ptb.test.txt."""
     words = re.split('[/._-]', name.lower())[:-1]  # without the suffix
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
-def list_files(root: str) -> list[str]:
-    """List the files in a folder by name, and then those in its subfolders, without hidden ones.
-    Links are followed. OSError if a folder cannot be listed."""
-    def refuse(error: OSError) -> None:
-        raise error
-
-    names = []
-    for folder, subfolders, files in os.walk(root, onerror=refuse, followlinks=True):
-        subfolders.sort()
-        names += [os.path.relpath(os.path.join(folder, file), root) for file in sorted(files)]
-    return [name for name in names if not re.search(r'(^|/)\.', name)]
+def list_files(root: str, folder: str = '') -> list[str]:
+    """List the files in a folder below root, and then those in its subfolders, by name and without
+    hidden ones, as paths below root. Links are followed. OSError if a folder cannot be listed."""
+    names = sorted(name for name in os.listdir(os.path.join(root, folder)) if name[0] != '.')
+    paths = [os.path.join(folder, name) for name in names]
+    subfolders = [path for path in paths if os.path.isdir(os.path.join(root, path))]
+    files = [path for path in paths if path not in subfolders]
+    for subfolder in subfolders:
+        files += list_files(root, subfolder)
+    return files
 
 
 @contextmanager
 def hub() -> Iterator[Any]:
-    """Give access to the Hub. UserError for any error in the with block."""
+    """Import huggingface_hub. Any error in the with block becomes a UserError."""
     import huggingface_hub
     try:
         yield huggingface_hub
@@ -173,22 +163,22 @@ def read_parquet(path: str, column: str) -> Iterator[str | None]:
         names = table.schema_arrow.names
         check(column in names,
               f'{path} has no "{column}" column, only {", ".join(names)} (--column chooses)')
-        for batch in table.iter_batches(64, columns=[column], use_threads=False):
+        for batch in table.iter_batches(batch_size=64, columns=[column], use_threads=False):
             yield from batch.column(0).to_pylist()
 
 
 def read_jsonl(path: str, column: str) -> Iterator[str]:
     from pyarrow import input_stream
-    with input_stream(path) as stream:  # It unpacks .zst and .gz.
+    with input_stream(path) as stream:  # It decompresses .zst and .gz.
         for number, line in enumerate(io.BufferedReader(stream, 1 << 20), 1):
             if line.isspace():
                 continue
             try:
                 text = json.loads(line.decode('utf-8-sig'))[column] or ''
-                # JSON can spell half a surrogate pair, which is not text and becomes "?".
+                # JSON can hold half of a surrogate pair, which is not text: replace it by "?".
                 text = text.encode('utf-8', 'replace').decode()
             except UnicodeDecodeError as error:
-                refuse_encoding(f'{path}, line {number}', error)
+                tokenizers.refuse_encoding(f'{path}, line {number}', error)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 fail(f'{path}, line {number}: expected {{"{column}": "..."}} on each line '
                      f'(--column names another field), not {line[:60]!r} ({error})')
@@ -196,14 +186,15 @@ def read_jsonl(path: str, column: str) -> Iterator[str]:
 
 
 def read_documents(path: str, column: str) -> Iterator[str]:
-    """Yield the documents of a file, whole: its rows, or all of a text. UserError if it is
-    damaged."""
+    """Yield the documents of a file that are not empty: its rows, or a whole text. UserError if it
+    is damaged."""
     import pyarrow
-    texts: Iterable[str | None] = read_jsonl(path, column)
     if path.lower().endswith('.parquet'):
         texts = read_parquet(path, column)
-    elif not path.lower().endswith(ROWS):
-        texts = [read_text(path)]
+    elif path.lower().endswith(ROWS):
+        texts = read_jsonl(path, column)
+    else:
+        texts = [tokenizers.read_text(path)]
     try:
         yield from filter(None, texts)
     except (pyarrow.ArrowException, OSError) as error:
@@ -211,46 +202,49 @@ def read_documents(path: str, column: str) -> Iterator[str]:
 
 
 def text_documents(path: str) -> Iterator[str]:
-    """Yield the documents of a file or folder, whole, as train.py --text reads them. UserError."""
+    """Yield the documents of a file or folder, as train.py --text reads them. UserError."""
     source = find_source(os.path.abspath(path))
     for file in source.files:
         yield from read_documents(source.path(file), 'text')
 
 
 def read_parts(o: PrepareConfig, source: Source) -> Iterator[tuple[str, str, bool]]:
-    """Yield all documents as (split, text, whether it begins a document); a text file is read in
-    blocks. A file that is named after val or test belongs to it. Of all others, a row is a
-    document, whose hash decides the split, and the end of a text file is held out."""
-    own_files = {'val', 'test'}.intersection(source.files.values())  # splits with their own files
+    """Yield (split, text, whether it begins a document) for each document, or each block of a text
+    file. A file that is named after val or test belongs to that split. The others are divided:
+    rows by their hash, a text file by position."""
+    separate = {'val', 'test'}.intersection(source.files.values())  # splits with files of their own
+    others = [split for split in SPLITS if split not in separate]
     for file, named in source.files.items():
-        splits = [split for split in SPLITS if split not in own_files]
-        splits = [named] if named in own_files else splits
+        splits = [named] if named in separate else others
         path = source.path(file)
         if o.input == 'builtin' or path.lower().endswith(ROWS):
             for text in read_documents(path, o.column):
                 split = split_by_hash(text, o.held_out)
-                yield split if split in splits else splits[0], text, True
+                yield (split if split in splits else splits[0]), text, True
         else:
             for split, begin, end in cut_text(path, splits, o.held_out):
-                for n, text in enumerate(read_blocks(path, begin, end)):
+                for n, text in enumerate(tokenizers.read_blocks(path, begin, end)):
                     yield split, text, n == 0
 
 
 def split_by_hash(text: str, held_out: float) -> str:
     """Choose the split of a document by a hash of its text. Val and test each get the fraction
     `held_out` of all documents."""
-    x = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64
-    return 'test' if x < held_out else 'val' if x < 2 * held_out else 'train'
+    x = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2 ** 64  # 0 to 1
+    if x < held_out:
+        return 'test'
+    return 'val' if x < 2 * held_out else 'train'
 
 
 def cut_text(path: str, splits: list[str], held_out: float) -> Iterator[tuple[str, int, int]]:
-    """Yield (split, first byte, end) of the parts of a text file, the last one first. All but the
-    first have the fraction `held_out` of it. Cuts are at a space or line end, if one is near."""
+    """Cut a text file into parts for these splits, in this order. Yield (split, first byte, end)
+    from the last part to the first. Each but the first is the fraction `held_out` of the file."""
     end = size = os.path.getsize(path)
     with open(path, 'rb') as file:
         for n, split in enumerate(reversed(splits[1:]), 1):
             begin = file.seek(size - n * round(held_out * size))
-            text = file.read(BLOCK)
+            # Begin at a space or line end, or else with a whole UTF-8 character
+            text = file.read(tokenizers.BLOCK)
             cut = re.search(rb'[ \n]', text) or re.search(rb'[^\x80-\xbf]|\Z', text)
             begin = min(end, begin + cut.start())
             yield split, begin, end
@@ -261,41 +255,44 @@ def cut_text(path: str, splits: list[str], held_out: float) -> Iterator[tuple[st
 # Tokens and shards
 
 def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
-    """Load or train the tokenizer that the options name. A SentencePiece model is put into the
-    folder: Llama's, the user's, or the trained one."""
-    path = model = os.path.join(folder, MODEL_FILE)
+    """Load or train the tokenizer that the options name. If it is a SentencePiece model, its file
+    is written to the folder. UserError."""
+    path = model = os.path.join(folder, tokenizers.MODEL_FILE)
     if o.tokenizer == 'llama':
         with hub() as hf:
             path = hf.HfApi().hf_hub_download(*LLAMA)
-    elif pieces := re.fullmatch(r'bpe(\d+)', o.tokenizer):
-        train_bpe(model, int(pieces[1]), sample_train(o, source))
+    elif match := re.fullmatch(r'bpe(\d+)', o.tokenizer):
+        tokenizers.train_bpe(model, int(match[1]), sample_train(o, source))
     elif o.tokenizer not in ('gpt2', 'byte'):
         path = o.tokenizer
         check(os.path.isfile(path),
               f'tokenizer={path}: no such file, and none of llama, gpt2, byte, bpe2048')
-    tokenizer = make_tokenizer(o.tokenizer, path)
+    tokenizer = tokenizers.make_tokenizer(o.tokenizer, path)
     if path != model:
         shutil.copyfile(path, model)
     return tokenizer
 
 
 def sample_train(o: PrepareConfig, source: Source) -> list[str]:
-    """Read about BPE_TEXT bytes of the train split, evenly spaced through it."""
+    """Return every n-th text of the train split, about BPE_TEXT bytes in all. The split is read
+    twice: once for its size."""
     def train_texts() -> Iterator[str]:
         size = 0  # bytes
         for split, text, _ in read_parts(o, source):
             if split == 'train':
                 yield text
                 size += len(text.encode())
-                if size > 4 * o.tokens:  # enough: a token has some four bytes
+                if size > 4 * o.tokens:  # A token has some four bytes: train will be full.
                     return
+
     print(f'Reading {o.input} for the tokenizer {o.tokenizer}', flush=True)
     total = sum(len(text.encode()) for text in train_texts())
-    return list(islice(train_texts(), 0, None, max(1, math.ceil(total / BPE_TEXT))))
+    n = max(1, math.ceil(total / BPE_TEXT))
+    return list(islice(train_texts(), 0, None, n))
 
 
 class Writer:
-    """Write the shards of a data folder: several for train, one each for val and test."""
+    """Append token ids to the shards of a data folder: several for train, one for val and test."""
     def __init__(self, folder: str, vocab_size: int):
         self.folder = folder
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
@@ -309,30 +306,34 @@ class Writer:
             if not shards or shards[-1]['tokens'] == limit:
                 name = f'train_{len(shards):05d}.bin' if split == 'train' else f'{split}.bin'
                 shards.append({'file': name, 'tokens': 0})
-            new, ids = np.split(ids, [limit - shards[-1]['tokens']])
+            space = limit - shards[-1]['tokens']
             with open(os.path.join(self.folder, shards[-1]['file']), 'ab') as file:
-                file.write(new.astype(self.dtype).tobytes())
-            shards[-1]['tokens'] += len(new)
+                file.write(ids[:space].astype(self.dtype).tobytes())
+            shards[-1]['tokens'] += len(ids[:space])
+            ids = ids[space:]
 
 
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -> bool:
-    """Write the tokens of all documents, until the train split is full. Return whether the
-    tokenizer spells the text: one part of each batch is compared."""
+    """Write the tokens of all documents, until the train split is full. Return whether decoding
+    gives the text back: the first part of each batch is decoded."""
     def encode(part: tuple[str, str, bool]) -> np.ndarray:
         _, text, begins = part
-        return np.array([tokenizer.bos] * begins + tokenizer.encode(text, begins), np.uint32)
+        bos = [tokenizer.bos] if begins else []
+        return np.array(bos + tokenizer.encode(text, begins), np.uint32)
 
     parts = read_parts(o, source)
-    train, lossless = writer.splits['train'], True
+    train = writer.splits['train']
+    lossless = True
     with (ThreadPoolExecutor() as pool,
           tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar):
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
             encoded = list(pool.map(encode, batch))
             _, text, begins = batch[0]
-            lossless &= keeps_text(tokenizer, encoded[0][begins:].tolist(), text)
+            without_bos = encoded[0][1:] if begins else encoded[0]
+            lossless &= tokenizers.keeps_text(tokenizer, without_bos.tolist(), text)
             for (split, *_), ids in zip(batch, encoded, strict=True):
-                room = o.tokens - train['tokens'] if split == 'train' else None
-                writer.append(split, ids[:room])
+                limit = o.tokens - train['tokens'] if split == 'train' else None
+                writer.append(split, ids[:limit])
                 bar.update(len(ids))
     return lossless
 
@@ -366,15 +367,14 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     """Write tokenizer, shards and meta.json to an empty folder. UserError, OSError."""
     source = find_source(o.input)
     for split in SPLITS:
-        files = [file for file, named in source.files.items() if named == split]
-        if files:
-            share = f'{len(files)} of {len(source.files)} files'
-            print(f'{split}: {share}, first {files[0]}', flush=True)
+        if files := [file for file, named in source.files.items() if named == split]:
+            print(f'{split}: {len(files)} of {len(source.files)} files, first {files[0]}',
+                  flush=True)
 
     tokenizer = find_tokenizer(o, source, folder)
     writer = Writer(folder, tokenizer.vocab_size)
     lossless = tokenize(o, source, tokenizer, writer)
-    sizes = {split: content['tokens'] for split, content in writer.splits.items()}
+    sizes = {split: writer.splits[split]['tokens'] for split in SPLITS}
     empty = [split for split, size in sizes.items() if not size]
     check('train' not in empty and not (empty and o.held_out),
           f'{o.input} holds too little text for {", ".join(empty)}: give more, or '
@@ -399,12 +399,12 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
 
 def find_data(folder: str, text: str | None = None, tokenizer: str | None = None,
               checkpoint: dict[str, Any] | None = None) -> str:
-    """Return the data folder: `folder`, or that of a user's text. The folder of a text, and
-    data/builtin, are made on first use. If training starts from the weights of `checkpoint`, its
-    tokenizer is the default for a text. UserError, OSError."""
+    """Return the data folder: `folder`, or that of a user's `text`. That of a text, and
+    data/builtin, are made on first use. The default tokenizer of a text is that of `checkpoint`,
+    from which training starts, or else chosen by size. UserError, OSError."""
     if text:
         if checkpoint and not tokenizer:
-            saved = tokenizer_of(checkpoint)
+            saved = tokenizers.tokenizer_of(checkpoint)
             tokenizer = saved.path or saved.name
         return prepare_text(text, tokenizer)
     builtin = os.path.normpath(folder) == os.path.join('data', 'builtin')
@@ -434,7 +434,7 @@ def prepare_text(path: str, tokenizer: str | None) -> str:
           flush=True)
     try:
         prepare(o)
-    except UnsuitedVocabulary as error:
+    except tokenizers.UnsuitedVocabulary as error:
         if tokenizer:
             raise
         print(f'The default {error}; it gets one token a byte', flush=True)

@@ -6,8 +6,8 @@ Reproduce the paper's table on recursion (its appendix): regression on Gaussian-
     python synthetic_gp.py --kernels=rbf,matern --models=Gated,CEM-T3,CEM-T16
 
 The paper gives sizes and results but not the protocol. The defaults here are the protocol whose
-table is nearest to the paper's. It evaluates the epoch with the lowest test error, so its test RMSE
-is too low as an estimate of the error at new points; --checkpoint=last evaluates the last step.
+table is nearest to the paper's. It evaluates each model after the epoch with its lowest test error,
+so that its test RMSE underestimates the error at new points; --checkpoint=last takes the last step.
 
 A row of the table is one model trained on one kernel, R times: every repeat has its own sample and
 initial weights. The repeats train together: weights and batches have a leading dimension R, and the
@@ -39,22 +39,22 @@ from nanocem.files import table, write_atomic
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
-JITTER = 1e-6  # on the kernel's diagonal: noise of std 0.001, far below every RMSE of the table
+JITTER = 1e-6  # added to the kernel's diagonal: noise of std 0.001, far below every RMSE here
 
 COLUMNS = ('train_rmse', 'train_std', 'test_rmse', 'test_std')
 Row = list[float]  # one number for each of COLUMNS
-Key = tuple[str, str]  # kernel and model
+Key = tuple[str, str]  # the kernel and the model of a row
 
 
-# Kernels: a (N, inputs), b (M, inputs) -> (N, M), ones on the diagonal
+# Kernels: a (N, inputs), b (M, inputs) -> (N, M). A point's kernel with itself is 1
 
 def sq_dist(a: Tensor, b: Tensor) -> Tensor:
     return (a.square().sum(1)[:, None] + b.square().sum(1) - 2 * a @ b.T).clamp_(min=0)
 
 
 def correlation(sq: Tensor, nu: float) -> Tensor:
-    """Return Matern's correlation at squared distances in units of the squared lengthscale. nu is
-    1/2, 3/2 or infinity, which is RBF."""
+    """Return Matern's correlation at the squared distances `sq`, in units of the lengthscale
+    squared. nu is 1/2, 3/2 or infinity, which is RBF."""
     if nu == math.inf:
         return torch.exp(-0.5 * sq)
     r = (2 * nu * sq).sqrt()
@@ -67,9 +67,9 @@ def matern(a: Tensor, b: Tensor, lengthscale: float, nu: float = math.inf) -> Te
 
 
 def periodic(a: Tensor, b: Tensor, lengthscale: float, period: float) -> Tensor:
-    """Return prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2). With the sine of the
-    whole distance |a - b| it would not be positive definite. On a circle for each coordinate, two
-    points have the squared distance 4 sin^2, so this is RBF between points on circles."""
+    """Return prod_d exp(-2 sin^2(pi (a_d - b_d) / period) / lengthscale^2), which is RBF after each
+    coordinate is mapped to a unit circle: there the squared distance is 4 sin^2. With the sine of
+    |a - b| in place of the product, the kernel would not be positive definite."""
     def on_circles(x: Tensor) -> Tensor:
         angles = 2 * math.pi / period * x
         return torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -83,9 +83,9 @@ def rational_quadratic(a: Tensor, b: Tensor, lengthscale: float, alpha: float) -
 
 def non_stationary(a: Tensor, b: Tensor, lengthscale: float, slope: float,
                    nu: float = math.inf) -> Tensor:
-    """Return Matern's kernel with a lengthscale l(x) = lengthscale exp(slope x_1) at each point
-    (Paciorek and Schervish 2004): (l(a) l(b) / s)^(inputs / 2) times Matern's at |a - b|^2 / s,
-    s = (l(a)^2 + l(b)^2) / 2. Without nu it is Gibbs's (Rasmussen and Williams 2006, Eq. 4.32)."""
+    """Return Matern's kernel with a lengthscale l(x) = lengthscale exp(slope x_1) at each point:
+    (l(a) l(b) / s)^(inputs / 2) correlation(|a - b|^2 / s, nu), s = (l(a)^2 + l(b)^2) / 2 (Paciorek
+    and Schervish 2004). Without nu it is Gibbs's (Rasmussen and Williams 2006, Eq. 4.32)."""
     la = lengthscale * torch.exp(slope * a[:, :1])
     lb = lengthscale * torch.exp(slope * b[:, 0])
     s = (la ** 2 + lb ** 2) / 2  # (N, M)
@@ -108,7 +108,7 @@ MODELS = ('Plain', 'Gated', 'CEM-T1', 'CEM-T2', 'CEM-T4', 'CEM-T8')
 @dataclass
 class GPConfig:
     """What to run. The defaults are the protocol that was inferred from the paper's table."""
-    kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)  # to sample from
+    kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)  # of the Gaussian processes
     models: tuple[str, ...] = MODELS  # Plain, Gated, or CEM-T and the number of its steps
     repeats: int = 5  # R; each has its own sample and initial weights
     seed: int = 0  # for samples, initial weights and the order of batches
@@ -122,9 +122,9 @@ class GPConfig:
     out_dir: str = 'out/gp'  # folder for tables and figures
 
     def __post_init__(self) -> None:
-        in_range(self, 2, 10**6, 'repeats')  # one has no standard deviation
+        in_range(self, 2, 10**6, 'repeats')  # One repeat has no standard deviation.
         in_range(self, 1, 10**6, 'steps jobs batch_size')
-        in_range(self, 1, 20_000, 'points test_points')  # the kernel's matrix must fit in memory
+        in_range(self, 1, 20_000, 'points test_points')  # The kernel matrix must fit in memory.
         check(self.batch_size <= self.points, f'points={self.points} are fewer than batch_size='
               f'{self.batch_size}: give more points or a smaller batch_size')
         for model in self.models:
@@ -140,8 +140,9 @@ def generator(cfg: GPConfig, repeat: int, purpose: str) -> torch.Generator:
 
 
 def sample_gp(cfg: GPConfig, kernel: str, repeats: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Sample f = L z at training and test points, where L L^T is their kernel matrix. Returns
-    inputs (R, N, 10) and values (R, N, 1). A repeat has the same inputs and z for every kernel."""
+    """Sample f = L z at training and test points; L L^T is their kernel matrix, z is standard
+    normal. Return inputs (R, N, 10) and values (R, N, 1), the training points first. A repeat has
+    the same inputs and z for every kernel."""
     N = cfg.points + cfg.test_points
     xs, ys = [], []
     for repeat in repeats:
@@ -149,7 +150,7 @@ def sample_gp(cfg: GPConfig, kernel: str, repeats: Sequence[int]) -> tuple[np.nd
         x = 2 * torch.rand(N, INPUTS, generator=g, dtype=torch.float64) - 1
         z = torch.randn(N, 1, generator=g, dtype=torch.float64)
         _, function, parameters = KERNELS[kernel]
-        K = function(x, x, *parameters)
+        K = function(x, x, *parameters)  # (N, N)
         K.diagonal().add_(JITTER)
         xs.append(x.float().numpy())
         ys.append((torch.linalg.cholesky(K) @ z).float().numpy())
@@ -171,8 +172,8 @@ def init(cfg: GPConfig, model: str, repeats: Sequence[int]) -> dict[str, Tensor]
         g = generator(cfg, repeat, 'weights')
         w = {'ln_gain': torch.ones(1, D), 'ln_bias': torch.zeros(1, D)}
         for name, (n_out, n_in) in {'in': (D, INPUTS), 'out': (1, D), **block}.items():
-            bound = n_in ** -0.5  # nn.Linear's weights and biases are uniform in +-bound
-            if name in ('W', 'V'):  # CEM's are normal, N(0, 1/D)
+            bound = n_in ** -0.5  # As in nn.Linear, weights and biases are uniform in +-bound.
+            if name in ('W', 'V'):  # CEM's weights are normal, N(0, 1/D), and have no bias.
                 w[name] = bound * torch.randn(n_out, n_in, generator=g)
             else:
                 w[name] = bound * (2 * torch.rand(n_out, n_in, generator=g) - 1)
@@ -194,10 +195,11 @@ def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
 
 def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
     """Predict values (R, N, 1) at inputs (R, N, 10): Linear, LayerNorm, a residual block, Linear.
-    The block's weights tell which model it is; T is for CEM alone. The residual stream is the
-    normed h, as in Algorithm 1; unlike there, a step has no norm and no P, and its size is 1."""
+    The names of the weights tell which model it is; T is for CEM alone. As in Algorithm 1, CEM's
+    steps start from the normed h; unlike there, they have no norm, P = I and eta = 1."""
     def linear(name: str, x: Tensor) -> Tensor:
         return torch.baddbmm(w[name + '_bias'], x, w[name].mT)
+
     h = torch.addcmul(w['ln_bias'], F.layer_norm(linear('in', x), (D,)), w['ln_gain'])
     if 'fc' in w:
         h = h + linear('proj', F.silu(linear('fc', h)))
@@ -209,25 +211,25 @@ def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
 
 
 def sizes(model: str) -> tuple[int, int]:
-    """Return a model's number of parameters and its FLOPs as fvcore counts them: one for a
-    multiply-add, five for an element of the LayerNorm, none for the rest."""
+    """Return a model's parameters and FLOPs, counted as by fvcore: one for a multiply-add, five for
+    an element of the LayerNorm, none for the rest."""
     w = init(GPConfig(), model, [0])
     with FlopCounterMode(display=False) as counter:
         forward(w, torch.zeros(1, FLOP_ROWS, INPUTS), steps_of(model))
     parameters = sum(p.numel() for p in w.values())
-    return parameters, counter.get_total_flops() // 2 + 5 * FLOP_ROWS * D
+    return parameters, counter.get_total_flops() // 2 + 5 * FLOP_ROWS * D  # torch counts two
 
 
 def train(cfg: GPConfig, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
           repeats: Sequence[int]) -> dict[str, Tensor]:
     """Train the weights w of all repeats in place, by AdamW with the settings of the paper's Table
-    2. Returns each repeat's weights after its epoch with the lowest test error."""
+    2. x (R, N, 10), y (R, N, 1). Return the weights after each repeat's epoch of lowest error."""
     optimizer = torch.optim.AdamW(w.values(), cfg.learning_rate, betas=(0.9, 0.95), eps=1e-9,
                                   weight_decay=0.1, fused=True)
     generators = [generator(cfg, repeat, 'batches') for repeat in repeats]
-    batches = cfg.points // cfg.batch_size  # per epoch
-    best = torch.full((len(repeats),), math.inf)
-    # A repeat whose error is never finite has no best epoch: its weights stay NaN.
+    batches = cfg.points // cfg.batch_size  # in each epoch
+    best = torch.full((len(repeats),), math.inf)  # test RMSE
+    # A repeat whose error is never finite has no best epoch: these weights stay NaN.
     best_w = {name: torch.full_like(p, math.nan, requires_grad=False) for name, p in w.items()}
     for step in range(cfg.steps):
         i = step % batches
@@ -244,7 +246,6 @@ def train(cfg: GPConfig, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
         for p in w.values():
             p.grad *= (1 / norms).clamp(max=1)[:, None, None]
         optimizer.step()
-
         if i == batches - 1 or step == cfg.steps - 1:  # the epoch's end
             test_rmse = rmse(w, x[:, cfg.points:], y[:, cfg.points:], T)  # (R,)
             better = test_rmse < best
@@ -261,7 +262,7 @@ def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> Tensor:
 
 
 def train_row(cfg: GPConfig, key: Key, data: tuple[np.ndarray, np.ndarray]) -> Row:
-    """Train a model on a kernel's samples. Returns its row of the table."""
+    """Train a model on a kernel's samples, and return its row of the table."""
     _, model = key
     x, y = map(torch.from_numpy, data)
     T = steps_of(model)
@@ -275,8 +276,8 @@ def train_row(cfg: GPConfig, key: Key, data: tuple[np.ndarray, np.ndarray]) -> R
 
 
 def run_table(cfg: GPConfig) -> dict[Key, Row]:
-    """Train all models on all kernels in cfg.jobs processes of one thread each: products this
-    small would only wait for more."""
+    """Train all models on all kernels in cfg.jobs processes. Each has one thread: matrices this
+    small gain nothing from more."""
     keys = [(kernel, model) for kernel in cfg.kernels for model in cfg.models]
     with ProcessPoolExecutor(cfg.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
         samples = pool.map(partial(sample_gp, cfg, repeats=range(cfg.repeats)), cfg.kernels)
@@ -286,17 +287,17 @@ def run_table(cfg: GPConfig) -> dict[Key, Row]:
 
 
 def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
-    """Plot each model's RMSE beside the paper's: a column for each kernel, train above test."""
+    """Plot each model's RMSE and the paper's: a column for each kernel, train above test."""
     columns = len(cfg.kernels)
     fig, axes = plt.subplots(2, columns, figsize=(3.2 * columns, 6), squeeze=False)
-    for (line, column), ax in np.ndenumerate(axes):
+    for (panel_row, column), ax in np.ndenumerate(axes):
         kernel = cfg.kernels[column]
         for source, label, style in ((rows, 'ours', 'o-'), (paper, 'paper', 's:')):
             models = [m for m in cfg.models if (kernel, m) in source]
-            mean = [source[kernel, m][2 * line] for m in models]
-            std = [source[kernel, m][2 * line + 1] for m in models]
+            mean = [source[kernel, m][2 * panel_row] for m in models]
+            std = [source[kernel, m][2 * panel_row + 1] for m in models]
             ax.errorbar(models, mean, std, fmt=style, capsize=3, label=label)
-        ax.set_title(f'{KERNELS[kernel][0]}, {("train", "test")[line]} RMSE')
+        ax.set_title(f'{KERNELS[kernel][0]}, {("train", "test")[panel_row]} RMSE')
         ax.tick_params(axis='x', rotation=45)
     axes[0, 0].legend()
     fig.tight_layout()
@@ -304,27 +305,26 @@ def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path
 
 
 def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
-    """Print the table, and write it as Markdown, CSV and a figure under names with this suffix."""
+    """Print the table. Write it as Markdown, CSV and a figure, whose names have this suffix."""
     with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
         paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
                  for line in csv.DictReader(file)}
     lines = []
     header = ['model', 'parameters', 'flops', 'kernel', *COLUMNS, *('paper_' + x for x in COLUMNS)]
     csv_text = ','.join(header) + '\n'
-    distances = []  # of each row, in the paper's standard deviations: train or test, the larger
+    deviations = []  # from the paper's RMSE, in its std: the larger of train and test
     for (kernel, model), ours in rows.items():
         title = KERNELS[kernel][0]
         parameters, flops = sizes(model)
         theirs = paper.get((kernel, model))
         rmses = [f'{row[i]:.4f} ± {row[i + 1]:.4f}' if row else '-'
-                 for i in (0, 2) for row in (ours, theirs)]
+                 for i in (0, 2) for row in (ours, theirs)]  # train, then test
         off = '-'
         if theirs:
             train_off, test_off = ((ours[i] - theirs[i]) / theirs[i + 1] for i in (0, 2))
-            distances.append(max(abs(train_off), abs(test_off)))
+            deviations.append(max(abs(train_off), abs(test_off)))
             off = f'{train_off:+.1f}, {test_off:+.1f}'
-        size = f'{parameters / 1e3:.2f}K', f'{flops / 1e6:.2f}M'
-        lines.append([model, *size, title, *rmses, off])
+        lines.append([model, f'{parameters / 1e3:.2f}K', f'{flops / 1e6:.2f}M', title, *rmses, off])
         numbers = [*(f'{x:.6f}' for x in ours), *map(str, theirs or [''] * 4)]
         csv_text += f'{model},{parameters},{flops},{title},{",".join(numbers)}\n'
 
@@ -333,14 +333,14 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
     text = f'Mean ± std over repeats: {options}.\n\n'
     text += table(['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE',
                    'paper', "off by (paper's std)"], lines)
-    within = [sum(distance <= limit for distance in distances) for limit in (1, 2)]
+    within = [sum(deviation <= limit for deviation in deviations) for limit in (1, 2)]
     text += ("\n\n- Train and test RMSE both within one of the paper's std: "
-             f'{within[0]} of {len(distances)} rows; within two: {within[1]}.')
+             f'{within[0]} of {len(deviations)} rows; within two: {within[1]}.')
     print(text, flush=True)
     write_atomic(f'{cfg.out_dir}/table{suffix}.md', f'{text}\n'.encode())
     write_atomic(f'{cfg.out_dir}/table{suffix}.csv', csv_text.encode())
     draw_figure(cfg, rows, paper, f'{cfg.out_dir}/figure{suffix}.png')
-    print(f'Written to {cfg.out_dir}: table{suffix}.md, and beside it CSV and figure', flush=True)
+    print(f'Written to {cfg.out_dir}: table{suffix}.md, and its CSV and figure', flush=True)
 
 
 @command_line
@@ -348,7 +348,7 @@ def main(argv: list[str]) -> None:
     given = read_options(argv, GPConfig)
     cfg = build(GPConfig, given)
     os.makedirs(cfg.out_dir, exist_ok=True)
-    # Options are part of the file names, so that no other table replaces the full one.
+    # File names contain the given options, so that no other table replaces the full one
     suffix = ''.join(f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
                      for name, value in given.items() if name not in ('jobs', 'out_dir'))
     write_table(cfg, run_table(cfg), suffix)

@@ -17,9 +17,9 @@ from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
-CODE = ('model.py', 'configurator.py', 'energy.py', 'nanocem/loss.py',  # copied by export
+CODE = ('model.py', 'configurator.py', 'energy.py', 'nanocem/loss.py',  # what exports contain
         'nanocem/attention.py', 'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
-LLAMA_NAMES = {  # our weights, and those of LlamaForCausalLM. W_O and W_d are transposed there
+LLAMA_NAMES = {  # of our weights in LlamaForCausalLM, where W_O and W_d are transposed
     'embedding': 'model.embed_tokens', 'norm.gain': 'model.norm', 'head': 'lm_head',
     'attn.norm.gain': 'input_layernorm', 'attn.W_Q': 'self_attn.q_proj',
     'attn.W_K': 'self_attn.k_proj', 'attn.W_V': 'self_attn.v_proj', 'attn.W_O': 'self_attn.o_proj',
@@ -55,7 +55,7 @@ def is_plain_llama(cfg: ModelConfig) -> bool:
 
 
 def exported_name(name: str, cfg: ModelConfig) -> str:
-    """Return the name that one of our weights has in an export."""
+    """Return the name in an export of one of our weights."""
     if not is_plain_llama(cfg):
         return f'model.{name}'
     layer = ''
@@ -66,20 +66,20 @@ def exported_name(name: str, cfg: ModelConfig) -> str:
 
 
 def convert(name: str, w: Tensor, cfg: ModelConfig) -> Tensor:
-    """Convert one of our weights to the form that it has in an export, or back."""
+    """Transpose one of our weights, or one of an export, if exports store it transposed."""
     transposed = is_plain_llama(cfg) and name.endswith(('W_O', 'W_d'))
     return w.T.contiguous() if transposed else w
 
 
 def export(model: Transformer, folder: str, state: dict[str, Any],
            dtype: torch.dtype = torch.float32) -> None:
-    """Write the model to a new or empty folder that transformers loads. A Llama with RoPE becomes a
+    """Write the model to a new or empty folder that transformers loads. A plain Llama becomes a
     LlamaForCausalLM. `state`, its checkpoint, names the tokenizer and data. UserError, OSError."""
     path = Path(folder)
     check(not path.exists() or not any(path.iterdir()),
           f'export={folder} is not empty: delete it, or give a new folder')
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Write the folder under another name and rename it: it appears whole or not at all
+    # Write the folder elsewhere and rename it: it appears whole or not at all
     with tempfile.TemporaryDirectory(prefix='.export-', dir=path.parent) as temporary:
         new = Path(temporary, 'new')
         new.mkdir()
@@ -90,15 +90,15 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
     """Write all files of an export."""
     cfg = model.cfg
-    # Write the weights. named_parameters lists a matrix that a tie shares once
+    # Write the weights. named_parameters lists a tied matrix once, by its first name
     weights = {exported_name(name, cfg): convert(name, w.detach().to(dtype), cfg)
                for name, w in model.named_parameters()}
     (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
-    # Write the tokenizer. Its BOS ends a document, too
+    # Write the tokenizer. BOS is EOS, too: generation stops where the next document would begin
     tokenizer = tokenizer_of(state)
     write_tokenizer(path, tokenizer, cfg.context_length)
     ids = dict.fromkeys(['bos_token_id', 'eos_token_id', 'pad_token_id'], tokenizer.bos)
-    # Describe the model, and copy the code that transformers lacks
+    # Describe the model in config.json. If transformers does not know it, copy our code
     plain = is_plain_llama(cfg)
     if plain:
         config: dict[str, Any] = dict(
@@ -110,7 +110,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
             nanocem=vars(cfg))
     else:
         for source in CODE:
-            # Make the imports of our files relative: transformers copies no other files
+            # Make imports of our files relative: transformers copies only files imported this way
             code = (ROOT / source).read_text(encoding='utf-8')
             code = code.replace('from nanocem import', 'from . import')
             code = code.replace('from nanocem.', 'from .')
@@ -124,7 +124,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     write_json(path / 'config.json', **config, **ids, run=run,
                dtype=str(dtype).removeprefix('torch.'))
     write_json(path / 'generation_config.json', use_cache=plain, **ids)
-    # Say how the folder is used
+    # Write a README.md that says how the folder is used
     call = 'tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)'
     if not (path / 'tokenizer.json').exists():
         call = '# this folder has no tokenizer for transformers'
@@ -134,11 +134,11 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
 
 
 def read_export(folder: str) -> dict[str, Any]:
-    """Read an export, or what transformers saved of it, into a checkpoint with weights in float32.
-    UserError for weights that config.json does not describe."""
+    """Read an export, or what transformers' save_pretrained made of it, as a checkpoint. Its
+    weights are in float32. UserError if config.json does not describe the weights."""
     config = read_json(f'{folder}/config.json', 'export the model again') or {}
     cfg = build(ModelConfig, config.get('nanocem', config))
-    # The file has a matrix that a tie shares once, by its first name
+    # Find each parameter's name in the file, which has a tied matrix once, by its first name
     with torch.device('meta'):
         model = Transformer(cfg)
     exported = {w: exported_name(name, cfg) for name, w in model.named_parameters()}
@@ -158,14 +158,14 @@ def write_json(path: Path, **values: Any) -> None:
 
 # Tokenizers
 
-# Texts on which tokenizers differ if they differ at all
-PROBE = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍',
-         '\0\x7f\u00a0\u3000', '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
+# Texts on which tokenizers are likely to differ
+PROBES = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍',
+          '\0\x7f\u00a0\u3000', '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
 
 
 def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> None:
-    """Write a SentencePiece model as tokenizer.model, which our scripts read, and for transformers
-    tokenizer.json, if that was seen to give the same ids. Print a line if it is not written."""
+    """Write a SentencePiece model as tokenizer.model, which our scripts read. Write tokenizer.json
+    for transformers if it gives the same ids on a set of texts; print a line if not."""
     if tokenizer.path:
         shutil.copyfile(tokenizer.path, path / MODEL_FILE)
     converted = convert_tokenizer(tokenizer) if find_spec('tokenizers') else None
@@ -182,17 +182,17 @@ def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> None:
 
 
 def same_ids(tokenizer: Any, converted: Any) -> bool:
-    """Return whether a converted tokenizer gives the same ids on hostile texts and all pieces."""
+    """Return whether a converted tokenizer gives the same ids on PROBES and on all pieces."""
     converted.encode_special_tokens = True
     pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
-    texts = [*PROBE, ''.join(pieces), ' '.join(reversed(pieces))]
+    texts = [*PROBES, ''.join(pieces), ' '.join(reversed(pieces))]
     return all(converted.encode(text).ids == [tokenizer.bos, *tokenizer.encode(text)]
                for text in texts)
 
 
 def convert_tokenizer(tokenizer: Any) -> Any:
-    """Convert a tokenizer to one of the package tokenizers; None for gpt2. Any SentencePiece model
-    is converted as if it were like our own or Llama's: check its ids."""
+    """Return a tokenizer as one of Hugging Face's package tokenizers; None for gpt2. Any model by
+    SentencePiece is taken for one like ours or Llama's, so that its ids must be checked."""
     from tokenizers import AddedToken, processors
     if tokenizer.name == 'gpt2':
         return None
@@ -208,10 +208,10 @@ def convert_tokenizer(tokenizer: Any) -> Any:
 
 def convert_bytes() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    # As in GPT-2 each byte is a letter: itself if it can be printed, else one from 256 on
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [i for i in range(256) if i not in printed]
-    letters = [chr(i) if i in printed else chr(256 + others.index(i)) for i in range(256)]
+    # The alphabet of GPT-2: a printable byte is its own letter, the n-th other is chr(256 + n)
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [i for i in range(256) if i not in printable]
+    letters = [chr(i) if i in printable else chr(256 + others.index(i)) for i in range(256)]
     vocabulary = {letter: i for i, letter in enumerate([*letters, '<|endoftext|>'])}
     converted = Tokenizer(models.BPE(vocabulary, [], unk_token='<|endoftext|>'))
     converted.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -223,11 +223,11 @@ def convert_sentencepiece(tokenizer: Any) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
     sp = tokenizer.model
     ids = range(tokenizer.vocab_size)
-    # Llama's model spells a space as U+2581. Ours can encode U+2581 itself, and spell it as ' '
-    like_llama = tokenizer.u2581 is None
+    # In Llama's model a space is U+2581. Here ours gets ' ', because U+2581 has ids of its own
+    like_llama = tokenizer.u2581_ids is None
     space = '\u2581' if like_llama else ' '
     pieces = [sp.id_to_piece(i).replace('\u2581', space) for i in ids]
-    # Two pieces that are a piece together are merged, those of a higher score first
+    # A merge joins two pieces whose concatenation is a piece, the one of the highest score first
     normal = [i for i in ids if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
     words = dict.fromkeys(pieces[i] for i in sorted(normal, key=sp.get_score, reverse=True))
     merges = [(word[:n], word[n:]) for word in words for n in range(1, len(word))

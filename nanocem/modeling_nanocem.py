@@ -7,12 +7,11 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+# transformers copies the files that are imported here: what has a noqa is for that alone
 from configurator import build, check
 from energy import Phi  # noqa: F401
 from model import ModelConfig, Transformer
 from nanocem.attention import choose_impl  # noqa: F401
-
-# so that transformers copies these files as well
 from nanocem.loss import cross_entropy  # noqa: F401
 from nanocem.triton_attention import attention  # noqa: F401
 
@@ -25,8 +24,8 @@ class NanocemConfig(PretrainedConfig):
         'max_position_embeddings': 'context_length'}
 
     def __init__(self, **options: Any):
-        ours = vars(build(ModelConfig, options))
-        super().__init__(**{'tie_word_embeddings': False, **options, **ours})
+        fields = vars(build(ModelConfig, options))
+        super().__init__(**{'tie_word_embeddings': False, **options, **fields})
 
 
 class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
@@ -36,14 +35,14 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NanocemConfig):
         super().__init__(config)
         self.model = Transformer(build(ModelConfig, vars(config)))
-        # Name the matrices that a tie makes one, so that transformers saves and loads it once
+        # Map each other name of a tied matrix to its first: transformers saves only the first
         first = {w: name for name, w in self.named_parameters()}
         names = [(name, first[w]) for name, w in self.named_parameters(remove_duplicate=False)]
         self._tied_weights_keys = {name: source for name, source in names if name != source}
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return the second name of each shared matrix, and its first."""
+        """Return for transformers the other names of tied matrices, and their first names."""
         return dict(self._tied_weights_keys)
 
     @classmethod
@@ -62,9 +61,9 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                 labels: Tensor | None = None, logits_to_keep: int | Tensor = 0,
                 num_items_in_batch: Any = None, **others: Any) -> CausalLMOutput:
         """Map ids (B, I) to logits (B, I, vocabulary), and with labels (B, I) to their loss, too.
-        logits_to_keep is a number of last positions, or the positions themselves. attention_mask
-        (B, I) is 0 at padding, which must be on the right: no token attends to later ones.
-        UserError for an argument that this model does not take."""
+        logits_to_keep is how many last positions get logits (0: all), or those positions.
+        attention_mask (B, I) is 0 at padding. It must be on the right, where no token attends to
+        it. UserError for an argument that this model does not take."""
         refused = [name for name, value in others.items()
                    if name != 'return_dict' and value is not None and value is not False]
         check(not refused, f'this model does not take {", ".join(refused)}')

@@ -1,5 +1,5 @@
-"""Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, trained). The
-text files that they encode are read in blocks."""
+"""Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, or one trained
+here). Text files, which are read in blocks."""
 import codecs
 import hashlib
 import io
@@ -18,8 +18,8 @@ LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
 LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
 BLOCK = 1 << 16  # A text file is read in blocks of at most this many bytes.
-# A text up to the end of a word. No token holds a word's last character and the space or line end
-# after it, so the two parts can be encoded separately. (A user's model may differ.)
+# Matches a text up to its last word that a space or line end follows. No token spans that place, so
+# the two parts can be encoded separately. (A user's model may differ.)
 WHOLE_WORDS = re.compile('.*[^\\s\u2581](?=[ \\n])', re.DOTALL)
 
 
@@ -32,14 +32,14 @@ class ByteTokenizer:
     name, vocab_size, bos, sha256, path = 'byte', 257, 256, None, None
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
-        """Encode a document or, unless it `begins` one, a later block: see read_blocks."""
+        """Encode a document, or a block of one that it `begins` or continues. Adds no BOS."""
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode('utf-8', 'replace')
 
     def token_bytes(self) -> torch.Tensor:
-        """Return how many bytes each token spells (vocab_size,): 0 for BOS and other marks."""
+        """Return how many bytes of text each token is, (vocab_size,): 0 for BOS and the like."""
         return torch.tensor([1] * 256 + [0])
 
 
@@ -76,49 +76,49 @@ class SentencePieceTokenizer:
         self.sha256 = hashlib.sha256(model).hexdigest()
         self.name = 'llama' if self.sha256 == LLAMA_SHA256 else 'sentencepiece'
         self.vocab_size = self.model.vocab_size()
-        # A model without BOS begins a document with EOS or <unk>.
-        marks = (self.model.bos_id(), self.model.eos_id(), self.model.unk_id())
-        self.bos = next(i for i in marks if i >= 0)
-        # SentencePiece writes a space as U+2581. A U+2581 in a text is encoded as its three bytes,
-        # if the model has bytes and puts no space before a text.
+        # In a model without BOS (its id is -1), EOS or <unk> takes its place.
+        special = (self.model.bos_id(), self.model.eos_id(), self.model.unk_id())
+        self.bos = next(i for i in special if i >= 0)
+        # SentencePiece writes a space as U+2581. A text's own U+2581 is encoded as its three bytes:
+        # these ids, or None if the model has no bytes or puts a space before every text.
         adds_space = self.model.encode('a', out_type=str)[0].startswith('\u2581')
         ids = [self.model.piece_to_id(f'<0x{byte:02X}>') for byte in '\u2581'.encode()]
-        self.u2581 = ids if not adds_space and all(map(self.model.is_byte, ids)) else None
+        self.u2581_ids = ids if not adds_space and all(map(self.model.is_byte, ids)) else None
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
-        if self.u2581 is not None:
-            first, *others = self.model.encode(text.split('\u2581'))
-            return first + [i for ids in others for i in (*self.u2581, *ids)]
+        if self.u2581_ids is not None:
+            ids, *parts = self.model.encode(text.split('\u2581'))
+            return ids + [i for part in parts for i in self.u2581_ids + part]
         if begins:
             return self.model.encode(text)
-        # Llama's model puts a space before every text, but not after a line end.
+        # Llama's model puts a space before every text. Put a line end there, and remove both.
         return self.model.encode('\n' + text)[len(self.model.encode('\n')):]
 
     def decode(self, ids: list[int]) -> str:
         return self.model.decode([i for i in ids if i < self.vocab_size])
 
     def token_bytes(self) -> torch.Tensor:
-        counts = []
+        counts = torch.zeros(self.vocab_size, dtype=torch.int64)
         for i in range(self.vocab_size):
-            piece = self.model.id_to_piece(i).replace('\u2581', ' ')
-            if self.model.is_control(i) or self.model.is_unknown(i):
-                piece = ''
-            counts.append(1 if self.model.is_byte(i) else len(piece.encode()))
-        return torch.tensor(counts)
+            if self.model.is_byte(i):
+                counts[i] = 1
+            elif not (self.model.is_control(i) or self.model.is_unknown(i)):
+                counts[i] = len(self.model.id_to_piece(i).replace('\u2581', ' ').encode())
+        return counts
 
 
 # Training and loading
 
 def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
-    """Train byte-pair merges on these texts and write them to `path` as a SentencePiece model. It
-    spells every text; rare characters are encoded as their bytes. No piece contains a line end.
+    """Train byte-pair encoding on these texts and write a SentencePiece model to `path`. It encodes
+    every text without loss, rare characters as their bytes. No piece contains a line end.
     UnsuitedVocabulary if the texts are too short, or have too many characters."""
     from sentencepiece import SentencePieceTrainer
     lines = [line[at:at + LINE] for text in texts for line in text.splitlines()
              for at in range(0, len(line), LINE)]
-    # Rare spaces get a piece only on demand. Without it they have the bytes of U+2581.
+    # Ask for a piece for spaces where they are rare. Without it a space becomes three bytes.
     spaces_are_rare = sum(line.count(' ') for line in lines) < sum(map(len, lines)) / 1000
-    on_demand = {'required_chars': '\u2581'} if spaces_are_rare else {}
+    required = {'required_chars': '\u2581'} if spaces_are_rare else {}
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -128,7 +128,7 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
             remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,
             character_coverage=0.9995,
             num_threads=1,  # The file stores this number, and must be the same everywhere.
-            max_sentence_length=4 * LINE, minloglevel=2, **on_demand)
+            max_sentence_length=4 * LINE, minloglevel=2, **required)
     except RuntimeError as error:
         reason = re.sub(r'.*\] | Increase.*', '', str(error))
         raise UnsuitedVocabulary(
@@ -168,14 +168,14 @@ def tokenizer_of(state: dict[str, Any]) -> Any:
 
 
 def find_llama_model(folder: str) -> str | None:
-    """Return the path of Llama's tokenizer.model: $LLAMA_TOKENIZER, or that of a data folder. None
-    if the variable is not set and the folder has another. UserError if the variable is wrong."""
-    named = os.environ.get('LLAMA_TOKENIZER')
-    path = named or os.path.join(folder, MODEL_FILE)
+    """Return the path of Llama's tokenizer.model: $LLAMA_TOKENIZER, or the file in a data folder.
+    None if it is not there. UserError if $LLAMA_TOKENIZER is another file."""
+    given = os.environ.get('LLAMA_TOKENIZER')
+    path = given or os.path.join(folder, MODEL_FILE)
     content = Path(path).read_bytes() if os.path.isfile(path) else b''
     if hashlib.sha256(content).hexdigest() == LLAMA_SHA256:
         return path
-    check(not named, f"LLAMA_TOKENIZER={named} is not Llama's tokenizer.model: expected the file "
+    check(not given, f"LLAMA_TOKENIZER={given} is not Llama's tokenizer.model: expected the file "
           f'of Llama 1 or 2, whose SHA-256 begins with {LLAMA_SHA256:.8}')
     return None
 
@@ -183,15 +183,15 @@ def find_llama_model(folder: str) -> str | None:
 # Text
 
 def keeps_text(tokenizer: Any, ids: list[int], text: str) -> bool:
-    """Return whether the ids of a text spell it. Llama's model makes a space of U+2581, and hides
-    one at the start, which does not count."""
+    """Return whether the ids of a text decode to it. Llama's model turns U+2581 into a space and
+    drops one at the start: neither counts."""
     decoded = tokenizer.decode(ids)
     return decoded.replace('\u2581', ' ').lstrip(' ') == text.replace('\u2581', ' ').lstrip(' ')
 
 
 def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
-    """Return how many bytes each token spells (vocab_size,), for bits per byte. None, and a line,
-    if the tokenizer lost text of the data folder of `meta`."""
+    """Return how many bytes of text each token is, (vocab_size,), for bits per byte. If the
+    tokenizer lost text of the data that `meta` describes, print a line and return None."""
     if meta.get('lossless', True):
         return tokenizer.token_bytes()
     print('No bits per byte: the tokenizer of this data loses text', flush=True)
@@ -199,8 +199,8 @@ def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
 
 
 def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[str]:
-    """Yield the text between two bytes of a UTF-8 file, in blocks that end with a word where they
-    can. UserError if it is not UTF-8."""
+    """Yield the text from byte `begin` to byte `end` of a UTF-8 file, in blocks that end with a
+    word if possible. UserError if it is not UTF-8."""
     end = os.path.getsize(path) if end is None else end
     with open(path, 'rb') as file:
         while begin < end:
@@ -211,8 +211,8 @@ def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[s
                 text, _ = codecs.utf_8_decode(data, 'strict', is_last)
             except UnicodeDecodeError as error:
                 refuse_encoding(path, error, begin)
-            words = None if is_last else WHOLE_WORDS.match(text)
-            text = words[0] if words else text
+            if not is_last and (words := WHOLE_WORDS.match(text)):
+                text = words[0]
             yield text
             begin += len(text.encode())
 
@@ -223,7 +223,7 @@ def read_text(path: str) -> str:
 
 
 def refuse_encoding(where: str, error: UnicodeDecodeError, begin: int = 0) -> NoReturn:
-    """Say what mends a text that is not UTF-8. Its decoding began at byte `begin`."""
+    """UserError that says how to convert a text, which was decoded from byte `begin` on."""
     fail(f'{where}: not UTF-8 at byte {begin + error.start:,} ({error.reason}). If it has another '
          'encoding, such as utf-16, cp1252 or gb18030, iconv -f ENCODING -t utf-8 converts it; if '
          'a few characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them out')

@@ -216,7 +216,7 @@ def test_perplexity_a_llama_token(
     assert math.log(float(perplexity)) == pytest.approx(expected, 1e-4)
     for wrong in 'nothere', 'text.txt':
         monkeypatch.setenv('LLAMA_TOKENIZER', wrong)
-        with pytest.raises(SystemExit, match=f"LLAMA_TOKENIZER={wrong}: not a file, or not Llama"):
+        with pytest.raises(SystemExit, match=f"LLAMA_TOKENIZER={wrong} is not Llama's"):
             evaluate.main(['--text=text.txt'])
 
 

@@ -246,7 +246,7 @@ def test_an_exported_folder_is_read_as_a_run_is(
     capfd.readouterr()
     evaluate.main([*options, '--text=text.txt', '--steps=1,2', '--attention=word'])
     page = capfd.readouterr().out
-    assert page.startswith('hub, step 2;') and 'hub, step 2; text.txt\n' in page
+    assert page.startswith("hub; 'word'\n") and 'hub, step 2; text.txt\n' in page
     assert float(cells(page)[-1][2]) == pytest.approx(loss_of(rounded()), abs=1e-4)
     assert {path.name for path in Path('out/results').iterdir()} == {'loss.png', 'attention.png'}
     assert {path.name for path in exported.iterdir()} == {'config.json', WEIGHTS_FILE}

@@ -56,6 +56,7 @@ prepare_slimpajama  --input=data                           holds no .parquet, .j
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
+prepare_slimpajama  --input=a.txt --held_out=0.5           held_out=0.5: expected 0 to 0.49
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100 --held_out=0   does not suit this text
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
