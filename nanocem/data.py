@@ -45,7 +45,7 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.m
 
 
 class TokenDataset:
-    """A split as sequences of `length` tokens. In each shard, sequence n begins at token n * length,
+    """Sequences of `length` tokens of a split. Sequence n of a shard begins at token n * length,
     its targets one token later. A resumed run needs equal `must_match`. UserError if damaged."""
     def __init__(self, folder: str, split: str, length: int):
         self.meta = read_meta(folder)
