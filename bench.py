@@ -8,8 +8,8 @@ Measure how fast Llama and CEM train, and the memory and FLOPs that they need.
 A row is printed as soon as it is measured. A step is a forward pass, a backward pass and an update
 by AdamW; tokens/s is from the median time of a step. Each step follows one of Llama's, so that
 other work on the machine slows both alike, and `/ Llama` is the median ratio of their speeds.
-Llama's own ratio tells how much the machine's speed varies. MFU is the share of the GPU's peak in
-use, and GB the peak memory. If transformers is installed, its Llama is measured as well.
+Llama's own ratio tells how much the machine's speed varies. MFU is the model's FLOPs as a share of
+the GPU's peak, and GB the peak memory. If transformers is installed, its Llama is measured as well.
 """
 import gc
 import math
@@ -31,7 +31,7 @@ from train import compile_for, keep_freed_memory
 # The config files of each model. The defaults are all-CEM, one step
 MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py']}
 PEER = 'Hugging Face Llama'
-# The table's columns, and the format of their values
+# The table's columns, and the format of the values in each
 COLUMNS = {'model': '', 'parameters': ',', 'tokens/s': ',.0f', '/ Llama': '.2f',
            'MFLOP/token': ',.1f', 'MFU': '.1%', 'GB': '.1f'}
 
@@ -40,9 +40,9 @@ COLUMNS = {'model': '', 'parameters': ',', 'tokens/s': ',.0f', '/ Llama': '.2f',
 class BenchConfig:
     """What to measure, and how often."""
     size: Literal[tuple(SIZES)] | None = None  # default: 134m on a GPU, else mini
-    vocab_size: int | None = None  # default: 32,000, or 257 at mini and below
-    context_length: int | None = None  # default: 2048 on a GPU, else 128
-    batch_size: int | None = None  # sequences a step; default: 8 on a GPU, else 32
+    vocab_size: int | None = None  # default: 257 for nano and mini, else 32,000
+    context_length: int | None = None  # tokens of a sequence; default: 2048 on a GPU, else 128
+    batch_size: int | None = None  # sequences per step; default: 8 on a GPU, else 32
     repeats: int = 10  # measured steps of each model
     device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
@@ -61,12 +61,12 @@ class BenchConfig:
 
 
 def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module | None:
-    """Make a model by its name in the table. None for Hugging Face's without transformers."""
+    """Make a model by its name in the table. None for Hugging Face's if that is not installed."""
     torch.manual_seed(0)
     if name != PEER:
         options = read_options(MODELS[name], ModelConfig)
-        shape = dict(size=cfg.size, vocab_size=cfg.vocab_size, context_length=cfg.context_length)
-        return Transformer(ModelConfig(**options, **shape)).to(cfg.device)
+        sizes = dict(size=cfg.size, vocab_size=cfg.vocab_size, context_length=cfg.context_length)
+        return Transformer(ModelConfig(**options, **sizes)).to(cfg.device)
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
@@ -104,7 +104,7 @@ def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], None]:
 
 
 def time_step(step: Callable[[], None]) -> float:
-    """Return the seconds of a step, after another that brings its data into the caches."""
+    """Return the seconds of a step. An untimed step before it brings the model into the caches."""
     step()
     start = time.perf_counter()
     step()
@@ -114,15 +114,16 @@ def time_step(step: Callable[[], None]) -> float:
 def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
     """Yield a row for each model, with the values of COLUMNS that are known."""
     on_gpu = cfg.device == 'cuda'
-    llama_flops, llama_step = 0.0, None
+    llama_flops = llama_step = None
     for name in (*MODELS, PEER):
-        gc.collect()  # free the model before this one
+        # Make the model, and take a first step, which compiles and makes AdamW's state
+        gc.collect()  # free the memory of the previous model
         memory_before = torch.cuda.memory_allocated() if on_gpu else 0
         model = make_model(cfg, name)
         if model is None:
             return
         step = make_step(cfg, model)
-        step()  # the first step compiles, and makes AdamW's state
+        step()
         row = {'model': name, 'parameters': sum(p.numel() for p in model.parameters())}
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -151,7 +152,7 @@ def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
 
 
 def describe(cfg: BenchConfig) -> str:
-    """Describe the model's size, the batch and the machine."""
+    """Describe the size, the batch, the machine and the precision in a line."""
     machine = f'CPU ({torch.backends.cpu.get_cpu_capability()}), threads: {torch.get_num_threads()}'
     if cfg.device == 'cuda':
         machine = torch.cuda.get_device_name()
@@ -168,17 +169,18 @@ def print_row(cells: Iterable[str]) -> None:
 
 @command_line
 def main(argv: list[str]) -> None:
+    # Read the options, and set up torch as train.py does
     cfg = build(BenchConfig, read_options(argv, BenchConfig))
-    keep_freed_memory()  # as train.py does
+    keep_freed_memory()
     torch._dynamo.config.recompile_limit = 64  # every model compiles the same code anew
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
+    # Measure each model, and print its row of the table
     print(f'{describe(cfg)}\n', flush=True)
     print_row(COLUMNS)
     print_row(['-' * 18, *['-' * 11] * (len(COLUMNS) - 1)])
     for row in measure(cfg):
-        print_row(format(row[name], form) if name in row else '-'
-                  for name, form in COLUMNS.items())
+        print_row(format(row[name], spec) if name in row else '-' for name, spec in COLUMNS.items())
 
 
 if __name__ == '__main__':

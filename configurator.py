@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 UNITS = {'K': 10**3, 'M': 10**6, 'B': 10**9}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}
-RIVALS = ('text', 'data'), ('tokens', 'tokens_per_param')  # two ways to set the same thing
-# Options whose values may begin with ~, the home folder
+RIVALS = ('text', 'data'), ('tokens', 'tokens_per_param')  # pairs that set the same thing
+# Options that are paths. They may begin with ~, the home folder, and must not be empty
 PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export', 'prompt_file')
 
 
@@ -60,9 +60,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
 
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Read the config files in their order, then the --key=value flags; later ones override
-    earlier ones. Options are checked against the fields of `classes`; only those given are
-    returned. UserError."""
+    """Read the config files in their order, then the --key=value flags; later ones override earlier
+    ones. Return the options given, which must be fields of `classes`. UserError."""
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     if '--help' in argv or '-h' in argv:
         print_help(classes)
@@ -93,14 +92,14 @@ def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     """Read a config file, looked up in the current folder, then beside the scripts. UserError."""
-    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
-    found = path if os.path.exists(path) else beside
+    beside_scripts = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
+    found = path if os.path.exists(path) else beside_scripts
     check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
     with open(found, encoding='utf-8-sig') as file:  # -sig: skip a byte-order mark
         tree = ast.parse(file.read(), path)
     given = {}
-    has_docstring = ast.get_docstring(tree) is not None
-    for node in tree.body[has_docstring:]:
+    statements = tree.body if ast.get_docstring(tree) is None else tree.body[1:]
+    for node in statements:
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)
@@ -115,7 +114,8 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
     `where` begins the message of a UserError."""
     if key not in hints:
         near = ', '.join(difflib.get_close_matches(key, hints, n=3))
-        fail(f'{where}{key}: no such option{near and "; near: " + near} (--help lists all)')
+        suggestion = f'; near: {near}' if near else ''
+        fail(f'{where}{key}: no such option{suggestion} (--help lists all)')
     try:
         parsed = parse_value(value, hints[key])
     except (TypeError, ValueError, OverflowError):
@@ -136,7 +136,7 @@ def parse_value(value: Any, hint: Any) -> Any:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(parse_value(item, args[0]) for item in items)
     if isinstance(value, str) and (hint is str or value in args):
-        return str(value)  # Python's own, of NumPy's text
+        return str(value)  # a plain str, also if value is NumPy's kind of str
     if hint is bool and str(value).capitalize() in ('True', 'False'):
         return str(value).capitalize() == 'True'
     if hint in (int, float):
@@ -173,26 +173,24 @@ def print_help(classes: tuple[type, ...]) -> NoReturn:
     sys.exit(0)
 
 
-# Functions that an options class calls to check itself
-
 def convert_types(options: Any) -> None:
-    """Convert every field of a dataclass to the type that it declares, as JSON can hold it.
-    UserError if that is not possible."""
+    """Convert the value of every field of a dataclass to the field's type, in place. UserError if
+    that is not possible."""
     hints = typing.get_type_hints(type(options))
     for name in hints:
         setattr(options, name, parse_option(name, getattr(options, name), hints))
 
 
 def resolve_defaults(options: Any, **defaults: Any) -> None:
-    """Set the fields that are None to these defaults."""
+    """Set the fields that are None to these defaults, in place."""
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
 
 
 def only_with(options: Any, setting: str, **values: Any) -> None:
-    """UserError unless these options have these values. `setting`, such as attn=cem, is what gives
-    other values an effect."""
+    """UserError unless these options have these values. Other values have an effect only with
+    `setting`, such as attn=cem."""
     for name, value in values.items():
         given = getattr(options, name)
         check(given == value,
@@ -208,5 +206,5 @@ def in_range(options: Any, low: float, high: float, names: str) -> None:
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:
-    """Make a `cls` from the given options; those that it does not declare are left out."""
+    """Make an instance of `cls` from those of the given options that are its fields."""
     return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})

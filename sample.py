@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, command_line, convert_types, fail, in_range, read_options
+from configurator import build, check, command_line, convert_types, in_range, read_options
 from nanocem.decode import generate
 from nanocem.runs import load_model, newest_run
 from nanocem.tokenizers import read_text, tokenizer_of
@@ -36,21 +36,20 @@ class SampleConfig:
         convert_types(self)
         in_range(self, 1, 10**6, 'tokens num_samples top_k attn_steps mlp_steps')
         in_range(self, 0, 2**63 - 1, 'seed')
-        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
-            fail(f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
+        check(self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
+              f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
 
 
 @torch.no_grad()
 def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
                 top_k: int | None, seed: int, n: int = 1) -> str:
     """Return n texts that begin with `prompt`, joined by lines of ---. UserError if the model lacks
-    a token or its logits are not finite."""
+    a token of the prompt, or its logits are not finite."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
-    if max(ids) >= model.cfg.vocab_size:
-        fail(f'the model has no token {max(ids)} of its tokenizer')
+    check(max(ids) < model.cfg.vocab_size, f'the model has no token {max(ids)} of its tokenizer')
     idx = torch.tensor([ids], device=model.embedding.device)
-    if not model(idx[:, -model.cfg.context_length:])[0].isfinite().all():
-        fail('the logits of the model are not finite: it cannot be sampled from')
+    finite = bool(model(idx[:, -model.cfg.context_length:])[0].isfinite().all())
+    check(finite, 'the logits of the model are not finite: it cannot be sampled from')
     generator = torch.Generator(idx.device).manual_seed(seed)
     idx = generate(model, idx.expand(n, -1), tokens, temperature, top_k, generator)
     return '\n---\n'.join(tokenizer.decode(row.tolist()) for row in idx)
@@ -58,13 +57,16 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
 
 @command_line
 def main(argv: list[str]) -> None:
+    # Read the options and the prompt
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt_file:
         cfg.prompt = read_text(cfg.prompt_file)
-    model, state = load_model(cfg.out_dir or newest_run(), cfg.device)
+    # Load the model, and set its numbers of gradient steps
+    model, checkpoint = load_model(cfg.out_dir or newest_run(), cfg.device)
     in_range(cfg, 1, model.cfg.vocab_size, 'top_k')
     model.set_steps(cfg.attn_steps, cfg.mlp_steps)
-    text = sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
+    # Generate text and print it
+    text = sample_text(model, tokenizer_of(checkpoint), cfg.prompt, cfg.tokens, cfg.temperature,
                        cfg.top_k, cfg.seed, cfg.num_samples)
     print(f'{text}\n---', flush=True)
 

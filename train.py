@@ -46,10 +46,10 @@ from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 from prepare_slimpajama import find_data
 from sample import sample_text
 
-MICRO_BATCH_TOKENS = 16_384  # largest forward pass, unless micro_batch_size is given
-WORTH_COMPILING = 2e12  # FLOPs of a run; a shorter one (a minute on a CPU) is not compiled
+MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
+MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute
 MAX_SKIPPED = 10  # after more consecutive steps without finite loss and gradient the run ends
-STOPPED = 75  # exit code of a run that can continue (EX_TEMPFAIL: try again later)
+STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again later)
 
 
 @dataclass
@@ -117,10 +117,11 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 
 @command_line
 def main(argv: list[str]) -> int:
-    # Options: those given, over those of the run to resume or the model to start from
+    # Read the options. They override those of the run to resume, or of the model to start from
     given = read_options(argv, TrainConfig, ModelConfig)
     init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
-    resume, saved, source = init_from == 'resume', {}, None
+    resume = init_from == 'resume'
+    saved, pretrained = {}, None  # the saved options, and the checkpoint to start from
     if resume:
         out_dir = out_dir or runs.newest_run()
         config = runs.read_config(out_dir)
@@ -130,15 +131,15 @@ def main(argv: list[str]) -> int:
         runs.check_match(saved, must_equal, out_dir)
         init_from = given['init_from'] = saved['init_from']
     elif init_from != 'scratch':
-        source = runs.best_checkpoint(init_from)
-        saved = source['model_config']
+        pretrained = runs.best_checkpoint(init_from)
+        saved = pretrained['model_config']
         must_equal = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
         runs.check_match(saved, must_equal, init_from)
     options = merge(saved, given)
     cfg = build(TrainConfig, options)
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
 
-    # Processes: torchrun sets their ranks, one process for each GPU. Only rank 0 prints
+    # Choose the device. torchrun starts a process for each GPU and sets its rank; rank 0 prints
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     device = runs.find_device(cfg.device)
     on_gpu = device.type == 'cuda'
@@ -150,18 +151,18 @@ def main(argv: list[str]) -> int:
         sys.stdout = None
     keep_freed_memory()
 
-    # Data: three splits, cut into sequences, and the order of the training sequences
+    # Open the data: three splits of sequences, and a random order of the training sequences
     if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, source)
+        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, pretrained)
     meta = read_meta(cfg.data)
     model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
-    identity = {k: v for split in data.values() for k, v in split.must_match.items()}
-    if source:
-        tokenizer_keys = ('tokenizer', 'tokenizer_sha256')
-        runs.check_match(source['data'], {k: identity[k] for k in tokenizer_keys}, init_from)
+    data_identity = {k: v for split in data.values() for k, v in split.must_match.items()}
+    if pretrained:
+        must_equal = {k: data_identity[k] for k in ('tokenizer', 'tokenizer_sha256')}
+        runs.check_match(pretrained['data'], must_equal, init_from)
     tokenizer = token_bytes = None
     try:
         tokenizer = load_tokenizer(cfg.data)
@@ -169,10 +170,10 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f'WARNING: {error}; the run goes on, without samples and bits per byte', flush=True)
 
-    # Batch: each process takes its share, in micro-batches that fit into memory
-    share, left = divmod(cfg.batch_size, world_size)
-    check(left == 0, f'batch_size={cfg.batch_size} does not divide among {world_size} processes; '
-          f'right would be batch_size={(share + 1) * world_size}')
+    # Divide the batch among the processes, and each share into micro-batches that fit into memory
+    share, remainder = divmod(cfg.batch_size, world_size)  # sequences per process and step
+    check(remainder == 0, f'batch_size={cfg.batch_size} does not divide among {world_size} '
+          f'processes; right would be batch_size={(share + 1) * world_size}')
     divisors = [m for m in range(1, share + 1) if share % m == 0]
     micro_batch_size = cfg.micro_batch_size or max(
         m for m in divisors if m == 1 or m * length <= MICRO_BATCH_TOKENS)
@@ -180,7 +181,7 @@ def main(argv: list[str]) -> int:
           f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
           f'right would be one of {", ".join(map(str, divisors))}')
 
-    # Budget: the tokens are computed from the Llama of this size, also for CEM
+    # Compute the number of steps. A CEM model trains on as many tokens as the Llama of its size
     with torch.device('meta'):
         llama_params = Transformer(model_cfg.llama()).num_params()
     tokens_per_step = cfg.batch_size * length
@@ -190,7 +191,7 @@ def main(argv: list[str]) -> int:
               'evaluate.py evaluates it', flush=True)
         return 0
 
-    # Folder: one run at a time writes in it. Then, after what can take long, the processes connect
+    # Make and lock the run's folder. Connect the processes now, after what can take long
     if rank == 0:
         out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
         lock = runs.lock_folder(out_dir)  # noqa: F841 (until the process ends)
@@ -198,12 +199,13 @@ def main(argv: list[str]) -> int:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
 
     def sum_over_processes(values: Tensor) -> Tensor:
+        """Return the sum of these values over all processes."""
         if world_size > 1:
             values = values.to(device)
             dist.all_reduce(values)
         return values
 
-    # Model, precision, optimizers, compiler
+    # Make the model and its optimizers, choose the precision, and compile
     torch.manual_seed(cfg.seed)
     raw_model = Transformer(model_cfg).to(device)
     raw_model.set_attn_impl(cfg.attn_impl)
@@ -218,31 +220,31 @@ def main(argv: list[str]) -> int:
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    # State: that of the last checkpoint, or of a new run
-    must_match = identity | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
+    # Load the last checkpoint of the run to resume, or the weights to start from
+    must_match = data_identity | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
     step = skipped = consecutive_skips = 0
-    best, seconds = math.inf, 0.0
+    best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     state = runs.last_checkpoint(out_dir) if resume else None
     if state:
         runs.check_match(state.get('must_match'), must_match, out_dir)
         raw_model.load_state_dict(state['model'])
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
-        step, best, seconds = state['step'], state['best'], state['seconds']
+        step, best, past_seconds = state['step'], state['best'], state['seconds']
         skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif init_from != 'scratch':
         raw_model.load_state_dict(runs.best_checkpoint(init_from)['model'])
-    state = source = None  # free their memory
-    # All processes must stand at the same step, with the same weights to the bit
-    bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
-    local = torch.tensor([step, bits])
+    state = pretrained = None  # free their memory
+    # Check that all processes are at the same step, and have the same weights to the bit
+    checksum = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
+    local = torch.tensor([step, checksum])
     check(torch.equal(sum_over_processes(local.clone()).cpu(), local * world_size),
           f'process {rank} has read another checkpoint than the others, of step {step}: all need '
           'the same files')
 
-    # Rank 0 writes the log, and what a resumed run, or sample.py without the data, needs
+    # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
     log: Any = lambda step, **values: None  # noqa: E731
     if rank == 0:
         cfg.out_dir = out_dir
@@ -251,22 +253,22 @@ def main(argv: list[str]) -> int:
         if tokenizer and tokenizer.path:
             write_atomic(f'{out_dir}/{MODEL_FILE}', Path(tokenizer.path).read_bytes())
         log = runs.Log(out_dir, step, cfg.tensorboard)
-    n_sequences = len(data['train'])
-    epochs = max_steps * cfg.batch_size / n_sequences
+    # Describe the run in a line, and show a progress bar if stderr is a terminal
+    epochs = max_steps * cfg.batch_size / sampler.n_sequences
     print(f'{out_dir}: {raw_model.num_params():,} parameters, {max_steps:,} steps of '
           f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
-          f'{n_sequences:,} sequences; {world_size} x {device.type}, {precision}, {attention}'
-          + (f'; resuming after step {step}' if step else ''), flush=True)
+          f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}, '
+          f'{attention}' + (f'; resuming after step {step}' if step else ''), flush=True)
     bar = tqdm(total=max_steps, initial=step, unit='step', leave=False, disable=rank > 0 or None)
 
     def checkpoint(name: str) -> None:
-        """Write the state after this step."""
+        """Write the current state to a file in the run's folder, in rank 0 alone."""
         if rank == 0:
             runs.save_checkpoint(out_dir, name, {
                 'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
-                'step': step, 'best': best, 'seconds': seconds + time.monotonic() - started,
+                'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
                 'skipped': skipped, 'consecutive_skips': consecutive_skips,
-                'must_match': must_match, 'model_config': asdict(model_cfg), 'data': identity,
+                'must_match': must_match, 'model_config': asdict(model_cfg), 'data': data_identity,
                 'data_dir': cfg.data})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -278,9 +280,8 @@ def main(argv: list[str]) -> int:
 
     @torch.no_grad()
     def evaluate(split: str, max_tokens: int) -> tuple[float, float | None]:
-        """Return a split's mean loss in nats a token, and in bits a byte (None without a
-        tokenizer), over evenly spaced sequences, the same ones every time. Tokens without bytes,
-        such as BOS, have no bits."""
+        """Return a split's mean loss in nats a token, and in bits a byte (None without tokenizer),
+        always over the same evenly spaced sequences. Tokens without bytes, as BOS, have no bits."""
         raw_model.eval()
         sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens, nats of text, bytes of text
         indices = evenly_spaced(len(data[split]), max_tokens // length)[rank::world_size]
@@ -290,7 +291,7 @@ def main(argv: list[str]) -> int:
             stance = eager() if len(x) < micro_batch_size else contextlib.nullcontext()
             with autocast, stance:
                 logits, _ = model(x)
-            # The loss of each token, a sequence at a time: float32 logits take much memory
+            # Compute each token's loss, a sequence at a time: float32 logits take much memory
             losses = torch.stack([F.cross_entropy(row.float(), targets, reduction='none')
                                   for row, targets in zip(logits, y, strict=True)]).cpu().double()
             n_bytes = torch.ones_like(losses) if token_bytes is None else token_bytes[y.cpu()]
@@ -301,7 +302,7 @@ def main(argv: list[str]) -> int:
         bits = None if token_bytes is None else text_nats / max(1, text_bytes) / math.log(2)
         return nats / tokens, bits
 
-    # SIGTERM, SIGHUP and Ctrl-C stop the run after the current step; a second one ends it at once
+    # Let SIGTERM, SIGHUP and Ctrl-C stop the run after the current step, a second one at once
     signals: list[str] = []
 
     def on_signal(number: int, frame: Any) -> None:
@@ -314,16 +315,18 @@ def main(argv: list[str]) -> int:
         if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, on_signal)
 
-    # The loop
+    # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
-    started, last_logged, step_seconds = time.monotonic(), step, 0.0
+    started = time.monotonic()
+    last_logged, step_seconds = step, 0.0  # step of the last log line; duration of the steps since
     val_loss, stopped = None, False
     while step < stop_step and not stopped:
         # Set the learning rate of this step
         t0 = time.monotonic()
         lr = learning_rate(cfg, step, max_steps)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group['lr'] = lr
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group['lr'] = lr
 
         # Accumulate gradients over micro-batches; DDP all-reduces them in the last
         micro_batches = sampler(step).reshape(world_size, -1, micro_batch_size)[rank]
@@ -337,13 +340,13 @@ def main(argv: list[str]) -> int:
             micro_loss.backward()
             loss += micro_loss.detach()
 
-        # Clip the gradient, average the loss, and learn whether any process was asked to stop
+        # Clip the gradient, average the loss, and stop if any process has received a signal
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
-        asked = torch.tensor(float(len(signals)), device=device)
-        loss, asked = sum_over_processes(torch.stack([loss, asked])).tolist()
-        loss, stopped = loss / world_size, asked > 0
+        n_signals = torch.tensor(float(len(signals)), device=device)
+        loss, n_signals = sum_over_processes(torch.stack([loss, n_signals])).tolist()
+        loss, stopped = loss / world_size, n_signals > 0
 
-        # Update the weights, or skip the step if loss or gradient, alike in all, is not finite
+        # Update the weights, or in all processes skip the step if loss or gradient is not finite
         if math.isfinite(loss) and math.isfinite(grad_norm):
             consecutive_skips = 0
             for optimizer in optimizers:
@@ -368,7 +371,7 @@ def main(argv: list[str]) -> int:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
                 tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9,
-                seconds=seconds + time.monotonic() - started)
+                seconds=past_seconds + time.monotonic() - started)
             last_logged, step_seconds = step, 0.0
 
         # Validate, and keep the best weights
@@ -389,14 +392,14 @@ def main(argv: list[str]) -> int:
         if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
             checkpoint(f'step_{step:08d}.pt')
     bar.close()
-    seconds += time.monotonic() - started
+    seconds = past_seconds + time.monotonic() - started
     if step < max_steps:
         reason = 'stop_step' if step == cfg.stop_step else ''.join(signals) or 'another process'
         print(f'Stopped after step {step} ({reason}); go on with --init_from=resume '
               f'--out_dir={shlex.quote(out_dir)}', flush=True)
         return STOPPED
 
-    # The test of the last weights, and a sample of text
+    # Test the last weights, and write the results and a sample of text
     test_loss, test_bits = evaluate('test', cfg.test_tokens)
     if val_loss is None:  # resumed after the last step
         val_loss, val_bits = evaluate('val', cfg.eval_tokens)
@@ -414,28 +417,25 @@ def main(argv: list[str]) -> int:
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if tokenizer and cfg.sample_tokens:
             with eager():
-                text = sample_text(
-                    raw_model.eval(), tokenizer, '', cfg.sample_tokens, 0.8, None, cfg.seed)
+                text = sample_text(raw_model.eval(), tokenizer, '', cfg.sample_tokens,
+                                   temperature=0.8, top_k=None, seed=cfg.seed)
             print(text, flush=True)
             log(step, sample=text)
     if world_size > 1:
-        del model  # DDP must end before the process group, which could wait for it forever
+        del model  # with DDP alive, ending the process group could take forever
         dist.barrier()  # rank 0 may still be writing
         dist.destroy_process_group()
     return 0
 
 
-# Precision, compiler and memory
-
-def choose_precision(
-    cfg: TrainConfig, device: torch.device, flops: float
-) -> tuple[torch.dtype, bool]:
-    """Resolve the options dtype and compile of a run of so many FLOPs. A GPU computes in bfloat16,
-    compiled. A CPU compiles a long run if the compiler works, and then uses bfloat16 with AMX."""
+def choose_precision(cfg: TrainConfig, device: torch.device,
+                     flops: float) -> tuple[torch.dtype, bool]:
+    """Return the dtype of matrix products, and whether to compile, for a run of so many FLOPs. With
+    auto a GPU uses bfloat16 and compiles. A CPU compiles a long run, then in bfloat16 with AMX."""
     on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
     compiled, dtype = cfg.compile, cfg.dtype
     if compiled is None:
-        compiled = on_gpu or (on_cpu and flops > WORTH_COMPILING)
+        compiled = on_gpu or (on_cpu and flops > MIN_FLOPS_TO_COMPILE)
         try:
             if compiled:
                 torch.compile(torch.relu)(torch.ones(64, device=device))
@@ -457,12 +457,12 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     if device.type == 'cuda':
         biased = model.cfg.positions == 'alibi' or model.cfg.kq_diag != 'none'
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
-        # backward pass, 30 GB at 134m. Both settings together make it compute the bias again.
+        # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
         keep_bias = not (biased and attention.startswith('sdpa'))
         torch._functorch.config.ban_recompute_materialized_backward = keep_bias
         torch._functorch.config.ban_recompute_used_far_apart = keep_bias
-        # DDP would cut the graph into 17 at 134m, to sum gradients during the backward pass. That
-        # saves milliseconds a step, and costs memory: nothing is recomputed across a cut
+        # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.
+        # This saves milliseconds a step, but costs memory: nothing is recomputed across a cut
         torch._dynamo.config.optimize_ddp = False
         return torch.compile(model, dynamic=False)
     for block in model.blocks:

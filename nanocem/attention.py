@@ -3,10 +3,10 @@ Choose and run faster implementations of attention. Tests compare each with the 
 
     readable               the lines in model.py
     blockwise              the same for a block of queries at a time, without the keys after it
-    sdpa                   torch's fused attention; without a bias on a CPU it has no second
-                           derivative, and model.set_attn_impl('readable') has
+    sdpa                   torch's fused attention; on a CPU without a bias it has no second
+                           derivative, so set_attn_impl('readable') is for these
     triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
-    h_cache                decoding from a cache of h; W_K is absorbed into query and output
+    h_cache                decoding from a cache of h; W_K is multiplied into queries and output
 
 Shapes: B batch, I new positions, J attended positions, D width, K heads, R = D / K.
 """
@@ -25,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
 def choose_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
-    """Choose the implementation for keys k (B, K, J, R); k is None if the cache gives h alone."""
+    """Choose the implementation for keys k (B, K, J, R); k is None if the cache holds h alone."""
     if k is None:
         return 'h_cache'
     I, J = pos.mask.shape
@@ -34,8 +34,8 @@ def choose_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
 
 def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
                  compiled: bool = False) -> str:
-    """Return the implementation that attn.impl asks for, or the fastest one if that cannot run or
-    attn.impl is auto. no_past: the keys are those of the new positions alone."""
+    """Return the implementation that attn.impl asks for, or the fastest one if that cannot run, or
+    if attn.impl is auto. no_past says that all keys are of new positions: none is from a cache."""
     cfg, on_gpu = attn.cfg, device.type == 'cuda'
     alibi = cfg.positions == 'alibi'
     biased = alibi or cfg.kq_diag != 'none'
@@ -46,31 +46,31 @@ def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: b
     # The kernels need values that equal the keys, and pay only with a bias
     tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
     if (on_gpu or attn.impl == 'triton') and tied and biased and no_past:
-        diagonals = {'none': 0, 'shared': 1, 'per_head': attn.K}[cfg.kq_diag]
-        if runs_triton(device, dtype, attn.K, cfg.d_model // attn.K, diagonals, alibi):
+        n_diagonals = {'none': 0, 'shared': 1, 'per_head': attn.K}[cfg.kq_diag]
+        if runs_triton(device, dtype, attn.K, cfg.d_model // attn.K, n_diagonals, alibi):
             return 'triton'
     if on_gpu:
         return 'sdpa'
     # On a CPU torch's fused attention has no backward pass for a bias
-    short = compiled and cfg.context_length <= SHORT_CONTEXT
-    if not (biased or short):
+    blockwise_is_faster = compiled and cfg.context_length <= SHORT_CONTEXT
+    if not biased and not blockwise_is_faster:
         return 'sdpa'
     return 'blockwise' if no_past else 'readable'
 
 
 @torch.compiler.assume_constant_result
-def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: int, diagonals: int,
-                alibi: bool) -> bool:
-    """Return whether the Triton kernels take these tensors. On a GPU they must also agree with the
-    formula, which is tried once. Triton's interpreter takes no bfloat16."""
+def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: int,
+                n_diagonals: int, alibi: bool) -> bool:
+    """Return whether the Triton kernels can compute attention with heads of this width R. On a GPU
+    they must also agree with the formula, which is tried once for each such model."""
     if not HAS_TRITON or width > 128:
         return False
-    if os.environ.get('TRITON_INTERPRET') == '1':  # tests compare the kernels themselves
+    if os.environ.get('TRITON_INTERPRET') == '1':  # on a CPU, in tests; without bfloat16
         return device.type == 'cpu' and dtype in (torch.float16, torch.float32)
     if device.type != 'cuda' or dtype not in (torch.float16, torch.bfloat16):
         return False
     from nanocem import triton_attention
-    return triton_attention.agrees(device, dtype, n_head, width, diagonals, alibi)
+    return triton_attention.agrees(device, dtype, n_head, width, n_diagonals, alibi)
 
 
 def attend(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
@@ -87,9 +87,9 @@ def attend(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, 
     b = None
     if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
         b = attn.b_self - attn.b_cross
-    du = scaled_diagonal(attn, u)
-    q, k = attn.merge_heads(q), attn.merge_heads(k)
-    return attn.split_heads(triton_attention.attention(q, k, attn.K, 1 / attn.tau, du, h, b))
+    d_u = scaled_diagonal(attn, u)
+    q, k = attn.merge_heads(q), attn.merge_heads(k)  # (B, I, D)
+    return attn.split_heads(triton_attention.attention(q, k, attn.K, 1 / attn.tau, d_u, h, b))
 
 
 def scaled_diagonal(attn: Any, u: Tensor | None) -> Tensor | None:
@@ -100,8 +100,8 @@ def scaled_diagonal(attn: Any, u: Tensor | None) -> Tensor | None:
 
 
 def attention_from_h_cache(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any) -> Tensor:
-    """Attend without keys: k_j . q_i = h_j . (W_K^T q_i), so the cache stores h alone. The queries
-    of all heads are rows of one product, which reads h once."""
+    """Attend without keys: k_j . q_i = h_j . (W_K^T q_i), so that the cache stores h alone. One
+    product takes the queries of all heads as rows, and so reads h once. Returns (B, K, I, R)."""
     I = q.shape[2]
     W_K = attn.W_K.unflatten(0, (attn.K, -1))  # (K, R, D)
     queries = (q / attn.tau @ W_K + scaled_diagonal(attn, u)).flatten(1, 2)  # (B, K I, D)
@@ -112,8 +112,8 @@ def attention_from_h_cache(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any)
 
 def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
               h: Tensor | None) -> Tensor:
-    """Attend as model.py does, in at most four blocks of queries. A block leaves out the keys that
-    come after it, so four blocks compute 5/8 of all scores."""
+    """Attend as model.py does, in at most four blocks of queries. A block leaves out the keys after
+    it, so that four blocks compute 5/8 of all scores. Returns (B, K, I, R)."""
     I = q.shape[2]
     size = max(BLOCK, math.ceil(I / 4))
     outputs = []
@@ -121,8 +121,8 @@ def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | 
         end = min(begin + size, I)
         block = slice(begin, end)
         block_pos = pos._replace(distance=pos.distance[block, :end], mask=pos.mask[block, :end])
-        states = (u[:, block], h[:, :end]) if attn.cfg.attn == 'cem' else ()
-        a = attn.scores(q[:, :, block], k[:, :, :end], block_pos, *states)
+        u_and_h = (u[:, block], h[:, :end]) if attn.cfg.attn == 'cem' else ()
+        a = attn.scores(q[:, :, block], k[:, :, :end], block_pos, *u_and_h)  # (B, K, size, end)
         alpha = a.softmax(dim=-1).type_as(v)
         outputs.append(alpha @ v[:, :, :end])
     return torch.cat(outputs, dim=2)
@@ -130,7 +130,7 @@ def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | 
 
 def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
          h: Tensor | None) -> Tensor:
-    """Attend by torch's fused attention, with the biases as its mask, or with a causal mask."""
+    """Attend with torch's fused attention, whose mask is causal, or the biases. (B, K, I, R)."""
     I, R = q.shape[2:]
     causal_only = attn.cfg.positions == 'rope' and attn.cfg.kq_diag == 'none'
     if causal_only and I in (1, k.shape[2]):
@@ -149,7 +149,7 @@ def describe_attention(model: Any, device: torch.device, dtype: torch.dtype,
     """Describe in words how the model attends to whole sequences on this device."""
     attn = model.blocks[0].attn
     impl = fastest_impl(attn, device, dtype, compiled=compiled)
-    words = f'{impl} attention'
+    description = f'{impl} attention'
     if attn.impl not in ('auto', impl):
-        words += f' ({attn.impl} cannot run this model here)'
-    return words + ('; the first step compiles, which takes a while' if compiled else '')
+        description += f' ({attn.impl} cannot run this model here)'
+    return description + ('; the first step compiles, which takes a while' if compiled else '')

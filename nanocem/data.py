@@ -11,7 +11,7 @@ from configurator import check, fail
 from nanocem.files import read_json
 
 FORMAT = 1  # the version of meta.json
-TOKENIZER_KEYS = ('tokenizer', 'tokenizer_sha256', 'vocab_size')  # entries about the tokenizer
+TOKENIZER_KEYS = ('tokenizer', 'tokenizer_sha256', 'vocab_size')  # in meta.json
 
 
 def read_meta(folder: str) -> dict[str, Any]:
@@ -23,10 +23,10 @@ def read_meta(folder: str) -> dict[str, Any]:
              'python train.py config/mini.py trains on a laptop, without a download')
     try:
         shards = [shard for split in meta['splits'].values() for shard in split.get('shards', [])]
-        valid = meta['format'] == FORMAT and meta['dtype'] in ('uint16', 'uint32')
-        valid &= type(meta['tokenizer']) is str
         numbers = [meta['vocab_size'], *(shard['tokens'] for shard in shards)]
-        valid &= all(type(n) is int and n > 0 for n in numbers)
+        valid = (meta['format'] == FORMAT and meta['dtype'] in ('uint16', 'uint32')
+                 and type(meta['tokenizer']) is str
+                 and all(type(n) is int and n > 0 for n in numbers))
     except (KeyError, TypeError, AttributeError):
         valid = False
     check(valid, f'{path} is damaged, or of another version: prepare the data again')
@@ -34,10 +34,10 @@ def read_meta(folder: str) -> dict[str, Any]:
 
 
 def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.memmap:
-    """Map the tokens of a shard into memory. UserError if they are fewer than meta.json says."""
+    """Map a shard's tokens (n,) into memory. UserError if they are fewer than meta.json says."""
     path = os.path.join(folder, shard['file'])
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
-    size = os.path.getsize(path) if os.path.isfile(path) else 0  # reading a pipe would wait
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
     if size < shard['tokens'] * dtype.itemsize:
         fail(f'{path} has {size} bytes, {folder}/meta.json says {shard["tokens"]} tokens of '
              f'{dtype.itemsize}: it is missing, cut off or changed; prepare the data again')
@@ -45,8 +45,8 @@ def open_shard(folder: str, meta: dict[str, Any], shard: dict[str, Any]) -> np.m
 
 
 class TokenDataset:
-    """A split as sequences of `length` tokens. In each shard the inputs of sequence n begin at
-    token n * length, and its targets one token later. UserError if the data is damaged."""
+    """Sequences of `length` tokens of a split. Sequence n of a shard begins at token n * length,
+    its targets one token later. A resumed run needs equal `must_match`. UserError if damaged."""
     def __init__(self, folder: str, split: str, length: int):
         self.meta = read_meta(folder)
         self.length = length
@@ -54,14 +54,14 @@ class TokenDataset:
         shards = [open_shard(folder, self.meta, shard)
                   for shard in self.meta['splits'].get(split, {}).get('shards', [])]
         self.shards = [tokens for tokens in shards if len(tokens) > length]
-        if not self.shards:
-            fail(f'{folder}: no shard of the {split} split holds a sequence of context_length + 1 '
-                 f'= {length + 1} tokens')
-        fingerprint = 0  # of 32 places per shard, to recognize damaged or other data
+        check(len(self.shards) > 0, f'{folder}: no shard of the {split} split holds a sequence of '
+              f'context_length + 1 = {length + 1} tokens')
+        fingerprint = 0  # checksum of 32 pieces of each shard, to recognize damaged or other data
         for tokens in self.shards:
-            for at in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
-                self.check_vocabulary(tokens[at:at + 4096])
-                fingerprint = zlib.crc32(tokens[at:at + 4096].tobytes(), fingerprint)
+            for begin in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
+                piece = tokens[begin:begin + 4096]
+                self.check_vocabulary(piece)
+                fingerprint = zlib.crc32(piece.tobytes(), fingerprint)
         # The index of the first sequence of each shard, and at the end the number of sequences
         self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
         self.must_match = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {
@@ -79,13 +79,13 @@ class TokenDataset:
         """Read the inputs and targets, both (B, length), of the sequences with these indices."""
         sequences = []
         for index in indices:
-            shard = int(np.searchsorted(self.first_sequence, index, side='right')) - 1
+            shard = int(np.searchsorted(self.first_sequence, index, side='right')) - 1  # its shard
             begin = int(index - self.first_sequence[shard]) * self.length
             tokens = self.shards[shard][begin:begin + self.length + 1]
             self.check_vocabulary(tokens)
             sequences.append(tokens)
-        block = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, length + 1)
-        return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        ids = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, length + 1)
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
 class BatchSampler:
@@ -99,6 +99,7 @@ class BatchSampler:
         self.permutation = np.empty(0, int)
 
     def __call__(self, step: int) -> np.ndarray:
+        """Return the indices (batch_size,) of the sequences of this step."""
         first = step * self.batch_size
         return np.array([self.sequence(n) for n in range(first, first + self.batch_size)])
 
@@ -113,6 +114,6 @@ class BatchSampler:
 
 
 def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
-    """Return the indices of `count` evenly spaced sequences, at least one and at most all."""
+    """Return the indices (count,) of evenly spaced sequences: at least one, and at most all."""
     count = min(n_sequences, max(1, count))
     return np.arange(count) * n_sequences // count

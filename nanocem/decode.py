@@ -1,5 +1,5 @@
 """
-Generate text with a cache. For each token and layer it stores this many numbers:
+Generate text with a KV cache. For each token and layer it stores this many numbers:
 
     Llama                                       2 D    keys and values
     CEM                                           D    keys, which are the values
@@ -17,10 +17,9 @@ from configurator import check
 
 
 class Cache:
-    """Store past keys and values in buffers (B, max_length, D), and the folded output weights. CEM
-    stores its keys, which are also its values. With a diagonal it stores h instead, and W_K is
-    absorbed into query and output; with RoPE or the exact update it then stores both. Each forward
-    pass calls `begin`, then `update` once for each attention, always in the same order."""
+    """Store keys and values of past tokens in buffers (B, max_length, D), and output weights. The
+    table above says what CEM stores. If it is h alone, W_K is multiplied into queries and output.
+    Each forward pass calls `begin`, then `update` for each attention, always in the same order."""
     def __init__(self, max_length: int):
         self.max_length = max_length
         self.past = self.length = 0  # number of tokens before and after this forward pass
@@ -29,12 +28,12 @@ class Cache:
         self.weights: dict[Any, Tensor] = {}
 
     def begin(self, idx: Tensor) -> int:
-        """Begin a pass over new ids (B, I). Returns how many tokens precede them. UserError if they
-        do not fit or have another batch size."""
+        """Begin a pass over new ids (B, I), and return how many tokens precede them. UserError if
+        they do not fit, or have another batch size."""
         length = self.length + idx.shape[1]
-        rows = self.buffers[0].shape[0] if self.buffers else idx.shape[0]
-        check(length <= self.max_length and rows == len(idx),
-              f'ids {tuple(idx.shape)} do not fit into a cache of {rows} rows, which holds '
+        batch_size = len(self.buffers[0]) if self.buffers else len(idx)
+        check(length <= self.max_length and len(idx) == batch_size,
+              f'ids {tuple(idx.shape)} do not fit into a cache of {batch_size} rows, which holds '
               f'{self.length} of {self.max_length} tokens')
         self.past, self.length, self.next = self.length, length, 0
         return self.past
@@ -46,8 +45,8 @@ class Cache:
 
     def update(self, attn: Any, h: Tensor, k: Tensor, v: Tensor,
                ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Insert the new h, k, v, and return those of all tokens so far. Without a diagonal h is
-        only the new one. If the cache stores h alone, k and v are None after the first pass."""
+        """Insert the new h (B, I, D) and k, v (B, K, I, R). Return those of all tokens so far; but
+        without a diagonal only the new h, and if the cache stores h alone, later no k and v."""
         cfg = attn.cfg
         if cfg.kq_diag != 'none':
             h = self.append(h)
@@ -59,7 +58,7 @@ class Cache:
         return h, k, attn.split_heads(self.append(attn.merge_heads(v)))
 
     def append(self, new: Tensor) -> Tensor:
-        """Store new (B, I, D) after the past, and return both, (B, length, D)."""
+        """Append new (B, I, D) to the next buffer, and return all that it holds, (B, length, D)."""
         if self.next == len(self.buffers):
             B, _, D = new.shape
             self.buffers.append(new.new_empty(B, self.max_length, D))
@@ -69,7 +68,7 @@ class Cache:
         return buffer[:, :self.length]
 
     def output_weight(self, sublayer: Any) -> Tensor:
-        """Return a CEM sublayer's output weight, folded once for all tokens."""
+        """Return a CEM sublayer's output weight, which is computed once for all tokens."""
         if sublayer not in self.weights:
             self.weights[sublayer] = sublayer.output_weight()
         return self.weights[sublayer]
@@ -82,26 +81,28 @@ class Cache:
 def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
              top_k: int | None = None, generator: torch.Generator | None = None,
              use_cache: bool = True) -> Tensor:
-    """Continue idx (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the likeliest
-    token. A full context is cut to its last half."""
+    """Continue ids (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the likeliest
+    token. When the context is full, its last half becomes the context."""
     length = model.cfg.context_length
     start = max(0, idx.shape[1] - length)  # the first token of the context
     cache = Cache(length) if use_cache else None
     for _ in range(max_new_tokens):
-        if idx.shape[1] - start > length:
+        if idx.shape[1] - start > length:  # the context is full
             start = idx.shape[1] - max(1, length // 2)
             if cache:
                 cache.clear()
+        # Compute the logits of the next token, from the tokens that are not in the cache
         past = cache.length if cache else 0
         hidden = model.hidden(idx[:, start + past:], cache)
         logits = F.linear(hidden[:, -1], model.head).float()  # (B, vocabulary)
-        if top_k is not None:
-            kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-            logits = logits.masked_fill(logits < kth, -torch.inf)
+        if top_k is not None:  # keep the top_k largest logits
+            kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+            logits = logits.masked_fill(logits < kth_largest, -torch.inf)
+        # Choose or sample the next token, and append it
         if temperature == 0:
-            new = logits.argmax(dim=-1, keepdim=True)
+            next_ids = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
         else:
             p = (logits / temperature).softmax(dim=-1)
-            new = torch.multinomial(p, 1, generator=generator)
-        idx = torch.cat([idx, new], dim=1)
+            next_ids = torch.multinomial(p, 1, generator=generator)
+        idx = torch.cat([idx, next_ids], dim=1)
     return idx

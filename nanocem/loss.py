@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_AT_ONCE = 2 ** 26  # on a GPU: with more logits than this, the loss is computed in parts
-ROW_TILE = 128  # there a part has a multiple of this many rows, which fills its matrix products
-LOGITS_IN_CACHE = 2 ** 20  # on a CPU: the logits of a part, which fit into the processor's cache
+LOGITS_AT_ONCE = 2 ** 26  # on a GPU, most logits of a part; the loss of more is computed in parts
+ROW_TILE = 128  # on a GPU, the rows of a part are a multiple of this: a tile of matrix products
+LOGITS_IN_CACHE = 2 ** 20  # on a CPU, most logits of a part: they fit into the processor's cache
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
+# FLOPs per second in dense bfloat16, from data sheets, for the first key found in the GPU's name
+DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
+              'B200': 2250e12}
 
-
-# The loss
 
 def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the logits x W^T, for x (B, J, D), W (vocabulary, D) and
@@ -21,55 +22,57 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
         raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
     x, targets = x.flatten(0, 1), targets.flatten()
     on_cpu = x.device.type == 'cpu'
-    at_once = LOGITS_IN_CACHE if on_cpu else LOGITS_AT_ONCE
-    limit = 4 * at_once if on_cpu else at_once  # up to this many, one piece is just as fast
+    part_logits = LOGITS_IN_CACHE if on_cpu else LOGITS_AT_ONCE
+    # Compute few logits as a whole. On a CPU this is just as fast for up to four parts
+    limit = 4 * part_logits if on_cpu else part_logits
     if len(x) * len(W) <= limit:
         logits = F.linear(x, W)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=NO_TARGET)
-    rows = max(1, at_once // len(W))
+    # Compute more logits in parts, of so many rows of x
+    rows = max(1, part_logits // len(W))
     if not on_cpu and rows > ROW_TILE:
         rows -= rows % ROW_TILE
     return LinearCrossEntropy.apply(x, W, targets, rows, torch.is_grad_enabled())
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Compute the loss `rows` rows at a time. With `with_grad` the forward pass computes the
-    gradients as well, so that logits are neither kept nor computed again."""
+    """Compute the loss of x (N, D), W (vocabulary, D) and targets (N,), `rows` rows at a time. With
+    with_grad the forward pass computes gradients, too: logits are never kept nor computed again."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int,
                 with_grad: bool) -> Tensor:
         loss, dx = 0, []
         if with_grad:
             dW = torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32))
-        counts = (targets != NO_TARGET)[:, None]
-        targets = targets[:, None].where(counts, 0)
-        x = x.where(counts, 0)  # so that the logits of a token that does not count are finite
-        parts = zip(x.split(rows), targets.split(rows), counts.split(rows), strict=True)
-        for x_n, target, count in parts:
-            logits = F.linear(x_n, W)
+        counted = (targets != NO_TARGET)[:, None]  # (N, 1)
+        targets = targets[:, None].where(counted, 0)
+        x = x.where(counted, 0)  # so that the logits of a token that does not count are finite
+        parts = zip(x.split(rows), targets.split(rows), counted.split(rows), strict=True)
+        for x_part, target, mask in parts:
+            logits = F.linear(x_part, W)  # (rows, vocabulary)
             log_p = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
-            loss = loss - log_p.gather(-1, target).where(count, 0).sum()
+            loss = loss - log_p.gather(-1, target).where(mask, 0).sum()
             if with_grad:
                 # The gradient of the logits is p - one-hot. The compiler fuses a comparison with p;
                 # uncompiled, changing one element of each row is faster
                 if torch.compiler.is_compiling():
                     one_hot = torch.arange(len(W), device=x.device) == target
-                    d = log_p.exp() - one_hot.to(log_p.dtype)
+                    dlogits = log_p.exp() - one_hot.to(log_p.dtype)
                 else:
                     one = torch.ones_like(target, dtype=log_p.dtype)
-                    d = log_p.exp_().scatter_add_(-1, target, -one)
-                d = d.to(logits.dtype)
-                dx.append((d @ W).where(count, 0).to(x.dtype))
-                dW += d.mT @ x_n
-        n = counts.sum()
+                    dlogits = log_p.exp_().scatter_add_(-1, target, -one)
+                dlogits = dlogits.to(logits.dtype)
+                dx.append((dlogits @ W).where(mask, 0).to(x.dtype))
+                dW += dlogits.mT @ x_part
+        n = counted.sum()
         if with_grad:
             ctx.save_for_backward(torch.cat(dx), dW.to(W.dtype), n)
         return loss / n
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A second derivative would be wrong, and once_differentiable does not stop all of them.
+        # A second derivative would be wrong, and once_differentiable does not refuse all of them
         if torch.is_grad_enabled():
             raise RuntimeError('no second derivative of a loss of so many logits: set '
                                'loss.LOGITS_AT_ONCE, or on a CPU LOGITS_IN_CACHE, higher')
@@ -78,21 +81,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         return grad * dx, grad * dW, None, None, None
 
 
-# FLOPs of a model and of a GPU
-
-# FLOPs a second in dense bfloat16, by data sheet, for the first key found in the GPU's name
-DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
-              'B200': 2250e12}
-
 def flops_per_token(model: Any) -> float:
-    """Count the FLOPs of training, per token at full context. A multiply-add is 2, and a backward
-    pass counts as two forward passes. Each step counts projections, scores, weighted values and the
-    diagonal's scores; the head counts once. The masked half of attention does not count."""
+    """Count the FLOPs of training per token, at full context. A multiply-add counts as two, a
+    backward pass as two forward passes. Every step of CEM counts its projections, scores, values
+    and diagonal. The output head counts once, and attention's masked half does not count."""
     cfg, D = model.cfg, model.cfg.d_model
     attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
     if cfg.attn == 'cem':
         diagonals = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
+        # A step multiplies by W_Q and W_O, by keys for scores, by the diagonals, and by values
         step = 2 * D * D + (2 + diagonals) * mean_context * D
         if cfg.exact_update:
             rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
@@ -104,11 +102,11 @@ def flops_per_token(model: Any) -> float:
     mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
     layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs
     macs = cfg.loops * cfg.n_layer * layer + cfg.vocab_size * D
-    return 3 * 2.0 * macs
+    return 3 * 2.0 * macs  # 3: a forward and a backward pass; 2: a multiplication and an addition
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return a GPU's FLOPs a second by its data sheet, dense bfloat16; NaN if that is unknown."""
+    """Return a GPU's peak FLOPs per second in dense bfloat16; NaN if it is unknown."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for known, flops in DENSE_BF16.items():

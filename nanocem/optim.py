@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DIAGONALS = ('kq_diag', 'p')  # d_k and the diagonal of P: a vector for each head
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # X <- a X + (b A + c A A) X, A = X X^T
+DIAGONALS = ('kq_diag', 'p')  # d_k and the diagonal of P: they hold a vector for each head
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a, b, c of X <- a X + (b A + c A A) X, A = X X^T
 
 
 def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Return AdamW with train.py's options; only matrices have weight decay. With optimizer=muon,
-    return Muon as well, for the matrices in the layers. Its products are in dtype."""
+    """Return AdamW and, with optimizer=muon, Muon for the layers' matrices, with products in dtype.
+    Only matrices have weight decay. train.py sets the learning rate of each step."""
     muon_params = block_matrices(model) if cfg.optimizer == 'muon' else []
     decayed = [p for p in matrices(model) if p not in set(muon_params)]
     others = [p for p in model.parameters() if p not in {*muon_params, *decayed}]
@@ -32,7 +32,7 @@ def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.opti
 
 
 def matrices(module: Any) -> list[Tensor]:
-    """Return all parameters that are matrices: not gains, biases and diagonals."""
+    """Return the parameters that are matrices or stacks of them: no gains, biases or diagonals."""
     return [p for name, p in module.named_parameters()
             if p.ndim > 1 and name.split('.')[-1] not in DIAGONALS]
 
@@ -49,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         M <- momentum M + (1 - momentum) G
         W <- (1 - lr weight_decay) W - lr 0.2 sqrt(max(m, n)) O
 
-    where O is the orthogonalized Nesterov momentum, computed in dtype (default: W's)."""
+    where O is N = (1 - momentum) G + momentum M, orthogonalized in dtype (default: W's)."""
     def __init__(self, params: list[Tensor], lr: float, weight_decay: float,
                  momentum: float = 0.95, dtype: torch.dtype | None = None):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
@@ -63,15 +63,15 @@ class Muon(torch.optim.Optimizer):
             for p in group['params']:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
-            for shape, matrices in by_shape.items():
+            for shape, params in by_shape.items():
                 rate = group['lr'] * 0.2 * max(shape) ** 0.5
-                torch._foreach_mul_(matrices, 1 - group['lr'] * group['weight_decay'])
-                M = torch.stack([self.nesterov(p, group['momentum']) for p in matrices])
-                O = orthogonal(M.to(self.dtype or M.dtype)).type_as(M)
-                torch._foreach_add_(matrices, list(O.unbind()), alpha=-rate)
+                torch._foreach_mul_(params, 1 - group['lr'] * group['weight_decay'])
+                N = torch.stack([self.nesterov(p, group['momentum']) for p in params])
+                O = orthogonal(N.to(self.dtype or N.dtype)).type_as(N)
+                torch._foreach_add_(params, list(O.unbind()), alpha=-rate)
 
     def nesterov(self, p: Tensor, momentum: float) -> Tensor:
-        """Add the gradient to the momentum. Returns Nesterov's momentum, which adds it again."""
+        """Update the momentum M with the gradient G, and return Nesterov's momentum N."""
         state = self.state[p]
         if not state:
             state['momentum'] = torch.zeros_like(p)

@@ -19,16 +19,15 @@ from nanocem.tokenizers import MODEL_FILE
 
 
 def newest_run() -> str:
-    """Return the folder under out/ of the run that was started or resumed last. UserError."""
-    paths = sorted(glob.glob('out/*/config.json'), key=os.path.getmtime, reverse=True)
-    folders = map(os.path.dirname, paths)
-    return next(filter(read_config, folders), None) or fail(
-        'no run in out/: python train.py makes one, --out_dir=FOLDER names one elsewhere')
+    """Return the folder of the last started or resumed run in out/. UserError if there is none."""
+    for path in sorted(glob.glob('out/*/config.json'), key=os.path.getmtime, reverse=True):
+        if read_config(os.path.dirname(path)) is not None:
+            return os.path.dirname(path)
+    fail('no run in out/: python train.py makes one, --out_dir=FOLDER names one elsewhere')
 
 
 def read_config(out_dir: str) -> dict[str, Any] | None:
-    """Read a run's config.json. None if it is missing, another program's, or, which a line says,
-    damaged."""
+    """Read a run's config.json. None if it is missing, another program's or damaged."""
     try:
         config = read_json(f'{out_dir}/config.json') or {}
     except UserError as error:
@@ -51,32 +50,30 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
 
 
 def lock_folder(out_dir: str) -> Any:
-    """Lock a run's folder until the returned object is deleted. UserError if another process trains
-    there."""
+    """Lock a run's folder until the returned lock is deleted. UserError if another process trains
+    there. None on a file system without locks."""
     try:
         return FileLock(f'{out_dir}/.lock').acquire(timeout=0)
     except Timeout:
         fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
              'start beside it with another --out_dir')
-    except OSError:  # a file system without locks
+    except OSError:
         return None
 
 
-def check_match(saved: dict[str, Any] | None, now: dict[str, Any], path: str) -> None:
-    """UserError unless the values of `now` are those of the run in `path`. Those that it did not
-    save are left out."""
+def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: str) -> None:
+    """UserError unless `saved`, from the run in `path`, has the values of `must_match`. Names that
+    `saved` lacks are not compared."""
     check(saved is not None, f'{path} is a run of an older version, which cannot be resumed: '
           f'--init_from={path} with another --out_dir starts a new run from its weights')
-    different = [f'{name}={saved[name]} (now {value})' for name, value in now.items()
+    different = [f'{name}={saved[name]} (now {value})' for name, value in must_match.items()
                  if saved.get(name, value) != value]
     check(not different, f'the run in {path} has {", ".join(different)}: expected the same; '
           '--init_from=scratch with another --out_dir starts a new run')
 
 
-# Checkpoints
-
 def checkpoints(out_dir: str) -> list[str]:
-    """List the numbered checkpoints, oldest first."""
+    """Return the paths of a run's numbered checkpoints, oldest first."""
     return sorted(glob.glob(os.path.join(glob.escape(out_dir), f'step_{"[0-9]" * 8}.pt')))
 
 
@@ -87,10 +84,10 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> None:
     torch.save(state, buffer)
     try:
         write_atomic(f'{out_dir}/{name}', buffer.getbuffer())
-        # A later one is damaged: the run would have been resumed from it
-        until_now = f'{out_dir}/step_{state["step"]:08d}.pt'
-        for old in [path for path in checkpoints(out_dir) if path <= until_now][:-2]:
-            os.remove(old)
+        # Ignore those of later steps: the run was resumed before them, so they are damaged
+        newest = f'{out_dir}/step_{state["step"]:08d}.pt'
+        for path in [path for path in checkpoints(out_dir) if path <= newest][:-2]:
+            os.remove(path)
     except OSError as error:
         print(f'WARNING: {out_dir}/{name} not written ({error.strerror}); the run goes on, earlier '
               'checkpoints are intact', flush=True)
@@ -107,43 +104,44 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise
     except Exception as error:  # a damaged file can fail in any way
         fail(f'{path} is damaged ({" ".join(str(error).split()):.200})')
-    # torch.compile and DDP put these before the names of weights
+    # Strip the prefixes that torch.compile and DDP put before the names of weights
     state['model'] = {re.sub(r'^((_orig_mod|module)\.)+', '', name): w
                       for name, w in state['model'].items()}
+    # Remember the folder if it holds the tokenizer
     if os.path.exists(os.path.join(os.path.dirname(path), MODEL_FILE)):
         state['folder'] = os.path.dirname(path)
     return state
 
 
 def last_checkpoint(path: str) -> dict[str, Any] | None:
-    """Read a checkpoint file, an exported folder, or, of a run's folder, the last numbered
-    checkpoint, else best.pt. Damaged ones are passed over with a line. None if there is no
-    checkpoint, UserError if all are damaged."""
+    """Read a checkpoint file, an export, or a run's last checkpoint: the last numbered one that is
+    not damaged, or else best.pt. Each damaged one prints a warning. None if there is no checkpoint,
+    UserError if all are damaged."""
     if os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE)):
         return hf.read_export(path)
     if os.path.isfile(path):
         return read_checkpoint(path)
-    paths = [*reversed(checkpoints(path)), *glob.glob(f'{glob.escape(path)}/best.pt')]
-    for file in paths:
+    files = [*reversed(checkpoints(path)), *glob.glob(f'{glob.escape(path)}/best.pt')]
+    for file in files:
         try:
             return read_checkpoint(file)
         except UserError as error:
             print(f'WARNING: {error}; it is passed over', flush=True)
-    check(not paths, f'no intact checkpoint in {path}')
+    check(not files, f'no intact checkpoint in {path}')
     return None
 
 
 def best_checkpoint(path: str) -> dict[str, Any]:
-    """Read a checkpoint as last_checkpoint does, but of a run's folder best.pt, if it has one.
-    UserError if there is no checkpoint."""
+    """Read a checkpoint as last_checkpoint does, but prefer best.pt in a run's folder. UserError if
+    there is no checkpoint."""
     best = os.path.join(path, 'best.pt')
     state = last_checkpoint(best if os.path.isfile(best) else path)
     return state or fail(f'no checkpoint in {path}: python train.py makes one')
 
 
 def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
-    """Load a model onto a device, in evaluation mode, from a path as in best_checkpoint. Returns it
-    and its checkpoint, in which `data` describes what it was trained on. UserError."""
+    """Load the model of best_checkpoint(path) onto a device, in evaluation mode. Return it and the
+    checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
     model = Transformer(build(ModelConfig, state['model_config']))
     model.load_state_dict(state['model'])
@@ -160,18 +158,17 @@ def find_device(kind: str) -> torch.device:
     return torch.device(kind)
 
 
-# The log
-
 def perplexity(loss: float) -> float:
     """Return exp(loss); infinity above a loss of 50, which only a diverged model has."""
     return math.exp(loss) if loss < 50 else math.inf
 
 
 class Log:
-    """log.jsonl and TensorBoard, with the same numbers. If a line cannot be written, a warning says
-    so and the run goes on. A resumed run drops damaged lines, and those after its checkpoint."""
+    """Write numbers to log.jsonl and TensorBoard. If a line cannot be written, a warning says so,
+    and the run goes on. A resumed run drops damaged lines, and those of later steps than `step`."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
-        self.path, self.writer = f'{out_dir}/log.jsonl', None
+        self.path = f'{out_dir}/log.jsonl'
+        self.writer = None
         if os.path.exists(self.path):
             lines = [line for line in read_json_lines(self.path)
                      if line.get('step', math.inf) <= step]
@@ -185,9 +182,10 @@ class Log:
         try:
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
-            numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-            for name, value in numbers.items() if self.writer else ():
-                self.writer.add_scalar(name, value, step)
+            if self.writer:
+                for name, value in values.items():
+                    if isinstance(value, (int, float)):
+                        self.writer.add_scalar(name, value, step)
                 self.writer.flush()
         except Exception as error:  # TensorBoard raises errors of many types
             print(f'WARNING: step {step} is not in the log ({error}); the run goes on', flush=True)
