@@ -23,7 +23,6 @@ from model import (
     make_positions,
     straight_through_sign,
 )
-from nanocem.decode import generate
 from nanocem.loss import flops_per_token
 
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
@@ -486,9 +485,7 @@ def test_three_steps_are_a_loop_of_single_steps(residual: str) -> None:
 
 # Bad input, beside that of tests/test_refusals.py
 
-def test_targets_of_another_shape_and_temperatures_below_zero_are_refused() -> None:
+def test_targets_of_another_shape_are_refused() -> None:
     model = Transformer(ModelConfig(**TINY))
     with pytest.raises(ValueError, match='a target for each token'):
         model(torch.zeros(2, 16, dtype=torch.long), torch.zeros(16, 2, dtype=torch.long))
-    with pytest.raises(ValueError, match='temperature=-1'):
-        generate(model, torch.zeros(1, 1, dtype=torch.long), 1, temperature=-1)
