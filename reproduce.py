@@ -282,8 +282,14 @@ def verdict_table(verdicts: list[Verdict]) -> str:
 def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
     """Draw the interval of every claim, at the largest size that has one, coloured by verdict."""
     colors = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}
-    shown = [(claim, effect, word) for claim, effects, word in reversed(verdicts)
-             for effect in [effect for effect in effects if effect.half_width > 0][-1:]]
+    shown, seen = [], set()
+    for claim, effects, word in verdicts:
+        for effect in [effect for effect in effects if effect.half_width > 0][-1:]:
+            # A claim of the second family without new runs repeats one of the first
+            compared = claim['A'], claim['B'], effect.size, *effect.by_seed
+            if claim['unit'] == 'perplexity' and compared not in seen:
+                seen.add(compared)
+                shown.insert(0, (claim, effect, word))
     figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(shown)), layout='constrained')
     for place, (claim, effect, word) in enumerate(shown):
         d, low, high = effect.percent()
