@@ -326,6 +326,7 @@ def main(argv: list[str]) -> None:
     runs = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
     cfg = build(EvaluateConfig, read_options([a for a in argv if a not in runs], EvaluateConfig))
     if cfg.compare:
+        check(bool(runs), 'compare: expected folders of runs, as --compare out/a out/b')
         return show('Runs', compare(runs), 'out/results/compare.png')
 
     # Load the model, and export it if that is asked for

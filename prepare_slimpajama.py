@@ -129,8 +129,10 @@ def list_files(root: str, folder: str = '') -> list[str]:
     paths = [os.path.join(folder, name) for name in names]
     subfolders = [path for path in paths if os.path.isdir(os.path.join(root, path))]
     files = [path for path in paths if path not in subfolders]
+    here = os.path.realpath(os.path.join(root, folder)) + os.sep
     for subfolder in subfolders:
-        files += list_files(root, subfolder)
+        if not here.startswith(os.path.realpath(os.path.join(root, subfolder)) + os.sep):
+            files += list_files(root, subfolder)  # not a link to a folder that holds this one
     return files
 
 
@@ -352,8 +354,8 @@ def prepare(o: PrepareConfig) -> None:
             print(f'{o.out_dir} is prepared already; delete it to prepare it anew', flush=True)
             return
         check(not os.path.exists(o.out_dir) or not os.listdir(o.out_dir),
-              f'{o.out_dir} holds other files, or data made with other options: delete it, or '
-              'choose another --out_dir')
+              f'{o.out_dir} holds other files, or data made with other options: choose another '
+              '--out_dir')
         shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed
         try:
             os.mkdir(partial_folder)

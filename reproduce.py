@@ -23,7 +23,7 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -39,7 +39,7 @@ from model import ModelConfig, Transformer
 from nanocem import verdicts as rule
 from nanocem.files import read_json, read_json_lines, table, write_atomic
 from nanocem.loss import flops_per_token
-from train import MAX_SKIPPED, TrainConfig
+from train import MAX_SKIPPED, RECIPE, TrainConfig
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
 FIRST, SECOND, FIGURE_DATA = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second', f'{RESULTS}/figures'
@@ -168,12 +168,14 @@ def read_run(folder: str, run: Run) -> dict[str, Any] | None:
     train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
     expected, expected_cfg = configs(
         f'{run_options(run.size, run.model)} --vocab_size={cfg.vocab_size}')
-    check(cfg == expected_cfg and (train.tokens, train.learning_rate, train.seed)
-          == (expected.tokens, run.rate, run.seed), 'its config.json is that of another run')
+    expected = replace(expected, learning_rate=run.rate, seed=run.seed)
+    recipe = ('tokens', 'tokens_per_param', *RECIPE)
+    check(cfg == expected_cfg and all(getattr(train, name) == getattr(expected, name)
+                                      for name in recipe), 'its config.json is that of another run')
     # Read the losses
     in_panel = {'panel': panel(run.size, train, cfg)}
     if result := read_json(f'{folder}/result.json'):
-        y = result['test_loss']
+        y = float(result['test_loss'])
         if run.size in SIZES:
             y = loss_per_llama_token(result, train.data)
         return result | in_panel | {'y': y}

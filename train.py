@@ -156,6 +156,8 @@ def main(argv: list[str]) -> int:
         cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, pretrained)
     meta = read_meta(cfg.data)
     model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
+    check(model_cfg.vocab_size >= meta['vocab_size'],
+          f'vocab_size={model_cfg.vocab_size}: {cfg.data} needs {meta["vocab_size"]} or more')
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)

@@ -31,8 +31,8 @@ def write_atomic(path: str, data: bytes) -> None:
         raise
 
 
-def read_json(path: str, remedy: str = 'delete it') -> dict[str, Any] | None:
-    """Read the object in a JSON file; None if there is no file. UserError, with what to do, if the
+def read_json(path: str, remedy: str = 'it holds no JSON object') -> dict[str, Any] | None:
+    """Read the object in a JSON file; None if there is no file. UserError, with `remedy`, if the
     file is damaged or holds something else."""
     if not os.path.exists(path):
         return None

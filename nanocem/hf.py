@@ -77,7 +77,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     LlamaForCausalLM. `state`, its checkpoint, names the tokenizer and data. UserError, OSError."""
     path = Path(folder)
     check(not path.exists() or not any(path.iterdir()),
-          f'export={folder} is not empty: delete it, or give a new folder')
+          f'export={folder} is not empty: give a new folder')
     path.parent.mkdir(parents=True, exist_ok=True)
     # Write the folder elsewhere and rename it: it appears whole or not at all
     with tempfile.TemporaryDirectory(prefix='.export-', dir=path.parent) as temporary:

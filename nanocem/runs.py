@@ -155,6 +155,8 @@ def find_device(kind: str) -> torch.device:
         kind = 'cuda' if torch.cuda.is_available() else 'cpu'
     check(kind != 'cuda' or torch.cuda.is_available(),
           'device=cuda: torch finds no GPU on this machine; set device=cpu')
+    check(kind != 'mps' or torch.backends.mps.is_available(),
+          'device=mps: torch finds no Apple GPU on this machine; set device=cpu')
     return torch.device(kind)
 
 

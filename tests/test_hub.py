@@ -255,7 +255,7 @@ def test_an_exported_folder_is_read_as_a_run_is(
 
     evaluate.main([*options, '--export=again'])
     assert torch.equal(load_file('again/model.safetensors')['model.head'], rounded().head)
-    with pytest.raises(SystemExit, match='again is not empty: delete it'):
+    with pytest.raises(SystemExit, match='again is not empty: give a new'):
         evaluate.main([*options, '--export=again'])
 
 

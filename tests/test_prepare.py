@@ -217,7 +217,7 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     where, out = path.parent, tmp_path / 'out'
     out.mkdir()
     prepare(where, out)
-    assert 'data made with other options: delete it' in refused(where, out, '--held_out=0.2')
+    assert 'data made with other options: choose' in refused(where, out, '--held_out=0.2')
     path.unlink()  # the tokens suffice
     assert 'is prepared already' in prepare(where, out)['printed']
     (out / 'meta.json').unlink()
