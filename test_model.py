@@ -341,6 +341,8 @@ def test_straight_through_sign_passes_gradients_to_gamma() -> None:
     torch.testing.assert_close(signed.detach(), z * gamma.detach().sign())
     gradient, = torch.autograd.grad(signed.sum(), gamma)
     assert torch.equal(gradient, z)
+    large = torch.tensor([-300.0, 300.0], dtype=torch.bfloat16)  # too coarse for x + (sign - x)
+    assert straight_through_sign(large).tolist() == [-1, 1]
 
 
 # Preconditioners

@@ -153,6 +153,8 @@ def find_device(kind: str) -> torch.device:
     cpu. UserError if this machine has no such device."""
     if kind == 'auto':
         kind = 'cuda' if torch.cuda.is_available() else 'cpu'
+        if kind == 'cpu' and torch.backends.mps.is_available():
+            print('An Apple GPU is there: --device=mps, untried, uses it', flush=True)
     check(kind != 'cuda' or torch.cuda.is_available(),
           'device=cuda: torch finds no GPU on this machine; set device=cpu')
     check(kind != 'mps' or torch.backends.mps.is_available(),
