@@ -171,13 +171,15 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> None:
     found = reproduce.read_published()
-    rows = reproduce.read_csv(f'{FIRST}/runs.csv')
+    rows = [row for folder in (FIRST, SECOND, reproduce.FIGURE_DATA)
+            for row in reproduce.read_csv(f'{folder}/runs.csv')]
     for figure in FIGURES:
         for point in reproduce.collect(figure, 'XS', found):
             cell = ('XS', point.model, point.rate)
             y = [float(row['y']) for row in rows if int(row['seed']) in point.seeds
                  and (row['size'], row['model'], float(row['rate'])) == cell]
-            assert len(y) > 1 and point.perplexity == pytest.approx(math.exp(np.mean(y)))
+            assert len(y) == len(point.seeds)
+            assert point.perplexity == pytest.approx(math.exp(np.mean(y)))
     points = reproduce.collect('3a', 'XS', found)
     axes = reproduce.draw_figure('3a', points).axes[0]
     stars = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == '*']
