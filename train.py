@@ -237,7 +237,8 @@ def main(argv: list[str]) -> int:
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif init_from != 'scratch':
-        raw_model.load_state_dict(runs.best_checkpoint(init_from)['model'])
+        pretrained = pretrained or runs.best_checkpoint(init_from)  # unread if this run is resumed
+        raw_model.load_state_dict(pretrained['model'])
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
     checksum = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
