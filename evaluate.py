@@ -32,7 +32,7 @@ from nanocem.files import read_json, read_json_lines, table
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.runs import load_model, newest_run, perplexity, read_config
-from nanocem.tokenizers import find_llama_model, make_tokenizer, spelled_bytes, tokenizer_of
+from nanocem.tokenizers import find_llama, spelled_bytes, tokenizer_of
 from prepare_slimpajama import text_documents
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -78,8 +78,7 @@ def read_text(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequence
     padded = F.pad(torch.tensor(ids), (0, padding), value=NO_TARGET)
     text_bytes = sum(len(document.encode()) for document in documents)
     llama_tokens = None
-    if llama_path := find_llama_model(data_dir):
-        llama = make_tokenizer('llama', llama_path)
+    if llama := find_llama(data_dir):
         llama_tokens = sum(len(llama.encode(document)) for document in documents)
     return padded.unfold(0, length + 1, length), text_bytes, llama_tokens
 

@@ -22,7 +22,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -69,7 +68,7 @@ class PrepareConfig:
             resolve_defaults(self, tokenizer='byte', held_out=0.05)
         elif not self.input.startswith(HUB):
             self.input = os.path.abspath(self.input)
-        name = os.path.basename(self.input.rstrip('/')).partition('.')[0] or 'text'
+        name = os.path.basename(self.input.rstrip('/')).partition('.')[0]
         name = 'slimpajama' if self.input == SLIMPAJAMA else name
         resolve_defaults(self, tokenizer='llama', held_out=0.005, out_dir=f'data/{name}')
 
@@ -89,10 +88,9 @@ class Source(NamedTuple):
         """Return the path of a file, after downloading it if it is on the Hub."""
         if not self.root.startswith(HUB):
             return os.path.join(self.root, file)
+        from huggingface_hub import hf_hub_download
         repository, commit = self.root.removeprefix(HUB).split('@')
-        with hub() as hf:
-            return hf.HfApi().hf_hub_download(repository, file, repo_type='dataset',
-                                              revision=commit)
+        return hf_hub_download(repository, file, repo_type='dataset', revision=commit)
 
 
 def find_source(where: str) -> Source:
@@ -103,8 +101,8 @@ def find_source(where: str) -> Source:
                  if name.endswith('.py') and excluded.isdisjoint(name.split('/'))]
         return Source(LIBRARY, dict.fromkeys(names))
     if os.path.isfile(where):
-        root, name = os.path.split(where)
-        return Source(root, {name: None})
+        folder, name = os.path.split(where)
+        return Source(folder, {name: None})
     check(os.path.isdir(where) or where.startswith(HUB), f'{where}: no such file or folder')
     root, names = list_hub(where) if where.startswith(HUB) else (where, list_files(where))
     files = {name: find_split(name) for name in names if name.lower().endswith(SUFFIXES)}
@@ -122,41 +120,47 @@ def find_split(name: str) -> str | None:
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
-def list_files(root: str, folder: str = '') -> list[str]:
-    """List the files in a folder below root, and then those in its subfolders, by name and without
-    hidden ones, as paths below root. Links are followed. OSError if a folder cannot be listed."""
-    names = sorted(name for name in os.listdir(os.path.join(root, folder)) if name[0] != '.')
-    paths = [os.path.join(folder, name) for name in names]
-    subfolders = [path for path in paths if os.path.isdir(os.path.join(root, path))]
-    files = [path for path in paths if path not in subfolders]
-    here = os.path.realpath(os.path.join(root, folder)) + os.sep
-    for subfolder in subfolders:
-        if not here.startswith(os.path.realpath(os.path.join(root, subfolder)) + os.sep):
-            files += list_files(root, subfolder)  # not a link to a folder that holds this one
-    return files
-
-
-@contextmanager
-def hub() -> Iterator[Any]:
-    """Import huggingface_hub. Any error in the with block becomes a UserError."""
-    import huggingface_hub
-    try:
-        yield huggingface_hub
-    except Exception as error:  # The HTTP library raises many classes of its own.
-        fail(f'the Hugging Face Hub: {error} (is there a network? downloads are kept)')
+def list_files(root: str) -> list[str]:
+    """List the files of a folder and then those of its subfolders, by name and without hidden ones,
+    as paths below root. Links to folders are not followed. UserError if a folder is unreadable."""
+    paths = []
+    for folder, subfolders, files in os.walk(root, onerror=lambda error: fail(str(error))):
+        subfolders[:] = sorted(name for name in subfolders if name[0] != '.')
+        paths += [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
+    return [os.path.relpath(path, root) for path in paths]
 
 
 def list_hub(where: str) -> tuple[str, list[str]]:
-    """Return a repository with its current commit, and the names of its files below `where`."""
-    with hub() as hf:
-        uri = hf.parse_hf_uri(where.rstrip('/'))
-        commit = hf.HfApi().dataset_info(uri.id, revision=uri.revision).sha
+    """Return a dataset of the Hub at its current commit, and the names of its files below `where`.
+    UserError."""
+    from huggingface_hub import HfFileSystem, dataset_info, parse_hf_uri
+    try:
+        uri = parse_hf_uri(where.rstrip('/'))
+        commit = dataset_info(uri.id, revision=uri.revision).sha
         root = f'{HUB}{uri.id}@{commit}'
-        paths = hf.HfFileSystem().find(f'{root}/{uri.path_in_repo}'.rstrip('/'))
-    return root, sorted(f'hf://{path}'.removeprefix(f'{root}/') for path in paths)
+        paths = HfFileSystem().find(f'{root}/{uri.path_in_repo}'.rstrip('/'))
+    except Exception as error:  # The HTTP library raises many classes of its own.
+        fail(f'{where}: {error} (is there a network?)')
+    return root, [f'hf://{path}'.removeprefix(f'{root}/') for path in paths]
 
 
 # Documents
+
+def read_documents(path: str, column: str = 'text') -> Iterator[str]:
+    """Yield the documents of a file that are not empty: its rows, or a whole text. UserError if it
+    is damaged."""
+    import pyarrow
+    if path.lower().endswith('.parquet'):
+        texts = read_parquet(path, column)
+    elif path.lower().endswith(ROWS):
+        texts = read_jsonl(path, column)
+    else:
+        texts = [tokenizers.read_text(path)]
+    try:
+        yield from filter(None, texts)
+    except (pyarrow.ArrowException, OSError) as error:
+        fail(f'{path}: {error}')
+
 
 def read_parquet(path: str, column: str) -> Iterator[str | None]:
     from pyarrow.parquet import ParquetFile
@@ -176,55 +180,39 @@ def read_jsonl(path: str, column: str) -> Iterator[str]:
             if line.isspace():
                 continue
             try:
-                text = json.loads(line.decode('utf-8-sig'))[column] or ''
+                text = json.loads(line)[column] or ''
                 # JSON can hold half of a surrogate pair, which is not text: replace it by "?".
                 text = text.encode('utf-8', 'replace').decode()
-            except UnicodeDecodeError as error:
-                tokenizers.refuse_encoding(f'{path}, line {number}', error)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                fail(f'{path}, line {number}: expected {{"{column}": "..."}} on each line '
+                fail(f'{path}, line {number}: expected {{"{column}": "..."}} in UTF-8 on each line '
                      f'(--column names another field), not {line[:60]!r} ({error})')
             yield text
-
-
-def read_documents(path: str, column: str) -> Iterator[str]:
-    """Yield the documents of a file that are not empty: its rows, or a whole text. UserError if it
-    is damaged."""
-    import pyarrow
-    if path.lower().endswith('.parquet'):
-        texts = read_parquet(path, column)
-    elif path.lower().endswith(ROWS):
-        texts = read_jsonl(path, column)
-    else:
-        texts = [tokenizers.read_text(path)]
-    try:
-        yield from filter(None, texts)
-    except (pyarrow.ArrowException, OSError) as error:
-        fail(f'{path}: {error}')
 
 
 def text_documents(path: str) -> Iterator[str]:
     """Yield the documents of a file or folder, as train.py --text reads them. UserError."""
     source = find_source(os.path.abspath(path))
     for file in source.files:
-        yield from read_documents(source.path(file), 'text')
+        yield from read_documents(source.path(file))
 
+
+# Splits
 
 def read_parts(o: PrepareConfig, source: Source) -> Iterator[tuple[str, str, bool]]:
     """Yield (split, text, whether it begins a document) for each document, or each block of a text
     file. A file that is named after val or test belongs to that split. The others are divided:
     rows by their hash, a text file by position."""
-    separate = {'val', 'test'}.intersection(source.files.values())  # splits with files of their own
-    others = [split for split in SPLITS if split not in separate]
-    for file, named in source.files.items():
-        splits = [named] if named in separate else others
+    named = source.files.values()
+    others = [split for split in SPLITS if split == 'train' or split not in named]
+    for file, split_of_file in source.files.items():
+        splits = [split_of_file] if split_of_file in ('val', 'test') else others
         path = source.path(file)
         if o.input == 'builtin' or path.lower().endswith(ROWS):
             for text in read_documents(path, o.column):
                 split = split_by_hash(text, o.held_out)
                 yield (split if split in splits else splits[0]), text, True
         else:
-            for split, begin, end in cut_text(path, splits, o.held_out):
+            for split, begin, end in split_by_position(path, splits, o.held_out):
                 for n, text in enumerate(tokenizers.read_blocks(path, begin, end)):
                     yield split, text, n == 0
 
@@ -238,17 +226,18 @@ def split_by_hash(text: str, held_out: float) -> str:
     return 'val' if x < 2 * held_out else 'train'
 
 
-def cut_text(path: str, splits: list[str], held_out: float) -> Iterator[tuple[str, int, int]]:
+def split_by_position(path: str, splits: list[str],
+                      held_out: float) -> Iterator[tuple[str, int, int]]:
     """Cut a text file into parts for these splits, in this order. Yield (split, first byte, end)
     from the last part to the first. Each but the first is the fraction `held_out` of the file."""
     end = size = os.path.getsize(path)
     with open(path, 'rb') as file:
         for n, split in enumerate(reversed(splits[1:]), 1):
             begin = file.seek(size - n * round(held_out * size))
-            # Begin at a space or line end, or else with a whole UTF-8 character
+            # Begin at the next space or line end, or else with the next UTF-8 character
             text = file.read(tokenizers.BLOCK)
-            cut = re.search(rb'[ \n]', text) or re.search(rb'[^\x80-\xbf]|\Z', text)
-            begin = min(end, begin + cut.start())
+            match = re.search(rb'[ \n]', text) or re.search(rb'[^\x80-\xbf]|\Z', text)
+            begin += match.start()
             yield split, begin, end
             end = begin
     yield splits[0], 0, end
@@ -261,8 +250,8 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     is written to the folder. UserError."""
     path = model = os.path.join(folder, tokenizers.MODEL_FILE)
     if o.tokenizer == 'llama':
-        with hub() as hf:
-            path = hf.HfApi().hf_hub_download(*LLAMA)
+        from huggingface_hub import hf_hub_download
+        path = hf_hub_download(*LLAMA)
     elif match := re.fullmatch(r'bpe(\d+)', o.tokenizer):
         tokenizers.train_bpe(model, int(match[1]), sample_train(o, source))
     elif o.tokenizer not in ('gpt2', 'byte'):
@@ -300,40 +289,35 @@ class Writer:
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
         self.splits = {split: {'tokens': 0, 'shards': []} for split in SPLITS}  # for meta.json
 
-    def append(self, split: str, ids: np.ndarray) -> None:
+    def append(self, split: str, ids: list[int]) -> None:
         shards = self.splits[split]['shards']
         self.splits[split]['tokens'] += len(ids)
         limit = SHARD_TOKENS if split == 'train' else sys.maxsize
-        while len(ids):
+        while ids:
             if not shards or shards[-1]['tokens'] == limit:
                 name = f'train_{len(shards):05d}.bin' if split == 'train' else f'{split}.bin'
                 shards.append({'file': name, 'tokens': 0})
             space = limit - shards[-1]['tokens']
             with open(os.path.join(self.folder, shards[-1]['file']), 'ab') as file:
-                file.write(ids[:space].astype(self.dtype).tobytes())
+                file.write(np.array(ids[:space], self.dtype).tobytes())
             shards[-1]['tokens'] += len(ids[:space])
             ids = ids[space:]
 
 
 def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -> bool:
     """Write the tokens of all documents, until the train split is full. Return whether decoding
-    gives the text back: the first part of each batch is decoded."""
-    def encode(part: tuple[str, str, bool]) -> np.ndarray:
-        _, text, begins = part
-        bos = [tokenizer.bos] if begins else []
-        return np.array(bos + tokenizer.encode(text, begins), np.uint32)
-
+    gives the text back: the first text of each batch is decoded."""
     parts = read_parts(o, source)
     train = writer.splits['train']
     lossless = True
-    with (ThreadPoolExecutor() as pool,
-          tqdm(unit=' tokens', unit_scale=True, mininterval=1, leave=False, disable=None) as bar):
+    with ThreadPoolExecutor() as pool, tqdm(unit=' tokens', unit_scale=True, disable=None) as bar:
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
-            encoded = list(pool.map(encode, batch))
-            _, text, begins = batch[0]
-            without_bos = encoded[0][1:] if begins else encoded[0]
-            lossless &= tokenizers.keeps_text(tokenizer, without_bos.tolist(), text)
-            for (split, *_), ids in zip(batch, encoded, strict=True):
+            splits, texts, begins = zip(*batch, strict=True)
+            encoded = list(pool.map(tokenizer.encode, texts, begins))
+            lossless &= tokenizers.keeps_text(tokenizer, encoded[0], texts[0])
+            for split, ids, begins_document in zip(splits, encoded, begins, strict=True):
+                if begins_document:
+                    ids = [tokenizer.bos, *ids]
                 limit = o.tokens - train['tokens'] if split == 'train' else None
                 writer.append(split, ids[:limit])
                 bar.update(len(ids))
@@ -345,24 +329,23 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
 def prepare(o: PrepareConfig) -> None:
     """Make the data folder o.out_dir unless it exists. It is written to a hidden folder beside it,
     which is renamed when it is complete. UserError, OSError."""
-    parent, name = os.path.split(os.path.realpath(o.out_dir))
-    partial_folder = os.path.join(parent, f'.{name}.partial')
-    os.makedirs(parent, exist_ok=True)
-    with FileLock(os.path.join(parent, f'.{name}.lock')):
-        meta = read_json(os.path.join(o.out_dir, 'meta.json'), 'choose another --out_dir')
-        if meta and meta['config'] == o.content_options():
+    folder = Path(o.out_dir).absolute()
+    partial = folder.with_name(f'.{folder.name}.partial')
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f'.{folder.name}.lock')):
+        if folder.exists():
+            meta = read_json(f'{folder}/meta.json') or {}
+            check(meta.get('config') == o.content_options(), f'{o.out_dir} holds other files, or '
+                  'data made with other options: choose another --out_dir')
             print(f'{o.out_dir} is prepared already; delete it to prepare it anew', flush=True)
             return
-        check(not os.path.exists(o.out_dir) or not os.listdir(o.out_dir),
-              f'{o.out_dir} holds other files, or data made with other options: choose another '
-              '--out_dir')
-        shutil.rmtree(partial_folder, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir()
         try:
-            os.mkdir(partial_folder)
-            write_folder(o, partial_folder)
-            os.replace(partial_folder, os.path.join(parent, name))
+            write_folder(o, str(partial))
+            partial.replace(folder)
         finally:
-            shutil.rmtree(partial_folder, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_folder(o: PrepareConfig, folder: str) -> None:
@@ -376,11 +359,14 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     tokenizer = find_tokenizer(o, source, folder)
     writer = Writer(folder, tokenizer.vocab_size)
     lossless = tokenize(o, source, tokenizer, writer)
-    sizes = {split: writer.splits[split]['tokens'] for split in SPLITS}
-    empty = [split for split, size in sizes.items() if not size]
-    check('train' not in empty and not (empty and o.held_out),
-          f'{o.input} holds too little text for {", ".join(empty)}: give more, or '
-          'prepare_slimpajama.py --held_out with a larger fraction')
+    for split in SPLITS:
+        size = writer.splits[split]['tokens']
+        may_be_empty = split != 'train' and o.held_out == 0
+        check(size > 0 or may_be_empty, f'{o.input} holds too little text for {split}: give more, '
+              'or prepare_slimpajama.py --held_out with a larger fraction')
+        print(f'{split:5} {size:>15,} tokens', flush=True)
+    if writer.splits['train']['tokens'] == o.tokens:
+        print(f'Train is full at {o.tokens:,} tokens: --tokens=N takes more of it', flush=True)
 
     meta = {
         'format': FORMAT, 'tokenizer': tokenizer.name, 'tokenizer_sha256': tokenizer.sha256,
@@ -391,13 +377,9 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
         meta['lossless'] = False
         print('The tokenizer loses some of this text: there will be no bits per byte', flush=True)
     Path(folder, 'meta.json').write_text(json.dumps(meta, indent=1), encoding='utf-8')
-    for split, size in sizes.items():
-        print(f'{split:5} {size:>15,} tokens', flush=True)
-    if sizes['train'] == o.tokens:
-        print(f'Train is full at {o.tokens:,} tokens: --tokens=N takes more of it', flush=True)
 
 
-# What train.py and evaluate.py call
+# What train.py calls
 
 def find_data(folder: str, text: str | None = None, tokenizer: str | None = None,
               checkpoint: dict[str, Any] | None = None) -> str:
@@ -409,8 +391,7 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
             saved = tokenizers.tokenizer_of(checkpoint)
             tokenizer = saved.path or saved.name
         return prepare_text(text, tokenizer)
-    builtin = os.path.normpath(folder) == os.path.join('data', 'builtin')
-    if builtin and not os.path.exists(f'{folder}/meta.json'):
+    if Path(folder) == Path('data/builtin') and not os.path.exists(f'{folder}/meta.json'):
         print(f"Preparing {folder} from the source of this Python's library", flush=True)
         prepare(PrepareConfig(input='builtin'))
     return folder
@@ -419,17 +400,18 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
 def prepare_text(path: str, tokenizer: str | None) -> str:
     """Prepare a user's file or folder of text, and return the data folder. Its name contains a hash
     of the files' paths, sizes and times, and of the tokenizer: a changed text is prepared anew."""
-    source = find_source(os.path.abspath(path))
+    path = os.path.abspath(path)
+    source = find_source(path)
     files = [source.path(file) for file in source.files]
     states = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns)
               for file in [*files, tokenizer] if file and os.path.exists(file)]
     digest = hashlib.sha256(repr((tokenizer, states)).encode()).hexdigest()
     size = sum(map(os.path.getsize, files))
     default = next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
-    o = PrepareConfig(input=os.path.abspath(path), tokenizer=tokenizer or default,
+    o = PrepareConfig(path, tokenizer=tokenizer or default,
                       held_out=0.05 if size < 20e6 else 0.005)
     o.out_dir += f'-{digest[:8]}'
-    if os.path.exists(os.path.join(o.out_dir, 'meta.json')):
+    if os.path.exists(f'{o.out_dir}/meta.json'):
         return o.out_dir
 
     print(f'Preparing {path}, {size / 1e6:,.2f} MB, in {o.out_dir}: tokenizer {o.tokenizer}',

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -155,9 +155,9 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
           f'{path}: no such file; copy it from the folder that this one was made from (an export, '
           'or a data folder), or prepare the data again')
     tokenizer = make_tokenizer(name, path)
-    if vocab_size > tokenizer.vocab_size or sha256 != tokenizer.sha256:
-        fail(f'{folder} was made with another {tokenizer.name} tokenizer, of vocabulary '
-             f'{vocab_size} and SHA-256 {sha256}; prepare the data again')
+    check(vocab_size <= tokenizer.vocab_size and sha256 == tokenizer.sha256,
+          f'{folder} was made with another {tokenizer.name} tokenizer, of vocabulary {vocab_size} '
+          f'and SHA-256 {sha256}; prepare the data again')
     return tokenizer
 
 
@@ -167,16 +167,17 @@ def tokenizer_of(state: dict[str, Any]) -> Any:
     return load_tokenizer(state.get('folder', state['data_dir']), state['data'])
 
 
-def find_llama_model(folder: str) -> str | None:
-    """Return the path of Llama's tokenizer.model: $LLAMA_TOKENIZER, or the file in a data folder.
-    None if it is not there. UserError if $LLAMA_TOKENIZER is another file."""
+def find_llama(folder: str) -> SentencePieceTokenizer | None:
+    """Load Llama's tokenizer from $LLAMA_TOKENIZER or else from a data folder. None if neither has
+    it. UserError if $LLAMA_TOKENIZER is another model."""
     given = os.environ.get('LLAMA_TOKENIZER')
     path = given or os.path.join(folder, MODEL_FILE)
-    content = Path(path).read_bytes() if os.path.isfile(path) else b''
-    if hashlib.sha256(content).hexdigest() == LLAMA_SHA256:
-        return path
-    check(not given, f"LLAMA_TOKENIZER={given} is not Llama's tokenizer.model: expected the file "
-          f'of Llama 1 or 2, whose SHA-256 begins with {LLAMA_SHA256:.8}')
+    if given or os.path.isfile(path):
+        tokenizer = SentencePieceTokenizer(path)
+        if tokenizer.name == 'llama':
+            return tokenizer
+        check(not given, f"LLAMA_TOKENIZER={given} is not Llama's tokenizer.model: expected the "
+              f'file of Llama 1 or 2, whose SHA-256 begins with {LLAMA_SHA256:.8}')
     return None
 
 
@@ -210,7 +211,9 @@ def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[s
             try:
                 text, _ = codecs.utf_8_decode(data, 'strict', is_last)
             except UnicodeDecodeError as error:
-                refuse_encoding(path, error, begin)
+                fail(f'{path}: not UTF-8 at byte {begin + error.start:,} ({error.reason}). If it '
+                     'has another encoding, iconv -f ENCODING -t utf-8 converts it; if a few '
+                     'characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them out')
             if not is_last and (words := WHOLE_WORDS.match(text)):
                 text = words[0]
             yield text
@@ -220,10 +223,3 @@ def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[s
 def read_text(path: str) -> str:
     """Read a text file. UserError if it is not UTF-8, OSError."""
     return ''.join(read_blocks(path))
-
-
-def refuse_encoding(where: str, error: UnicodeDecodeError, begin: int = 0) -> NoReturn:
-    """UserError that says how to convert a text, which was decoded from byte `begin` on."""
-    fail(f'{where}: not UTF-8 at byte {begin + error.start:,} ({error.reason}). If it has another '
-         'encoding, such as utf-16, cp1252 or gb18030, iconv -f ENCODING -t utf-8 converts it; if '
-         'a few characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them out')
