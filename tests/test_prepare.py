@@ -1,4 +1,5 @@
-"""prepare_slimpajama.py: bytes, splits, interruptions, a user's text. Nothing is downloaded."""
+"""prepare_slimpajama.py: bytes, splits, sources, a user's text. Nothing is downloaded: the class
+Hub below replaces huggingface_hub."""
 import gzip
 import hashlib
 import io
@@ -10,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from running import ROOT
-from test_tokenizers import NASTY, PAGES, documents
+from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
 import prepare_slimpajama as prep
 from configurator import UserError
@@ -40,33 +42,24 @@ def write(path: Path, texts: list[str], field: str = 'text') -> Path:
     return path
 
 
-def command(where: Path | str, out: Path, *options: str) -> list[str]:
-    byte = [] if any('--tokenizer' in option for option in options) else ['--tokenizer=byte']
-    return [f'--input={where}', f'--out_dir={out}', *byte, *options]
+def prepare(where: Path | str, out: Path, *options: str) -> dict[str, Any]:
+    """Run the command, by default with the byte tokenizer. Return meta.json, with the bytes of the
+    shards and what was printed."""
+    with redirect_stdout(io.StringIO()) as printed:
+        prep.main([f'--input={where}', f'--out_dir={out}', '--tokenizer=byte', *options])
+    meta = json.loads((out / 'meta.json').read_text())
+    return {**meta, 'shards': {path.name: path.read_bytes() for path in out.glob('*.bin')},
+            'printed': printed.getvalue()}
 
 
 def refused(where: Path | str, out: Path, *options: str) -> str:
     """Return the one line that ends the command, which leaves no folder behind."""
     before = {path for path in out.parent.iterdir() if path.is_dir()}
     with pytest.raises(SystemExit) as stop:
-        prep.main(command(where, out, *options))
+        prepare(where, out, *options)
     assert {path for path in out.parent.iterdir() if path.is_dir()} == before
     assert '\n' not in stop.value.code
     return stop.value.code
-
-
-def prepare(where: Path | str, out: Path, *options: str) -> dict[str, Any]:
-    """Run the command. Return the bytes of the shards, meta.json, and what was printed."""
-    with redirect_stdout(io.StringIO()) as printed:
-        prep.main(command(where, out, *options))
-    assert not list(out.parent.glob('.*.partial'))
-    made = {path.name: path.read_bytes() for path in out.glob('*.bin')}
-    meta = json.loads((out / 'meta.json').read_text())
-    return {**made, **meta, 'printed': printed.getvalue()}
-
-
-def shards(made: dict[str, Any]) -> dict[str, bytes]:
-    return {name: data for name, data in made.items() if name.endswith('.bin')}
 
 
 def expected(texts: list[str], held_out: float) -> dict[str, bytes]:
@@ -85,12 +78,9 @@ def train_of(texts: list[str]) -> bytes:
 
 def texts_of(made: dict[str, Any]) -> list[str]:
     """Return the text of train, val and test, each of which has one BOS."""
-    texts = []
-    for file in FILES.values():
-        ids = np.frombuffer(made[file], '<u2')
-        assert ids[0] == 256 and (ids == 256).sum() == 1
-        texts.append(bytes(ids[1:].tolist()).decode())
-    return texts
+    ids = [np.frombuffer(made['shards'][file], '<u2') for file in FILES.values()]
+    assert all(i[0] == 256 and (i == 256).sum() == 1 for i in ids)
+    return [bytes(i[1:].tolist()).decode() for i in ids]
 
 
 def book(words: int, seed: int = 0) -> str:
@@ -98,15 +88,15 @@ def book(words: int, seed: int = 0) -> str:
     return ''.join(random.Random(seed).choices(choice, k=words))
 
 
-# Bytes
+# Bytes and splits
 
 @pytest.mark.parametrize('name', ['a.jsonl', 'a.jsonl.gz', 'a.jsonl.zst', 'a.parquet'])
 def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     texts = [*documents(300, seed=2), '', *[text for text in NASTY if text], 'z' * 5000]
     made = prepare(write(tmp_path / name, texts), tmp_path / 'out', '--held_out=0.1')
-    assert shards(made) == expected(texts, 0.1)
+    assert made['shards'] == expected(texts, 0.1)
     for split, file in FILES.items():
-        n = len(made[file]) // 2
+        n = len(made['shards'][file]) // 2
         assert made['splits'][split] == {'tokens': n, 'shards': [{'file': file, 'tokens': n}]}
 
 
@@ -115,27 +105,14 @@ def test_shards_and_the_limit_of_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     texts = [*documents(1000, seed=3), 'one long document ' * 150_000, *documents(10, seed=4)]
     where = write(tmp_path / 'a.parquet', texts)
     right = expected(texts, 0.1)
-    whole = shards(prepare(where, tmp_path / 'whole', '--held_out=0.1'))
+    whole = prepare(where, tmp_path / 'whole', '--held_out=0.1')['shards']
     train = [value for name, value in sorted(whole.items()) if name.startswith('train')]
     assert len(train) > 2 and b''.join(train) == right['train_00000.bin']
     assert all(len(shard) == 1_000_000 for shard in train[:-1])
     limited = prepare(where, tmp_path / 'limited', '--tokens=200K', '--held_out=0.1')
     assert 'Train is full at 200,000 tokens' in limited['printed']
-    assert limited['train_00000.bin'] == right['train_00000.bin'][:400_000]
-    assert right['val.bin'].startswith(limited['val.bin'])
-
-
-def test_a_folder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
-    where, out = write(tmp_path / 'a.jsonl', PAGES), tmp_path / 'out'
-    prepare(where, out, '--tokenizer=bpe600', '--held_out=0')
-    meta, model = json.loads((out / 'meta.json').read_text()), out / 'tokenizer.model'
-    with pytest.raises(UserError, match=r'another sentencepiece tokenizer, .*fff'):
-        load_tokenizer(str(out), {**meta, 'tokenizer_sha256': 'f' * 64})
-    again = prepare(where, tmp_path / 'again', f'--tokenizer={model}', '--held_out=0')
-    assert again['train_00000.bin'] == (out / 'train_00000.bin').read_bytes()
-    model.unlink()
-    with pytest.raises(UserError, match='no such file; copy it'):
-        load_tokenizer(str(out))
+    assert limited['shards']['train_00000.bin'] == right['train_00000.bin'][:400_000]
+    assert right['val.bin'].startswith(limited['shards']['val.bin'])
 
 
 def test_files_that_are_named_after_splits(tmp_path: Path) -> None:
@@ -143,10 +120,10 @@ def test_files_that_are_named_after_splits(tmp_path: Path) -> None:
     write(tmp_path / 'in/train/a.jsonl.zst', texts[:300])
     write(tmp_path / 'in/dev/b_valid.jsonl', texts[300:])
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2')
-    right = expected(texts[:300], 0.2)
-    kept = [text for text in texts[:300] if train_of([text]) not in right['test.bin']]
-    assert shards(made) == {'train_00000.bin': train_of(kept), 'val.bin': train_of(texts[300:]),
-                            'test.bin': right['test.bin']}
+    test = expected(texts[:300], 0.2)['test.bin']
+    kept = [text for text in texts[:300] if train_of([text]) not in test]
+    assert made['shards'] == {'train_00000.bin': train_of(kept), 'val.bin': train_of(texts[300:]),
+                              'test.bin': test}
 
 
 def test_text_files_that_are_named_after_splits(tmp_path: Path) -> None:
@@ -155,7 +132,7 @@ def test_text_files_that_are_named_after_splits(tmp_path: Path) -> None:
     (tmp_path / 'in').mkdir()
     (tmp_path / 'in/TinyStories-train.txt').write_text(train)
     (tmp_path / 'in/TinyStories-valid.txt').write_text(val)
-    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1', '--tokens=1M')
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1')
     assert 'val: 1 of 2 files, first TinyStories-valid.txt' in made['printed']
     parts = texts_of(made)
     assert parts[0] + parts[2] == train and parts[1] == val and len(parts[2]) > 0.09 * len(train)
@@ -170,13 +147,44 @@ def test_the_end_of_a_text_file_is_held_out(tmp_path: Path, text: str) -> None:
     assert all(0.09 < len(part) / len(text) < 0.11 for part in parts[1:])
     assert ' ' not in text or all(part[0] in ' \n' for part in parts[1:])
     short = prepare(tmp_path / 'book.txt', tmp_path / 'short', '--tokens=20K', '--held_out=0.1')
-    assert short['train_00000.bin'] == made['train_00000.bin'][:40_000]
-    assert short['val.bin'] == made['val.bin']
+    assert short['shards']['train_00000.bin'] == made['shards']['train_00000.bin'][:40_000]
+    assert short['shards']['val.bin'] == made['shards']['val.bin']
     none = prepare(tmp_path / 'book.txt', tmp_path / 'none', '--held_out=0')
-    assert shards(none) == {'train_00000.bin': train_of([text])}
+    assert none['shards'] == {'train_00000.bin': train_of([text])}
 
 
-# A trained tokenizer
+def test_memory_is_flat(tmp_path: Path) -> None:
+    """Texts of 12 and 36 MB, which are more than one batch of blocks, need the same memory."""
+    script = ('import sys, prepare_slimpajama as prep\n'
+              'for path in sys.argv[1:]:\n'
+              '    prep.main([f"--input={path}", f"--out_dir={path}-out", "--tokenizer=byte"])\n'
+              '    status = open("/proc/self/status").read()\n'
+              '    print("peak", status.partition("VmHWM:")[2].split()[0])\n')
+    text = ' '.join(documents(10, seed=40, characters=2000))
+    for suffix in ('parquet', 'txt'):
+        paths = [tmp_path / f'12.{suffix}', tmp_path / f'36.{suffix}']
+        for path in paths:
+            texts = [f'{i} {text}' for i in range(int(path.stem) * 1_000_000 // len(text))]
+            path.write_text(' '.join(texts)) if suffix == 'txt' else write(path, texts)
+        done = subprocess.run([sys.executable, '-c', script, *paths], capture_output=True,
+                              text=True, cwd=ROOT)
+        peaks = [int(n) // 1024 for n in re.findall(r'peak (\d+)', done.stdout)]  # MB
+        assert peaks[1] < peaks[0] + 50, (suffix, peaks)
+
+
+# Tokenizers
+
+def test_a_folder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'a.jsonl', PAGES), tmp_path / 'out'
+    made = prepare(where, out, '--tokenizer=bpe600', '--held_out=0')
+    with pytest.raises(UserError, match=r'another sentencepiece tokenizer, .*fff'):
+        load_tokenizer(str(out), {**made, 'tokenizer_sha256': 'f' * 64})
+    again = prepare(where, tmp_path / 'again', f'--tokenizer={out}/tokenizer.model', '--held_out=0')
+    assert again['shards'] == made['shards']
+    (out / 'tokenizer.model').unlink()
+    with pytest.raises(UserError, match='no such file; copy it'):
+        load_tokenizer(str(out))
+
 
 def test_a_tokenizer_is_trained_on_an_even_sample_of_the_train_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -198,11 +206,11 @@ def test_a_tokenizer_that_loses_text(tmp_path: Path) -> None:
     lossy = prepare(write(tmp_path / 'a.jsonl', PAGES), tmp_path / 'lossy', *options)
     assert lossy['lossless'] is False and 'loses some of this text' in lossy['printed']
     assert spelled_bytes(load_tokenizer(str(tmp_path / 'lossy')), lossy) is None
-    kept = prepare(write(tmp_path / 'b.jsonl', ['the data']), tmp_path / 'kept', *options)
-    assert 'lossless' not in kept
+    assert 'lossless' not in prepare(write(tmp_path / 'b.jsonl', ['the data']), tmp_path / 'kept',
+                                     *options)
 
 
-# Interruptions
+# The data folder
 
 def test_a_killed_preparation_begins_again(tmp_path: Path) -> None:
     """The next preparation is not changed by what a killed one left."""
@@ -210,15 +218,14 @@ def test_a_killed_preparation_begins_again(tmp_path: Path) -> None:
     (tmp_path / '.out.partial').mkdir()
     (tmp_path / '.out.partial/train_00000.bin').write_bytes(b'half of a shard')
     assert prepare(where, tmp_path / 'out') == prepare(where, tmp_path / 'undisturbed')
+    assert not list(tmp_path.glob('.*.partial'))
 
 
 def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
-    path = write(tmp_path / 'in/a.jsonl', documents(600, seed=8))
-    where, out = path.parent, tmp_path / 'out'
-    out.mkdir()
+    where, out = write(tmp_path / 'a.jsonl', documents(600, seed=8)), tmp_path / 'out'
     prepare(where, out)
     assert 'data made with other options: choose' in refused(where, out, '--held_out=0.2')
-    path.unlink()  # the tokens suffice
+    where.unlink()  # the tokens suffice
     assert 'is prepared already' in prepare(where, out)['printed']
     (out / 'meta.json').unlink()
     assert 'holds other files' in refused(where, out)
@@ -260,9 +267,7 @@ def test_the_tokenizer_of_a_users_text(tmp_path: Path, monkeypatch: pytest.Monke
     assert load_tokenizer(trained).vocab_size == 800
     Path('b.txt').write_text('\n'.join(PAGES[::-1]))
     for folder in (trained, prep.find_data('data', 'b.txt', 'byte')):
-        meta = json.loads(Path(folder, 'meta.json').read_text())
-        state = {'data_dir': folder, 'data': {name: meta[name] for name in (
-            'tokenizer', 'tokenizer_sha256', 'vocab_size')}}
+        state = {'data_dir': folder, 'data': json.loads(Path(folder, 'meta.json').read_text())}
         made = prep.find_data('data', 'b.txt', None, state)
         assert load_tokenizer(made).sha256 == load_tokenizer(folder).sha256
 
@@ -282,21 +287,139 @@ def test_a_default_tokenizer_that_does_not_suit_the_text(
         prep.find_data('data', 'zh.txt', 'bpe600')
 
 
-def test_memory_is_flat(tmp_path: Path) -> None:
-    """Both texts, of 12 and 36 MB, fill more than one batch of blocks."""
-    script = ('import sys, prepare_slimpajama as prep\n'
-              'for n in "12", "36":\n'
-              '    prep.main([option.replace("N", n) for option in sys.argv[1:]])\n'
-              '    status = open("/proc/self/status").read()\n'
-              '    print("peak", status.partition("VmHWM:")[2].split()[0])\n')
-    text = ' '.join(documents(10, seed=40, characters=2000))
-    for name in ('parquet', 'txt'):
-        for n in (12, 36):
-            texts = [f'{i} {text}' for i in range(n * 1_000_000 // len(text))]
-            path = tmp_path / f'{n}.{name}'
-            path.write_text(' '.join(texts)) if name == 'txt' else write(path, texts)
-        options = command(tmp_path / f'N.{name}', tmp_path / f'N{name}', '--held_out=0')
-        done = subprocess.run([sys.executable, '-c', script, *options], capture_output=True,
-                              text=True, cwd=ROOT)
-        peaks = [int(n) // 1024 for n in re.findall(r'peak (\d+)', done.stdout)]
-        assert peaks[1] < peaks[0] + 50, (name, peaks)  # MB
+# Sources
+
+def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = documents(3, seed=1)
+    folder = tmp_path / 'in'
+    for name, text in zip(('B.JSONL', 'c.jsonl.gz', 'a/d.parquet'), texts, strict=True):
+        write(folder / name, [text])
+    for name in ('README.md', '.hidden.txt'):
+        (folder / name).write_text('not read')
+    (folder / 'link').symlink_to(folder)
+    made = prepare(folder, tmp_path / 'out', '--held_out=0')
+    assert made['files'] == ['B.JSONL', 'c.jsonl.gz', 'a/d.parquet']
+    assert made['shards'] == expected(texts, 0)
+
+    def scandir(path: str) -> None:  # a folder that cannot be listed
+        raise PermissionError(13, 'Permission denied', path)
+    monkeypatch.setattr('os.scandir', scandir)
+    with pytest.raises(UserError, match='Permission denied'):
+        prep.list_files(str(folder))
+
+
+@pytest.mark.parametrize('name, content, message', [
+    ('a.jsonl', b'{"text": "a"}\n{"text": "caf\xe9"}\n', 'a.jsonl, line 2: .* byte 0xe9 in posit'),
+    ('a.jsonl', '{"text": "a"}\n'.encode('utf-16'), r"line 1: .* in UTF-8 .* \('utf-16"),
+    ('a.jsonl', b'["a"]', r'line 1: expected {"text": "..."} in UTF-8 on .* not b.\["a"\]'),
+    ('a.jsonl', b'{"text": "a"},\n', r'line 1: expected .* \(Extra data: line 1 column 14'),
+    ('a.jsonl', b'{"text": "a"}\n\n{"text": "', 'line 3: expected'),
+    ('a.jsonl', b'{"title": "a"}\n', r'--column names another field\), not .*{"title": "a"}'),
+    ('a.jsonl.gz', gzip.compress(b'{"text": "a"}')[:-9], 'a.jsonl.gz: Truncated compressed stream'),
+    ('a.parquet', b'PAR1' * 9, 'a.parquet: .*Parquet'),
+    ('a.txt', b'', 'a.txt holds too little text for train'),
+    ('a.txt', b'a', 'a.txt holds too little text for val.* --held_out')])
+def test_damaged_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert re.search(message, refused(tmp_path / name, tmp_path / 'out'))
+
+
+def test_the_documents_of_a_text(tmp_path: Path) -> None:
+    """evaluate.py --text reads what train.py --text reads."""
+    texts = [*documents(5, seed=1), 'last']
+    for name in ('a.jsonl', 'a.parquet'):
+        assert list(prep.text_documents(str(write(tmp_path / name, [*texts, ''])))) == texts
+    (tmp_path / 'a.txt').write_text(texts[0])
+    assert list(prep.text_documents(str(tmp_path / 'a.txt'))) == texts[:1]
+
+
+def test_a_column_of_another_name(tmp_path: Path) -> None:
+    texts = documents(2, seed=1)
+    for n, name in enumerate(('a.parquet', 'b.jsonl')):
+        write(tmp_path / 'in' / name, texts[n:n + 1], 'content')
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--column=content', '--held_out=0')
+    assert made['shards'] == expected(texts, 0)
+    assert '--column chooses' in refused(tmp_path / 'in', tmp_path / 'other', '--column=none')
+
+
+def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's Python without its tests and installed packages, split by hash."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prep, 'LIBRARY', str(tmp_path / 'lib'))
+    texts = documents(600, seed=1)
+    Path('lib/test').mkdir(parents=True)
+    Path('lib/site-packages').mkdir()
+    for n, text in enumerate(texts):
+        Path(f'lib/{n:03d}.py').write_text(text)
+    for name in ('c.md', 'test/b.py', 'site-packages/a.py'):
+        Path('lib', name).write_text('not read')
+    assert prep.find_data('./data/builtin') == './data/builtin'
+    meta = json.loads(Path('data/builtin/meta.json').read_text())
+    assert meta['files'] == [f'{n:03d}.py' for n in range(600)]
+    for file, data in expected(texts, 0.05).items():
+        assert Path('data/builtin', file).read_bytes() == data
+
+
+# The Hub
+
+DATA = 'hf://datasets/org/data'
+COMMIT = 'c' * 40
+
+
+class Hub:
+    """Replaces huggingface_hub: a dataset of three files, and Llama's tokenizer."""
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.texts = documents(300, seed=50)
+        self.names = [f'data/{n}.parquet' for n in range(3)]
+        for n, name in enumerate(self.names):
+            write(folder / name, self.texts[n * 100:][:100])
+        self.downloads: list[str] = []
+
+    def dataset_info(self, repo: str, revision: str | None) -> SimpleNamespace:
+        assert repo == 'org/data' and revision in (None, COMMIT)
+        return SimpleNamespace(sha=COMMIT)
+
+    def find(self, where: str) -> list[str]:
+        inside = where.removeprefix(f'{DATA}@{COMMIT}').strip('/')
+        names = [name for name in [*self.names, 'README.md'] if Path(name).is_relative_to(inside)]
+        return [f'datasets/org/data@{COMMIT}/{name}' for name in names]
+
+    def hf_hub_download(self, repo: str, name: str, **options: str) -> str:
+        assert options == {'repo_type': 'dataset', 'revision': COMMIT} or 'llama' in repo
+        self.downloads.append(name)
+        return str(self.folder / name) if repo == 'org/data' else LLAMA
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    made = Hub(tmp_path / 'hub')
+    monkeypatch.setattr('huggingface_hub.HfFileSystem', lambda: made)
+    for name in ('dataset_info', 'hf_hub_download'):
+        monkeypatch.setattr(f'huggingface_hub.{name}', getattr(made, name))
+    return made
+
+
+def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, hub: Hub) -> None:
+    for where, texts in ((f'{DATA}/data', hub.texts), (f'{DATA}@{COMMIT}', hub.texts),
+                         (f'{DATA}/data/1.parquet', hub.texts[100:200])):
+        made = prepare(where, tmp_path / str(len(where)), '--held_out=0.2')
+        assert made['shards'] == expected(texts, 0.2)
+        assert made['source'] == f'{DATA}@{COMMIT}' and {*made['files']} <= {*hub.names}
+    assert 'holds no .parquet' in refused(f'{DATA}/nothing', tmp_path / 'n')
+    assert "must be 'namespace/name'" in refused('hf://datasets/data', tmp_path / 'n')
+
+
+def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> None:
+        raise RuntimeError('Connection refused')  # one of the HTTP library's own classes
+    monkeypatch.setattr('huggingface_hub.dataset_info', no_network)
+    assert 'Connection refused (is there a network?)' in refused(DATA, tmp_path / 'out')
+
+
+@needs_llama
+def test_the_hub_brings_the_llama_tokenizer(tmp_path: Path, hub: Hub) -> None:
+    options = ('--tokenizer=llama', '--tokens=1K', '--held_out=0')
+    assert prepare(DATA, tmp_path / 'out', *options)['splits']['train']['tokens'] == 1000
+    assert (tmp_path / 'out/tokenizer.model').read_bytes() == Path(LLAMA).read_bytes()
+    assert {*hub.downloads} == {'tokenizer.model', hub.names[0]}  # no more than the tokens need
