@@ -48,8 +48,8 @@ LIBRARY = sysconfig.get_paths()['stdlib']
 SPLITS = ('train', 'val', 'test')
 SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'test': 'test'}
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
-BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
-BATCH = 64  # Threads tokenize this many documents, or blocks of text files, together.
+BPE_TEXT = 32_000_000  # bytes of text that a tokenizer is trained on, at most
+BATCH = 64  # documents, or blocks of text files, that threads tokenize at the same time
 
 
 @dataclass
@@ -105,13 +105,13 @@ def find_source(where: str) -> Source:
         return Source(folder, {name: None})
     check(os.path.isdir(where) or where.startswith(HUB), f'{where}: no such file or folder')
     root, names = list_hub(where) if where.startswith(HUB) else (where, list_files(where))
-    files = {name: find_split(name) for name in names if name.lower().endswith(SUFFIXES)}
-    check(bool(files), f'{where} holds no {", ".join(SUFFIXES)} file')
-    if 'train' not in files.values():  # Then a name like test does not mean a split.
-        files = dict.fromkeys(files)
+    splits = {name: find_split(name) for name in names if name.lower().endswith(SUFFIXES)}
+    check(bool(splits), f'{where} holds no {", ".join(SUFFIXES)} file')
+    if 'train' not in splits.values():  # Then a name like test does not mean a split.
+        splits = dict.fromkeys(splits)
     # Read val and test first: reading stops when the train split is full
-    names = sorted(files, key=lambda name: files[name] not in ('val', 'test'))
-    return Source(root, {name: files[name] for name in names})
+    order = sorted(splits, key=lambda name: splits[name] not in ('val', 'test'))
+    return Source(root, {name: splits[name] for name in order})
 
 
 def find_split(name: str) -> str | None:
@@ -200,12 +200,12 @@ def text_documents(path: str) -> Iterator[str]:
 
 def read_parts(o: PrepareConfig, source: Source) -> Iterator[tuple[str, str, bool]]:
     """Yield (split, text, whether it begins a document) for each document, or each block of a text
-    file. A file that is named after val or test belongs to that split. The others are divided:
-    rows by their hash, a text file by position."""
+    file. A file that is named after val or test belongs to that split. The other files are divided
+    among train and the splits without a file: rows by their hash, a text file by position."""
     named = source.files.values()
-    others = [split for split in SPLITS if split == 'train' or split not in named]
-    for file, split_of_file in source.files.items():
-        splits = [split_of_file] if split_of_file in ('val', 'test') else others
+    divided = [split for split in SPLITS if split == 'train' or split not in named]
+    for file, named_after in source.files.items():
+        splits = [named_after] if named_after in ('val', 'test') else divided
         path = source.path(file)
         if o.input == 'builtin' or path.lower().endswith(ROWS):
             for text in read_documents(path, o.column):
@@ -248,42 +248,41 @@ def split_by_position(path: str, splits: list[str],
 def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     """Load or train the tokenizer that the options name. If it is a SentencePiece model, its file
     is written to the folder. UserError."""
-    path = model = os.path.join(folder, tokenizers.MODEL_FILE)
-    if o.tokenizer == 'llama':
+    model = os.path.join(folder, tokenizers.MODEL_FILE)
+    if o.tokenizer in ('gpt2', 'byte'):
+        return tokenizers.make_tokenizer(o.tokenizer, model)
+    if match := re.fullmatch(r'bpe(\d+)', o.tokenizer):
+        tokenizers.train_bpe(model, int(match[1]), sample_train(o, source))
+        return tokenizers.SentencePieceTokenizer(model)
+    path = o.tokenizer
+    if path == 'llama':
         from huggingface_hub import hf_hub_download
         path = hf_hub_download(*LLAMA)
-    elif match := re.fullmatch(r'bpe(\d+)', o.tokenizer):
-        tokenizers.train_bpe(model, int(match[1]), sample_train(o, source))
-    elif o.tokenizer not in ('gpt2', 'byte'):
-        path = o.tokenizer
-        check(os.path.isfile(path),
-              f'tokenizer={path}: no such file, and none of llama, gpt2, byte, bpe2048')
-    tokenizer = tokenizers.make_tokenizer(o.tokenizer, path)
-    if path != model:
-        shutil.copyfile(path, model)
-    return tokenizer
+    check(os.path.isfile(path),
+          f'tokenizer={path}: no such file, and none of llama, gpt2, byte, bpe2048')
+    shutil.copyfile(path, model)
+    return tokenizers.SentencePieceTokenizer(path)
 
 
 def sample_train(o: PrepareConfig, source: Source) -> list[str]:
     """Return every n-th text of the train split, about BPE_TEXT bytes in all. The split is read
     twice: once for its size."""
     def train_texts() -> Iterator[str]:
-        size = 0  # bytes
-        for split, text, _ in read_parts(o, source):
-            if split == 'train':
-                yield text
-                size += len(text.encode())
-                if size > 4 * o.tokens:  # A token has some four bytes: train will be full.
-                    return
+        return (text for split, text, _ in read_parts(o, source) if split == 'train')
 
     print(f'Reading {o.input} for the tokenizer {o.tokenizer}', flush=True)
-    total = sum(len(text.encode()) for text in train_texts())
-    n = max(1, math.ceil(total / BPE_TEXT))
-    return list(islice(train_texts(), 0, None, n))
+    count = size = 0
+    for text in train_texts():
+        count += 1
+        size += len(text.encode())
+        if size > 4 * o.tokens:  # A token has some four bytes: train will be full.
+            break
+    n = max(1, math.ceil(size / BPE_TEXT))
+    return list(islice(train_texts(), 0, count, n))
 
 
 class Writer:
-    """Append token ids to the shards of a data folder: several for train, one for val and test."""
+    """Append tokens to the shards of a data folder: of train several, of val and test one."""
     def __init__(self, folder: str, vocab_size: int):
         self.folder = folder
         self.dtype = np.dtype('<u2' if vocab_size <= 2 ** 16 else '<u4')
@@ -386,35 +385,29 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
     """Return the data folder: `folder`, or that of a user's `text`. That of a text, and
     data/builtin, are made on first use. The default tokenizer of a text is that of `checkpoint`,
     from which training starts, or else chosen by size. UserError, OSError."""
-    if text:
-        if checkpoint and not tokenizer:
-            saved = tokenizers.tokenizer_of(checkpoint)
-            tokenizer = saved.path or saved.name
-        return prepare_text(text, tokenizer)
-    if Path(folder) == Path('data/builtin') and not os.path.exists(f'{folder}/meta.json'):
-        print(f"Preparing {folder} from the source of this Python's library", flush=True)
-        prepare(PrepareConfig(input='builtin'))
-    return folder
+    if not text:
+        if Path(folder) == Path('data/builtin') and not os.path.exists(f'{folder}/meta.json'):
+            print(f"Preparing {folder} from the source of this Python's library", flush=True)
+            prepare(PrepareConfig(input='builtin'))
+        return folder
 
-
-def prepare_text(path: str, tokenizer: str | None) -> str:
-    """Prepare a user's file or folder of text, and return the data folder. Its name contains a hash
-    of the files' paths, sizes and times, and of the tokenizer: a changed text is prepared anew."""
-    path = os.path.abspath(path)
-    source = find_source(path)
+    if checkpoint and not tokenizer:
+        saved = tokenizers.tokenizer_of(checkpoint)
+        tokenizer = saved.path or saved.name
+    source = find_source(os.path.abspath(text))
     files = [source.path(file) for file in source.files]
-    states = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns)
-              for file in [*files, tokenizer] if file and os.path.exists(file)]
-    digest = hashlib.sha256(repr((tokenizer, states)).encode()).hexdigest()
     size = sum(map(os.path.getsize, files))
     default = next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
-    o = PrepareConfig(path, tokenizer=tokenizer or default,
+    o = PrepareConfig(os.path.abspath(text), tokenizer=tokenizer or default,
                       held_out=0.05 if size < 20e6 else 0.005)
-    o.out_dir += f'-{digest[:8]}'
+
+    # A text that changes, or another tokenizer, gives the folder another name
+    states = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns)
+              for file in [*files, tokenizer] if file and os.path.exists(file)]
+    o.out_dir += '-' + hashlib.sha256(repr((tokenizer, states)).encode()).hexdigest()[:8]
     if os.path.exists(f'{o.out_dir}/meta.json'):
         return o.out_dir
-
-    print(f'Preparing {path}, {size / 1e6:,.2f} MB, in {o.out_dir}: tokenizer {o.tokenizer}',
+    print(f'Preparing {text}, {size / 1e6:,.2f} MB, in {o.out_dir}: tokenizer {o.tokenizer}',
           flush=True)
     try:
         prepare(o)

@@ -172,12 +172,11 @@ def find_llama(folder: str) -> SentencePieceTokenizer | None:
     it. UserError if $LLAMA_TOKENIZER is another model."""
     given = os.environ.get('LLAMA_TOKENIZER')
     path = given or os.path.join(folder, MODEL_FILE)
-    if given or os.path.isfile(path):
-        tokenizer = SentencePieceTokenizer(path)
-        if tokenizer.name == 'llama':
-            return tokenizer
-        check(not given, f"LLAMA_TOKENIZER={given} is not Llama's tokenizer.model: expected the "
-              f'file of Llama 1 or 2, whose SHA-256 begins with {LLAMA_SHA256:.8}')
+    content = Path(path).read_bytes() if os.path.isfile(path) else b''
+    if hashlib.sha256(content).hexdigest() == LLAMA_SHA256:
+        return SentencePieceTokenizer(path)
+    check(not given, f"LLAMA_TOKENIZER={given} is not Llama's tokenizer.model: expected the file "
+          f'of Llama 1 or 2, whose SHA-256 begins with {LLAMA_SHA256:.8}')
     return None
 
 
