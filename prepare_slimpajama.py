@@ -249,8 +249,8 @@ def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     """Load or train the tokenizer that the options name. If it is a SentencePiece model, its file
     is written to the folder. UserError."""
     model = os.path.join(folder, tokenizers.MODEL_FILE)
-    if o.tokenizer in ('gpt2', 'byte'):
-        return tokenizers.make_tokenizer(o.tokenizer, model)
+    if o.tokenizer in tokenizers.WITHOUT_FILE:
+        return tokenizers.WITHOUT_FILE[o.tokenizer]()
     if match := re.fullmatch(r'bpe(\d+)', o.tokenizer):
         tokenizers.train_bpe(model, int(match[1]), sample_train(o, source))
         return tokenizers.SentencePieceTokenizer(model)

@@ -39,7 +39,7 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode('utf-8', 'replace')
 
     def token_bytes(self) -> torch.Tensor:
-        """Return how many bytes of text each token is, (vocab_size,): 0 for BOS and the like."""
+        """Return how many bytes of text each token spells, (vocab_size,). BOS spells none."""
         return torch.tensor([1] * 256 + [0])
 
 
@@ -107,6 +107,9 @@ class SentencePieceTokenizer:
         return counts
 
 
+WITHOUT_FILE = {'byte': ByteTokenizer, 'gpt2': Gpt2Tokenizer}
+
+
 # Training and loading
 
 def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
@@ -137,24 +140,18 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
     Path(path).write_bytes(model.getvalue())
 
 
-def make_tokenizer(name: str, path: str) -> Any:
-    """Make the tokenizer byte or gpt2; any other name means the SentencePiece model at `path`.
-    UserError, OSError."""
-    if name == 'byte':
-        return ByteTokenizer()
-    return Gpt2Tokenizer() if name == 'gpt2' else SentencePieceTokenizer(path)
-
-
 def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
     """Load the tokenizer of a data folder, as described by `meta` or by the folder's meta.json.
     UserError if it is missing or is not the one that made the data."""
     meta = meta or read_meta(folder)
     name, vocab_size, sha256 = meta['tokenizer'], meta['vocab_size'], meta.get('tokenizer_sha256')
-    path = os.path.join(folder, MODEL_FILE)
-    check(name in ('byte', 'gpt2') or os.path.isfile(path),
-          f'{path}: no such file; copy it from the folder that this one was made from (an export, '
-          'or a data folder), or prepare the data again')
-    tokenizer = make_tokenizer(name, path)
+    if name in WITHOUT_FILE:
+        tokenizer = WITHOUT_FILE[name]()
+    else:
+        path = os.path.join(folder, MODEL_FILE)
+        check(os.path.isfile(path), f'{path}: no such file; copy it from the folder that this one '
+              'was made from (an export, or a data folder), or prepare the data again')
+        tokenizer = SentencePieceTokenizer(path)
     check(vocab_size <= tokenizer.vocab_size and sha256 == tokenizer.sha256,
           f'{folder} was made with another {tokenizer.name} tokenizer, of vocabulary {vocab_size} '
           f'and SHA-256 {sha256}; prepare the data again')
@@ -190,7 +187,7 @@ def keeps_text(tokenizer: Any, ids: list[int], text: str) -> bool:
 
 
 def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
-    """Return how many bytes of text each token is, (vocab_size,), for bits per byte. If the
+    """Return how many bytes of text each token spells, (vocab_size,), for bits per byte. If the
     tokenizer lost text of the data that `meta` describes, print a line and return None."""
     if meta.get('lossless', True):
         return tokenizer.token_bytes()
