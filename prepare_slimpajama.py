@@ -48,8 +48,8 @@ LIBRARY = sysconfig.get_paths()['stdlib']
 SPLITS = ('train', 'val', 'test')
 SPLIT_WORDS = {'train': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'test': 'test'}
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
-BPE_TEXT = 32_000_000  # bytes of text that a tokenizer is trained on, at most
-BATCH = 64  # documents, or blocks of text files, that threads tokenize at the same time
+BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
+BATCH = 64  # Threads tokenize this many documents, or blocks of text files, at a time.
 
 
 @dataclass
@@ -394,12 +394,13 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
     if checkpoint and not tokenizer:
         saved = tokenizers.tokenizer_of(checkpoint)
         tokenizer = saved.path or saved.name
-    source = find_source(os.path.abspath(text))
+    path = os.path.abspath(text)
+    source = find_source(path)
     files = [source.path(file) for file in source.files]
     size = sum(map(os.path.getsize, files))
     default = next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
-    o = PrepareConfig(os.path.abspath(text), tokenizer=tokenizer or default,
-                      held_out=0.05 if size < 20e6 else 0.005)
+    held_out = 0.05 if size < 20e6 else 0.005
+    o = PrepareConfig(path, tokenizer=tokenizer or default, held_out=held_out)
 
     # A text that changes, or another tokenizer, gives the folder another name
     states = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns)

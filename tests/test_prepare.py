@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -298,10 +299,8 @@ def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     made = prepare(folder, tmp_path / 'out', '--held_out=0')
     assert made['files'] == ['B.JSONL', 'c.jsonl.gz', 'a/d.parquet']
     assert made['shards'] == expected(texts, 0)
-
-    def scandir(path: str) -> None:  # a folder that cannot be listed
-        raise PermissionError(13, 'Permission denied', path)
-    monkeypatch.setattr('os.scandir', scandir)
+    unreadable = Mock(side_effect=PermissionError(13, 'Permission denied'))
+    monkeypatch.setattr('os.scandir', unreadable)
     with pytest.raises(UserError, match='Permission denied'):
         prep.list_files(str(folder))
 

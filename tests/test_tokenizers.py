@@ -142,17 +142,6 @@ def test_the_same_texts_train_the_same_file(tmp_path: Path) -> None:
     assert not any('\n' in piece for piece in pieces) and '▁the' in pieces
 
 
-@pytest.mark.parametrize('vocab_size, text, reason', [
-    (60000, PAGES[0], 'Vocabulary size too high'), (512, '', ''),
-    (512, ''.join(map(chr, range(0x4e00, 0x5400))), r'512 vs \d+\.')])
-def test_a_vocabulary_that_does_not_suit_the_text(
-    tmp_path: Path, vocab_size: int, text: str, reason: str
-) -> None:
-    with pytest.raises(UserError, match=rf'=bpe{vocab_size} does not suit .* \(.*{reason}.*\)$'):
-        train_bpe(str(tmp_path / 'a.model'), vocab_size, [text])
-    assert not os.listdir(tmp_path)
-
-
 @pytest.mark.parametrize('options, bos', [
     (dict(model_type='unigram'), 1), (dict(bos_id=-1), 2), (dict(bos_id=-1, eos_id=-1), 0)])
 def test_any_sentencepiece_model(tmp_path: Path, options: dict[str, Any], bos: int) -> None:
@@ -182,16 +171,11 @@ def test_rare_spaces_are_kept(tmp_path: Path, text: str) -> None:
 
 
 @needs_llama
-def test_llamas_model_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / 'tokenizer.model').write_bytes(b'another model')
+def test_llamas_model_in_a_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('LLAMA_TOKENIZER', '')
-    assert find_llama(str(tmp_path)) is None
-    monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
-    assert find_llama(str(tmp_path)).name == 'llama'
-    for other in ('nothing', 'tokenizer.model'):
-        monkeypatch.setenv('LLAMA_TOKENIZER', str(tmp_path / other))
-        with pytest.raises(UserError, match=rf"^LLAMA_TOKENIZER=.*{other} is not Llama's token"):
-            find_llama(str(tmp_path))
+    for content, found in ((b'another model', False), (Path(LLAMA).read_bytes(), True)):
+        (tmp_path / 'tokenizer.model').write_bytes(content)
+        assert bool(find_llama(str(tmp_path))) == found
 
 
 # Text files
@@ -203,10 +187,3 @@ def test_text_that_is_not_utf8(tmp_path: Path, data: bytes, place: str) -> None:
     (tmp_path / 'a.txt').write_bytes(data)
     with pytest.raises(UserError, match=rf'a\.txt: not UTF-8 at byte {place}.*iconv -f ENCODING'):
         read_text(str(tmp_path / 'a.txt'))
-
-
-def test_a_text_file(tmp_path: Path) -> None:
-    text = '\ufeffcafé\r\n\0' + '世界' * 50_000  # without a word end: cut between characters
-    (tmp_path / 'a.txt').write_bytes(text.encode())
-    assert read_text(str(tmp_path / 'a.txt')) == text
-    assert ''.join(read_blocks(str(tmp_path / 'a.txt'), 3, 8)) == 'café'
