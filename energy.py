@@ -2,9 +2,9 @@
 A Transformer from two energies: the idea of CEM (arXiv 2605.07588), and nothing else.
 
 No attention and no MLP is written below. A layer is an energy of a token's state u, given its
-context h, and autograd takes T steps down that energy. What comes out is attention whose values
-are its keys, and a gated MLP whose down projection is the matrix inside its SiLU, transposed. model.py
-writes both gradients out, which is faster, and adds the paper's options. A test keeps them equal.
+context h, and autograd takes T steps down that energy. This gives attention whose values are its
+keys, and a gated MLP whose down projection is the matrix inside its SiLU, transposed. model.py
+writes both gradients out, which is faster, and adds the paper's options. A test compares the two.
 
     python energy.py [book.txt]    learn a page of English, or a text of yours, in half a minute
 """
@@ -58,8 +58,8 @@ class Descent(nn.Module):
 
 
 class Interaction(Descent):
-    """The energy that becomes attention (Eq. 2). It is low if u's query matches a key of its
-    past. The derivative of log-sum-exp is softmax: minus the gradient is W_Q^T sum_j alpha_j k_j."""
+    """The energy that becomes attention (Eq. 2). It is low if u matches a key of its past. The
+    derivative of log-sum-exp is softmax, so minus the gradient is W_Q^T sum_j alpha_j k_j."""
     def __init__(self, D: int, K: int, T: int):
         super().__init__(D, T)
         self.K, self.tau = K, D ** 0.5  # the paper's tau; Llama's is sqrt(D / K)
@@ -133,7 +133,7 @@ def main(path: str = f'{Path(__file__).parent}/pretrained/held_out.txt', J: int 
         layer.T = 4
     model(batch[:, :-1])
     for layer in model.layers:
-        print(type(layer).__name__, 'energy change:', [round(e - layer.path[0], 2) for e in layer.path])
+        print(type(layer).__name__, 'energy:', [round(e - layer.path[0], 2) for e in layer.path])
 
 
 if __name__ == '__main__':

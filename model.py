@@ -146,8 +146,8 @@ class RMSNorm(nn.Module):
 
 
 class Preconditioner(nn.Module):
-    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13), without
-    forming them. The parameter is p = d / sqrt(D): an Adam step on p moves d sqrt(D) times as far."""
+    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13). None is
+    formed. The parameter is p = d / sqrt(D): an Adam step on p moves d sqrt(D) times as far."""
     def __init__(self, cfg: ModelConfig, n: int, rank: int):
         super().__init__()
         D = cfg.d_model
@@ -277,7 +277,7 @@ class LlamaAttention(BaseAttention):
 
 
 class CEMAttention(BaseAttention):
-    """T gradient steps down the interaction energy. Its gradient ties W_V = W_K, W_O = W_Q (Eq. 5)."""
+    """T steps down the interaction energy. Its gradient ties W_V = W_K and W_O = W_Q (Eq. 5)."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
@@ -365,7 +365,7 @@ class LlamaMLP(nn.Module):
 
 
 class CEMMLP(nn.Module):
-    """T gradient steps down the element-wise energy. Its gradient ties W_d = V^T (Eq. 11)."""
+    """T steps down the element-wise energy. Its gradient ties W_d = V^T (Eq. 11)."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg, self.T, self.eta = cfg, cfg.mlp_steps, cfg.mlp_step_size
