@@ -3,8 +3,8 @@ Choose and run faster implementations of attention. Tests compare each with the 
 
     readable               the lines in model.py
     blockwise              the same for a block of queries at a time, without the keys after it
-    sdpa                   torch's fused attention; on a CPU without a bias it has no second
-                           derivative, so set_attn_impl('readable') is for these
+    sdpa                   torch's fused attention; for second derivatives on a CPU, which it lacks
+                           without a bias, use set_attn_impl('readable')
     triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
     h_cache                decoding from a cache of h; W_K is multiplied into queries and output
 
@@ -25,7 +25,7 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
 def choose_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
-    """Choose the implementation for keys k (B, K, J, R); k is None if the cache holds h alone."""
+    """Choose how to attend to keys k (B, K, J, R), or None if the cache holds h alone."""
     if k is None:
         return 'h_cache'
     I, J = pos.mask.shape
@@ -34,8 +34,8 @@ def choose_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
 
 def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
                  compiled: bool = False) -> str:
-    """Return the implementation that attn.impl asks for, or the fastest one if that cannot run, or
-    if attn.impl is auto. no_past says that all keys are of new positions: none is from a cache."""
+    """Return attn.impl, or the fastest implementation if it is auto or cannot run. no_past: the
+    keys are those of the new positions, and none comes from a cache."""
     cfg, on_gpu = attn.cfg, device.type == 'cuda'
     alibi = cfg.positions == 'alibi'
     biased = alibi or cfg.kq_diag != 'none'
@@ -46,7 +46,7 @@ def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: b
     # The kernels need values that equal the keys, and pay only with a bias
     tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
     if (on_gpu or attn.impl == 'triton') and tied and biased and no_past:
-        n_diagonals = {'none': 0, 'shared': 1, 'per_head': attn.K}[cfg.kq_diag]
+        n_diagonals = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
         if runs_triton(device, dtype, attn.K, cfg.d_model // attn.K, n_diagonals, alibi):
             return 'triton'
     if on_gpu:
