@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# The loss of many logits is computed in parts, so that they are never in memory all at once
-LOGITS_AT_ONCE = 2 ** 26  # most logits of a part on a GPU
-LOGITS_IN_CACHE = 2 ** 20  # most logits of a part on a CPU: they fit into its cache
+# The loss of many logits is computed in parts, which have at most this many logits
+LOGITS_AT_ONCE = 2 ** 26  # on a GPU
+LOGITS_IN_CACHE = 2 ** 20  # on a CPU: they fit into its cache
 ROW_TILE = 128  # on a GPU a part's rows are a multiple of this: whole tiles of a matrix product
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 # FLOPs per second in dense bfloat16, from data sheets, for the first key found in the GPU's name

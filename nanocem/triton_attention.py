@@ -115,7 +115,7 @@ def slope(head, K: tl.constexpr):
 def score_bias(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.constexpr):
     """Return the score without q_i . k_j, in base 2, for i (M, 1) and j (1, N), or transposed. Each
     row is shifted by m (i - origin), which softmax ignores: of ALiBi's -m (i - j) this leaves
-    m (j - origin), small near the diagonal, where precision counts. DIAGONAL: the tile has i = j."""
+    m (j - origin), small near the diagonal, where precision counts. DIAGONAL: i = j is inside."""
     s = bias.to(tl.float32) * LOG2E
     if ALIBI:
         s += m * (j - origin)
