@@ -88,9 +88,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Resolve defaults and validate. UserError for a bad value, or CEM's options on Llama."""
         convert_types(self)
-        in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
-        in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_reuse mlp_reuse loops attn_rank '
-                 'mlp_rank')
+        in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp loops vocab_size context_length')
+        in_range(self, 1, 10**6, 'attn_steps mlp_steps attn_rank mlp_rank attn_reuse mlp_reuse')
         in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std rope_theta')
         # Resolve defaults that depend on other options
         resolve_defaults(self, **SIZES[self.size])
@@ -445,9 +444,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> tuple:
-        """Map ids (B, I) to (logits (B, I, vocabulary), None), or with targets (B, I) to (None,
-        mean loss). Targets of -100 do not count. With a cache, idx follows the tokens in it."""
+    def forward(self, idx: Tensor, targets: Tensor | None = None,
+                cache: Any = None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the logits (B, I, vocabulary) of ids (B, I) and None; or with targets (B, I) None
+        and the mean loss, without targets of -100. With a cache, idx follows the tokens in it."""
         x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
