@@ -128,7 +128,7 @@ def main(path: str = f'{Path(__file__).parent}/pretrained/held_out.txt', J: int 
         logits = model(torch.tensor([written[-J:]]))[0, -1]
         written.append(int(torch.multinomial((logits / 0.7).softmax(-1), 1)))
     print(bytes(written[J:]).decode(errors='replace'))
-    # Divide each layer's step into four, and print how far the energy has fallen before each
+    # Divide each layer's step into four, and print how its energy has changed before each of them
     for layer in model.layers:
         layer.T = 4
     model(batch[:, :-1])

@@ -103,10 +103,10 @@ class ModelConfig:
             only_with(self, 'attn=llama', tie='none')
         else:
             only_with(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
-                      score_scale='head', exact_update=False)
+                      score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
         if self.mlp == 'llama':
             only_with(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
-                      mlp_match='dims')
+                      mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
         if self.attn == self.mlp == 'llama':
             only_with(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
         if self.preconditioner != 'diag_lowrank':
