@@ -10,19 +10,18 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import io
-import math
 import os
 import re
 import sys
 import typing
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any, NoReturn
 
 UNITS = {'K': 10**3, 'M': 10**6, 'B': 10**9}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}
-RIVALS = ('text', 'data'), ('tokens', 'tokens_per_param')  # pairs that set the same thing
-# Options that are paths. They may begin with ~, the home folder, and must not be empty
+EXCLUSIVE = ('text', 'data'), ('tokens', 'tokens_per_param')  # pairs that set the same thing
+# Options that are paths. They must not be empty, and ~ at their beginning is the home folder
 PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export', 'prompt_file')
 
 
@@ -40,31 +39,26 @@ def check(ok: bool, message: str) -> None:
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """Decorate a script's main: an error of the user or the machine, or Ctrl-C, ends it with one
-    line on stderr and exit code 1."""
+    """Decorate a script's main: UserError, OSError (a missing file, a full disk) or Ctrl-C ends it
+    with one line on stderr and exit code 1."""
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
-            sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
+        except (UserError, OSError) as error:
+            message = str(error).replace('\n', ' ')
         except KeyboardInterrupt:
             message = 'stopped'
-        except UserError as error:
-            message = str(error)
-        except OSError as error:
-            message = ': '.join(filter(None, [error.filename, error.strerror or str(error)]))
-        script = os.path.basename(sys.argv[0])
-        raise SystemExit(f'{script}: {message}'.replace('\n', ' '))
+        sys.exit(f'{os.path.basename(sys.argv[0])}: {message}')
     return run
 
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Read the config files in their order, then the --key=value flags; later ones override earlier
-    ones. Return the options given, which must be fields of `classes`. UserError."""
-    hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
+    """Read config files in their order, then --key=value flags. Later ones override earlier ones.
+    Return the given options, which must be fields of `classes`. UserError."""
     if '--help' in argv or '-h' in argv:
         print_help(classes)
+    hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
     given: dict[str, Any] = {}
     flags: dict[str, Any] = {}
     for arg in argv:
@@ -72,18 +66,18 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             given = merge(given, read_config_file(arg, hints))
             continue
         key, equals, text = arg[2:].partition('=')
-        if not equals and key in hints:
-            check(hints[key] in (bool, bool | None),
-                  f'--{key} needs a value: --{key}=VALUE, no space')
+        if not equals:  # --key alone is --key=True
+            check(hints.get(key, bool) in (bool, bool | None), f'--{key} needs a value: '
+                  f'--{key}=VALUE, no space')
             text = 'True'
         flags[key] = parse_option(key, text, hints, '--')
     return merge(given, flags)
 
 
 def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` overridden by `later`. An option in `later` also removes its rival: --text
-    replaces a config file's data. UserError if both rivals are in `later`."""
-    for pair in RIVALS:
+    """Return `options` overridden by `later`. If `later` has one of an exclusive pair, the other
+    goes, too: --text replaces a config file's data. UserError if `later` has both."""
+    for pair in EXCLUSIVE:
         given = [name for name in pair if later.get(name) is not None]
         check(len(given) < 2, f'{" and ".join(given)} exclude each other: give one')
         options = {key: value for key, value in options.items() if not given or key not in pair}
@@ -95,17 +89,18 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     beside_scripts = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) else beside_scripts
     check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
-    with open(found, encoding='utf-8-sig') as file:  # -sig: skip a byte-order mark
+    with open(found, encoding='utf-8') as file:
         tree = ast.parse(file.read(), path)
     given = {}
     statements = tree.body if ast.get_docstring(tree) is None else tree.body[1:]
     for node in statements:
+        where = f'{path}:{node.lineno}: '
         try:
             (target,) = node.targets
             key, value = target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError):
-            fail(f'{path}:{node.lineno}: only lines of the form: name = plain value')
-        given[key] = parse_option(key, value, hints, f'{path}:{node.lineno}: ')
+            fail(f'{where}only lines of the form: name = plain value')
+        given[key] = parse_option(key, value, hints, where)
     return given
 
 
@@ -135,17 +130,17 @@ def parse_value(value: Any, hint: Any) -> Any:
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(parse_value(item, args[0]) for item in items)
+    text = str(value)
     if isinstance(value, str) and (hint is str or value in args):
-        return str(value)  # a plain str, also if value is NumPy's kind of str
-    if hint is bool and str(value).capitalize() in ('True', 'False'):
-        return str(value).capitalize() == 'True'
+        return text
+    if hint is bool and text.capitalize() in ('True', 'False'):
+        return text.capitalize() == 'True'
     if hint in (int, float):
-        text, unit = str(value), UNITS.get(str(value)[-1:].upper())
-        number = float(text[:-1]) * unit if unit else float(text)
-        # In floating point 2.3M is 2299999.9999999995; round refuses infinity and NaN
-        whole = int(text) if text.isdigit() else round(number)
-        if hint is float or math.isclose(number, whole, rel_tol=1e-12):
-            return whole if hint is int else number
+        # Fractions are exact: in floating point 2.3M is 2299999.9999999995
+        unit = UNITS.get(text[-1:].upper())
+        number = Fraction(text[:-1]) * unit if unit else Fraction(text)
+        if hint is float or number.denominator == 1:
+            return hint(number)
     raise ValueError
 
 

@@ -2,9 +2,9 @@
 A Transformer from two energies: the idea of CEM (arXiv 2605.07588), and nothing else.
 
 No attention and no MLP is written below. A layer is an energy of a token's state u, given its
-context h, and autograd takes T steps down that energy. What comes out is attention whose values
-are its keys, and a gated MLP whose down projection is the matrix inside its SiLU. model.py writes
-both gradients out, which is faster, and adds the paper's options. test_model.py keeps them equal.
+context h, and autograd takes T steps down that energy. This gives attention whose values are its
+keys, and a gated MLP whose down projection is the matrix inside its SiLU, transposed. model.py
+writes both gradients out, which is faster, and adds the paper's options. A test compares the two.
 
     python energy.py [book.txt]    learn a page of English, or a text of yours, in half a minute
 """
@@ -72,7 +72,7 @@ class Interaction(Descent):
         k = (h @ self.W_K.T).unflatten(-1, (self.K, -1)).transpose(1, 2)
         i = torch.arange(u.shape[1])
         distance = i[:, None] - i                                            # (J, J)
-        m = 2.0 ** -torch.arange(1, self.K + 1)[:, None, None]               # ALiBi's slopes, steep
+        m = 2.0 ** -torch.arange(1, self.K + 1)[:, None, None]               # ALiBi's slopes, 2^-k
         return (q @ k.mT / self.tau - m * distance).masked_fill(distance < 0, -torch.inf)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def main(path: str = f'{Path(__file__).parent}/pretrained/held_out.txt', J: int 
         logits = model(torch.tensor([written[-J:]]))[0, -1]
         written.append(int(torch.multinomial((logits / 0.7).softmax(-1), 1)))
     print(bytes(written[J:]).decode(errors='replace'))
-    # Cut all steps into four, and look at each layer's energy before every one of them
+    # Divide each layer's step into four, and print how its energy has changed before each of them
     for layer in model.layers:
         layer.T = 4
     model(batch[:, :-1])

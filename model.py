@@ -54,7 +54,7 @@ EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 @dataclass
 class ModelConfig:
     """Describe the architecture. A field that is None gets the default that its comment names.
-    dataclasses.replace keeps defaults that were derived from the old values: do not use it."""
+    To change a field make a new ModelConfig: dataclasses.replace would keep derived defaults."""
     size: Literal[tuple(SIZES)] = '134m'  # preset of the next four options
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
@@ -62,9 +62,9 @@ class ModelConfig:
     d_mlp: int | None = None  # width of the Llama MLP; default: the size's
     vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens
-    attn: Literal['llama', 'cem'] = 'cem'  # attention: untied, or tied weights and an energy
-    mlp: Literal['llama', 'cem'] = 'cem'  # MLP: untied, or tied weights and an energy
-    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V is W_K; qo, W_O is W_Q
+    attn: Literal['llama', 'cem'] = 'cem'  # attention: Llama's, or steps down an energy
+    mlp: Literal['llama', 'cem'] = 'cem'  # MLP: Llama's, or steps down an energy
+    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
     attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
     mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
@@ -74,7 +74,7 @@ class ModelConfig:
     mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
-    score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r or D_h; default: model for CEM
+    score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r, or D_h (CEM's default)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
@@ -88,20 +88,20 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Resolve defaults and validate. UserError for a bad value, or CEM's options on Llama."""
         convert_types(self)
-        in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp vocab_size context_length')
-        in_range(self, 1, 10**9, 'attn_steps mlp_steps attn_reuse mlp_reuse loops attn_rank '
-                 'mlp_rank')
+        in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp loops vocab_size context_length')
+        in_range(self, 1, 10**6, 'attn_steps mlp_steps attn_rank mlp_rank attn_reuse mlp_reuse')
         in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std rope_theta')
+        # Resolve defaults that depend on other options
         resolve_defaults(self, **SIZES[self.size])
         resolve_defaults(
             self, init_std=0.02 * math.sqrt(768 / self.d_model),
-            attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps)
-        # Each kind of attention has its own defaults, and refuses the other's options
+            attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps,
+            positions='alibi' if self.attn == 'cem' else 'rope',
+            score_scale='model' if self.attn == 'cem' else 'head')
+        # Refuse options that have no effect
         if self.attn == 'cem':
-            resolve_defaults(self, positions='alibi', score_scale='model')
             only_with(self, 'attn=llama', tie='none')
         else:
-            resolve_defaults(self, positions='rope', score_scale='head')
             only_with(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
                       score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
         if self.mlp == 'llama':
@@ -109,12 +109,12 @@ class ModelConfig:
                       mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
         if self.attn == self.mlp == 'llama':
             only_with(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
-        # Some options need others
         if self.preconditioner != 'diag_lowrank':
             only_with(self, 'preconditioner=diag_lowrank', attn_rank=ModelConfig.attn_rank,
                       mlp_rank=ModelConfig.mlp_rank)
         if self.positions == 'alibi':
             only_with(self, 'positions=rope', rope_theta=ModelConfig.rope_theta)
+        # Refuse options that contradict each other
         D, K = self.d_model, self.n_head
         check(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
         check(self.positions == 'alibi' or D // K % 2 == 0,
@@ -145,7 +145,7 @@ class RMSNorm(nn.Module):
 
 
 class Preconditioner(nn.Module):
-    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13), never
+    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13). None is
     formed. The parameter is p = d / sqrt(D): an Adam step on p moves d sqrt(D) times as far."""
     def __init__(self, cfg: ModelConfig, n: int, rank: int):
         super().__init__()
@@ -276,7 +276,7 @@ class LlamaAttention(BaseAttention):
 
 
 class CEMAttention(BaseAttention):
-    """T gradient steps down the interaction energy. They tie W_V = W_K and W_O = W_Q (Eq. 5)."""
+    """T steps down the interaction energy. Its gradient ties W_V = W_K and W_O = W_Q (Eq. 5)."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
@@ -291,8 +291,8 @@ class CEMAttention(BaseAttention):
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Insert the new h or keys into the cache, and get those of all tokens so far. If the cache
-        # holds h instead of keys, k is None, and the implementation below is h_cache
+        # Insert the new h or keys into the cache, and get those of all tokens so far. A cache may
+        # hold h instead of keys. Then k is None, and the implementation below is h_cache
         if cache is not None:
             h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
         # Fold the preconditioners into the output projection: its blocks are W_k^Q P_k
@@ -349,7 +349,7 @@ class LlamaMLP(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
-        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # in V's layout
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # (D_v, D), as V
 
     def forward(self, x: Tensor, cache: Any = None) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
@@ -364,7 +364,7 @@ class LlamaMLP(nn.Module):
 
 
 class CEMMLP(nn.Module):
-    """T gradient steps down the element-wise energy. They tie W_d = V^T (Eq. 11)."""
+    """T steps down the element-wise energy. Its gradient ties W_d = V^T (Eq. 11)."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg, self.T, self.eta = cfg, cfg.mlp_steps, cfg.mlp_step_size
@@ -444,9 +444,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, cache: Any = None) -> tuple:
-        """Map ids (B, I) to (logits (B, I, vocabulary), None), or with targets (B, I) to (None,
-        mean loss). Targets of -100 do not count. With a cache, idx follows the tokens in it."""
+    def forward(self, idx: Tensor, targets: Tensor | None = None,
+                cache: Any = None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the logits (B, I, vocabulary) of ids (B, I) and None; or with targets (B, I) None
+        and the mean loss, without targets of -100. With a cache, idx follows the tokens in it."""
         x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
@@ -463,16 +464,15 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
-        """Change T, but not eta; None keeps T. UserError unless T is a whole number from 1, or for
-        a Llama sublayer."""
-        given = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
-        for name, T in given.items():
-            check(T >= 1 and int(T) == T, f'{name}_steps={T}: expected 1, 2, 3, ...')
+        """Change T, but not eta; None keeps T. UserError if T < 1, or for a Llama sublayer."""
+        for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
+            if T is None:
+                continue
+            check(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
             check(getattr(self.cfg, name) == 'cem',
                   f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
-        for block in self.blocks:
-            for name, T in given.items():
-                getattr(block, name).T = int(T)
+            for block in self.blocks:
+                getattr(block, name).T = T
 
     def set_attn_impl(self, impl: str) -> None:
         """Choose how attention is computed: auto, readable, blockwise, sdpa or triton, which

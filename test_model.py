@@ -2,7 +2,6 @@
 
 In float64 the sums that are compared round by 1e-14 to 1e-13; bounds are 1e-12 and more."""
 import contextlib
-import itertools
 import math
 import os
 
@@ -48,12 +47,11 @@ def randomize(module: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 def covering(seed: int, n: int) -> list[ModelConfig]:
     """Return n random valid configurations, or more, until every value of every option occurs."""
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     sets = []
     missing = {(name, value) for name, values in OPTIONS.items() for value in values}
     while len(sets) < n or missing:
-        assert len(sets) < 100 * n, missing
-        options = {name: values[int(torch.randint(len(values), (1,), generator=random))]
+        options = {name: values[int(torch.randint(len(values), (1,), generator=generator))]
                    for name, values in OPTIONS.items()}
         with contextlib.suppress(ValueError):  # options that contradict each other
             sets.append(ModelConfig(**TINY, **options))
@@ -61,24 +59,16 @@ def covering(seed: int, n: int) -> list[ModelConfig]:
     return sets
 
 
-class FixedNorm(torch.nn.Module):
-    """Stand in for a norm: return the given values, one a call."""
-    def __init__(self, *values: torch.Tensor):
-        super().__init__()
-        self.values = list(values)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.values.pop(0)
-
-
 def update(sublayer: CEMAttention | CEMMLP, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     """Return the step, divided by eta, that forward takes at this u in the context h."""
-    norm, T = sublayer.norm, sublayer.T
-    sublayer.norm, sublayer.T = FixedNorm(h, u), 1
+    T, norms = sublayer.T, iter([h, u])
+    sublayer.T = 1
+    sublayer.norm.forward = lambda x: next(norms)
     pos = (make_positions(sublayer.cfg, u),) if isinstance(sublayer, CEMAttention) else ()
     x = h if sublayer.cfg.residual == 'normed' else torch.zeros_like(h)
     step = (sublayer(x, *pos) - x) / sublayer.eta
-    sublayer.norm, sublayer.T = norm, T
+    del sublayer.norm.forward
+    sublayer.T = T
     return step
 
 
@@ -98,17 +88,15 @@ def test_parameter_counts() -> None:
     expected = {'86m': 86_371_488, '108m': 108_052_896, '134m': 134_105_856, '162m': 162_813_024}
     with torch.device('meta'):
         for size, count in expected.items():
-            llama = Transformer(ModelConfig(size=size).llama())
-            cem = Transformer(ModelConfig(size=size, preconditioner='none', kq_diag='none'))
+            cem = Transformer(ModelConfig(size=size))
+            llama = Transformer(cem.cfg.llama())
             assert llama.num_params() == count
-            baseline = ModelConfig(size=size, attn='llama', mlp='llama')
-            assert baseline == llama.cfg
+            assert llama.cfg == ModelConfig(size=size, attn='llama', mlp='llama')
             for part, fraction in (('attn', 1 / 2), ('mlp', 2 / 3)):
                 ours, theirs = (sum(p.numel() for p in getattr(model.blocks[0], part).parameters())
                                 for model in (cem, llama))
                 assert ours / theirs == pytest.approx(fraction, rel=1e-3)
-        matched = Transformer(ModelConfig(size='86m', attn='llama', mlp_match='params',
-                                          preconditioner='none'))
+        matched = Transformer(ModelConfig(size='86m', attn='llama', mlp_match='params'))
         assert matched.num_params() == expected['86m']
 
 
@@ -119,37 +107,26 @@ def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
     model.set_attn_impl('readable')
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 1, dtype=torch.long))
-    flops = counter.get_total_flops()
-    assert flops_per_token(model) == 3 * flops
+    assert flops_per_token(model) == 3 * counter.get_total_flops()
 
 
 # Llama
 
-def test_cem_with_one_step_is_llama_with_tied_weights() -> None:
-    shared = dict(TINY, attn_steps=1, mlp_steps=1, positions='alibi')
-    tied = dict(kq_diag='none', preconditioner='none', residual='raw', score_scale='head')
-    cem = randomize(Transformer(ModelConfig(**shared, **tied)), seed=2)
-    llama = Transformer(ModelConfig(**shared, attn='llama', mlp='llama')).double()
+@pytest.mark.parametrize('tie', ['none', 'both'])
+def test_cem_with_one_step_is_llama_with_tied_weights(tie: str) -> None:
+    cem = randomize(Transformer(ModelConfig(**TINY, score_scale='head')), seed=2)
+    llama = Transformer(ModelConfig(**TINY, attn='llama', mlp='llama', tie=tie, positions='alibi'))
     state = cem.state_dict()
-    ties = {'attn.W_V': 'attn.W_K', 'attn.W_O': 'attn.W_Q', 'mlp.W_d': 'mlp.V'}
-    for i in range(TINY['n_layer']):
-        for free, shared_name in ties.items():
-            state[f'blocks.{i}.{free}'] = state[f'blocks.{i}.{shared_name}']
-    llama.load_state_dict(state)
+    for name in llama.state_dict():
+        tied = name.replace('W_V', 'W_K').replace('W_O', 'W_Q').replace('W_d', 'V')
+        state[name] = state[tied]
+    llama.double().load_state_dict(state)
     idx = torch.randint(50, (3, 16))
     torch.testing.assert_close(cem(idx)[0], llama(idx)[0], rtol=0, atol=1e-12)
-
-
-def test_llama_with_both_ties_is_plain_cem_attention_with_one_step() -> None:
-    shared = dict(TINY, mlp='llama', positions='alibi')
-    tied = randomize(Transformer(ModelConfig(**shared, attn='llama', tie='both')), seed=2)
-    cem = Transformer(ModelConfig(**shared, attn='cem', kq_diag='none', preconditioner='none',
-                                  score_scale='head')).double()
-    assert tied.num_params() == cem.num_params()
-    assert flops_per_token(tied) == flops_per_token(cem)
-    cem.load_state_dict(dict(tied.named_parameters()))
-    idx = torch.randint(50, (3, 16))
-    torch.testing.assert_close(tied(idx)[0], cem(idx)[0], rtol=0, atol=1e-12)
+    if tie == 'both':  # a shared matrix counts once
+        assert flops_per_token(llama) == flops_per_token(cem)
+        untied = sum(block.mlp.W_d.numel() for block in llama.blocks)
+        assert llama.num_params() == cem.num_params() + untied
 
 
 @pytest.mark.parametrize('cfg', [c for c in SETS if c.loops == 2], ids=describe)
@@ -175,7 +152,7 @@ class WithDiagonal(energy.Interaction):
         return super().scores(u, h) + ((u * self.d) @ h.mT)[:, None] / self.tau
 
 
-class Turned(energy.Interaction):
+class WithRoPE(energy.Interaction):
     def scores(self, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         """Rotate queries and keys by their positions, as complex numbers, in place of ALiBi."""
         i, R = torch.arange(u.shape[1]), u.shape[-1] // self.K
@@ -187,64 +164,53 @@ class Turned(energy.Interaction):
         return ((q @ k.mH).real / self.tau).masked_fill(i[:, None] < i, -torch.inf)
 
 
-def by_energy(cfg: ModelConfig, interaction: type = energy.Interaction) -> tuple:
-    """Return a model of energy.py, one of model.py with the same weights, and the pairs of their
-    parameters."""
-    torch.manual_seed(30)
+def make_both(cfg: ModelConfig, interaction: type) -> tuple:
+    """Return a model of energy.py, one of model.py, and the pairs of their parameters, which have
+    the same values. model.py's biases have no partner and are zero."""
     slow = energy.Transformer(cfg.d_model, cfg.n_head, cfg.d_mlp, cfg.n_layer, cfg.attn_steps)
-    for n in range(0, 2 * cfg.n_layer, 2):
-        slow.layers[n].__class__ = interaction
-        slow.layers[n].d = torch.nn.Parameter(0.3 * torch.randn(1, cfg.d_model))
     fast = Transformer(cfg).double()
-    slow.double()
-    names = {'embedding': 'embedding', 'head': 'head', 'norm.gain': 'norm.weight'}
-    for n in range(cfg.n_layer):
-        for kind, at, weights in (('attn', 2 * n, ('W_Q', 'W_K')), ('mlp', 2 * n + 1, ('W', 'V'))):
-            for name in weights:
-                names[f'blocks.{n}.{kind}.{name}'] = f'layers.{at}.{name}'
-            names[f'blocks.{n}.{kind}.norm.gain'] = f'layers.{at}.norm.weight'
+    pairs = [(slow.embedding, fast.embedding), (slow.head, fast.head),
+             (slow.norm.weight, fast.norm.gain)]
+    for n, block in enumerate(fast.blocks):
+        attn, mlp = slow.layers[2 * n], slow.layers[2 * n + 1]
+        attn.__class__ = interaction
         if cfg.kq_diag == 'shared':
-            names[f'blocks.{n}.attn.kq_diag'] = f'layers.{2 * n}.d'
-    theirs = dict(slow.named_parameters())
+            attn.d = torch.nn.Parameter(torch.zeros(1, cfg.d_model))
+            pairs.append((attn.d, block.attn.kq_diag))
+        pairs += [(attn.W_Q, block.attn.W_Q), (attn.W_K, block.attn.W_K), (mlp.W, block.mlp.W),
+                  (mlp.V, block.mlp.V), (attn.norm.weight, block.attn.norm.gain),
+                  (mlp.norm.weight, block.mlp.norm.gain)]
+    randomize(slow, seed=30)
     with torch.no_grad():
-        for name, p in fast.named_parameters():
-            if name in names:
-                p.copy_(theirs[names[name]])
-    return slow, fast, names
+        for theirs, ours in pairs:
+            ours.copy_(theirs)
+    return slow, fast, pairs
 
 
 @pytest.mark.parametrize(('options', 'interaction'), [
     (dict(attn_steps=1, mlp_steps=1), energy.Interaction),
     (dict(attn_steps=2, mlp_steps=2), energy.Interaction),
     (dict(attn_steps=3, mlp_steps=3), energy.Interaction),
-    (dict(attn_steps=2, mlp_steps=2, positions='rope'), Turned),
+    (dict(attn_steps=2, mlp_steps=2, positions='rope'), WithRoPE),
     (dict(attn_steps=2, mlp_steps=2, kq_diag='shared', exact_update=True), WithDiagonal)], ids=str)
 def test_energy_py_is_model_py(options: dict, interaction: type) -> None:
     """Logits, all gradients, and the energies of every sublayer."""
     cfg = ModelConfig(**{**TINY, 'vocab_size': 256}, **options)
-    slow, fast, names = by_energy(cfg, interaction)
+    slow, fast, pairs = make_both(cfg, interaction)
     idx = torch.randint(256, (2, 16))
-    logits = {'slow': slow(idx), 'fast': fast(idx)[0]}
-    torch.testing.assert_close(logits['slow'], logits['fast'], rtol=0, atol=1e-12)
-    for value in logits.values():
+    logits = slow(idx), fast(idx)[0]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-12)
+    for value in logits:
         F.cross_entropy(value.flatten(0, 1), idx.roll(-1, 1).flatten()).backward()
-    theirs = dict(slow.named_parameters())
-    for name, p in fast.named_parameters():
-        if name in names:
-            torch.testing.assert_close(p.grad, theirs[names[name]].grad, rtol=0, atol=1e-12)
+    for theirs, ours in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
     u, h = torch.randn(2, 2, 16, cfg.d_model, dtype=torch.float64)
-    for n, block in enumerate(fast.blocks):
-        for kind, at in (('attn', 2 * n), ('mlp', 2 * n + 1)):
-            torch.testing.assert_close(
-                getattr(block, kind).energy(u, h), slow.layers[at].energy(u, h), rtol=0, atol=1e-12)
+    sublayers = [sublayer for block in fast.blocks for sublayer in (block.attn, block.mlp)]
+    for theirs, ours in zip(slow.layers, sublayers, strict=True):
+        torch.testing.assert_close(ours.energy(u, h), theirs.energy(u, h), rtol=0, atol=1e-12)
 
 
 # Energies
-
-ENERGIES = [dict(positions=p, kq_diag=d, score_scale=s, exact_update=d != 'none')
-            for p, d, s in itertools.product(*(OPTIONS[name] for name in (
-                'positions', 'kq_diag', 'score_scale')))]
-
 
 def u_and_h() -> tuple[torch.Tensor, torch.Tensor]:
     u, h = torch.randn(2, 2, 7, 24, dtype=torch.float64)
@@ -278,16 +244,19 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
                     A = A + torch.diag(attn.kq_diag[k if cfg.kq_diag == 'per_head' else 0])
                 b = 0.0
                 if cfg.positions == 'alibi':
-                    b = attn.b_self[k] if i == j else attn.b_cross[k]
-                    b = b - 2.0 ** (-(k + 1) if K <= 8 else -8 * (k + 1) / K) * (i - j)
+                    b = (attn.b_self[k] if i == j else attn.b_cross[k]) - 2.0 ** -(k + 1) * (i - j)
                 scores.append(u[i] @ A @ h[j] / tau + b)
             total.append(-tau * torch.stack(scores).logsumexp(0))
     return torch.stack(total).view(len(h), K).sum(1)
 
 
-@pytest.mark.parametrize('options', ENERGIES, ids=lambda o: '-'.join(map(str, o.values())))
-def test_attention_update_is_minus_the_energys_gradient(options: dict) -> None:
-    cfg = ModelConfig(**TINY, preconditioner='none', **options)
+@pytest.mark.parametrize('positions', OPTIONS['positions'])
+@pytest.mark.parametrize('kq_diag', OPTIONS['kq_diag'])
+@pytest.mark.parametrize('score_scale', OPTIONS['score_scale'])
+def test_attention_update_is_minus_the_energys_gradient(
+        positions: str, kq_diag: str, score_scale: str) -> None:
+    cfg = ModelConfig(**TINY, positions=positions, kq_diag=kq_diag, score_scale=score_scale,
+                      exact_update=kq_diag != 'none')
     attn = randomize(Transformer(cfg), seed=3).blocks[0].attn
     u, h = u_and_h()
     energy = attn.energy(u, h)
@@ -299,21 +268,19 @@ def test_attention_update_is_minus_the_energys_gradient(options: dict) -> None:
 
 @pytest.mark.parametrize('mlp_energy', OPTIONS['mlp_energy'])
 def test_mlp_update_is_minus_the_energys_gradient(mlp_energy: str) -> None:
-    cfg = ModelConfig(**TINY, preconditioner='none', mlp_energy=mlp_energy)
+    cfg = ModelConfig(**TINY, mlp_energy=mlp_energy)
     mlp = randomize(Transformer(cfg), seed=5).blocks[0].mlp
     u, h = u_and_h()
     energy = mlp.energy(u, h)
     gradient, = torch.autograd.grad(energy.sum(), u)
-    gamma = F.linear(h, mlp.W)
     torch.testing.assert_close(update(mlp, u, h), -gradient, rtol=0, atol=1e-9)
-    z = (mlp.V @ u[0, 0]).detach().numpy()  # the energy of one token, unit by unit
-    g = gamma[0, 0].detach().numpy()
-    if mlp_energy == 'sign_convex':
-        slow = -sum(abs(gi) * math.log(1 + math.exp(zi * math.copysign(1, gi)))
-                    for gi, zi in zip(g, z, strict=True))
+    # The energy of one token, unit by unit
+    units = list(zip((mlp.V @ u[0, 0]).tolist(), (mlp.W @ h[0, 0]).tolist(), strict=True))
+    if mlp_energy == 'gated':
+        terms = [g * integral_of_silu(z) for z, g in units]
     else:
-        slow = -sum(gi * integral_of_silu(zi) for gi, zi in zip(g, z, strict=True))
-    assert energy[0, 0].item() == pytest.approx(slow, abs=1e-8)
+        terms = [abs(g) * math.log(1 + math.exp(z if g > 0 else -z)) for z, g in units]
+    assert energy[0, 0].item() == pytest.approx(-sum(terms), abs=1e-8)
 
 
 def integral_of_silu(z: float) -> float:
@@ -386,23 +353,18 @@ def test_alibis_slopes(n_head: int) -> None:
     torch.testing.assert_close(m, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
 
 
-def test_a_block_starts_as_the_paper_says() -> None:
+def test_initial_weights_are_the_papers() -> None:
     options = dict(preconditioner='diag_lowrank', kq_diag='shared')
-    block = Transformer(ModelConfig(size='mini', vocab_size=50, **options)).blocks[0]
-    P = block.mlp.P
-    assert P.U.shape == (1, 64, 16) and block.attn.P.U.shape == (4, 64, 4)
-    assert (block.attn.norm.gain == 1).all() and torch.equal(block.attn.kq_diag, torch.zeros(1, 64))
-    softplus_of_1 = torch.full((1, 64), math.log(1 + math.e))
-    torch.testing.assert_close(F.softplus(8 * P.p), softplus_of_1)
-    assert P.U.std().item() == pytest.approx(0.02, rel=0.2) and not P.V.any()
-
-
-def test_weights_start_with_the_papers_variance() -> None:
-    model = Transformer(ModelConfig(size='mini', vocab_size=500))
-    assert model.embedding.std().item() == pytest.approx(1, rel=0.1)
+    model = Transformer(ModelConfig(size='mini', vocab_size=500, **options))
     attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
+    assert model.embedding.std().item() == pytest.approx(1, rel=0.1)
     for w in (model.head, attn.W_Q, attn.W_K, mlp.W, mlp.V):
         assert w.std().item() == pytest.approx(0.02 * math.sqrt(768 / 64), rel=0.1)
+    assert (attn.norm.gain == 1).all() and torch.equal(attn.kq_diag, torch.zeros(1, 64))
+    P = mlp.P
+    assert P.U.shape == (1, 64, 16) and attn.P.U.shape == (4, 64, 4)
+    assert P.U.std().item() == pytest.approx(0.02, rel=0.2) and not P.V.any()
+    torch.testing.assert_close(F.softplus(8 * P.p), torch.full((1, 64), math.log(1 + math.e)))
 
 
 # Every option set
@@ -442,22 +404,17 @@ def test_steps_change_at_test_time() -> None:
     eta = dict(attn_step_size=0.5, mlp_step_size=0.3)
     two, four = (Transformer(ModelConfig(**TINY, **eta, attn_steps=t, mlp_steps=t + 1))
                  for t in (2, 4))
-    randomize(two, seed=13)
-    four.double()
-    four.load_state_dict(two.state_dict())
+    four.double().load_state_dict(randomize(two, seed=13).state_dict())
     assert not torch.allclose(two(idx)[0], four(idx)[0])
     two.set_steps(4, 5)
+    with pytest.raises(ValueError, match='mlp_steps=0: expected 1, 2'):
+        two.set_steps(mlp_steps=0)
     assert torch.equal(two(idx)[0], four(idx)[0])
-    for wrong in (-1, 1.5):
-        with pytest.raises(ValueError, match=f'mlp_steps={wrong}'):
-            two.set_steps(3, wrong)
-    assert two.blocks[0].attn.T == 4  # nothing was changed
 
 
 @pytest.mark.parametrize('options', [
-    dict(exact_update=True, kq_diag='per_head'),
-    dict(attn='llama', mlp='llama'), dict(attn_steps=2, mlp_steps=2), dict(positions='rope'),
-    dict(positions='rope', kq_diag='none')], ids=str)
+    dict(exact_update=True, kq_diag='per_head'), dict(attn='llama', mlp='llama'),
+    dict(attn_steps=2, mlp_steps=2), dict(positions='rope', kq_diag='shared')], ids=str)
 @pytest.mark.parametrize('impl', ['readable', 'sdpa'])
 def test_weights_in_bfloat16(options: dict, impl: str) -> None:
     """Rounding alone explains the logits of a model in bfloat16, which also generates."""
@@ -485,8 +442,6 @@ def test_three_steps_are_a_loop_of_single_steps(residual: str) -> None:
             x = x + sublayer.eta * update(sublayer, sublayer.norm(x), h)
         torch.testing.assert_close(sublayer(x0, *pos), x, rtol=0, atol=1e-11)
 
-
-# Bad input, beside that of tests/test_refusals.py
 
 def test_targets_of_another_shape_are_refused() -> None:
     model = Transformer(ModelConfig(**TINY))

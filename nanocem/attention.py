@@ -3,8 +3,8 @@ Choose and run faster implementations of attention. Tests compare each with the 
 
     readable               the lines in model.py
     blockwise              the same for a block of queries at a time, without the keys after it
-    sdpa                   torch's fused attention; on a CPU without a bias it has no second
-                           derivative, so set_attn_impl('readable') is for these
+    sdpa                   torch's fused attention; for second derivatives on a CPU, which it lacks
+                           without a bias, use set_attn_impl('readable')
     triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
     h_cache                decoding from a cache of h; W_K is multiplied into queries and output
 
@@ -25,37 +25,38 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 
 
 def choose_impl(attn: Any, k: Tensor | None, pos: Any) -> str:
-    """Choose the implementation for keys k (B, K, J, R); k is None if the cache holds h alone."""
+    """Choose how to attend to keys k (B, K, J, R), or None if the cache holds h alone."""
     if k is None:
         return 'h_cache'
     I, J = pos.mask.shape
-    return fastest_impl(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
+    return impl_for(attn, k.device, k.dtype, I == J, torch.compiler.is_compiling())
 
 
-def fastest_impl(attn: Any, device: torch.device, dtype: torch.dtype, no_past: bool = True,
-                 compiled: bool = False) -> str:
-    """Return the implementation that attn.impl asks for, or the fastest one if that cannot run, or
-    if attn.impl is auto. no_past says that all keys are of new positions: none is from a cache."""
+def impl_for(attn: Any, device: torch.device, dtype: torch.dtype, whole_sequence: bool = True,
+             compiled: bool = False) -> str:
+    """Return attn.impl, or the fastest implementation if it is auto or cannot run. With
+    whole_sequence all keys are of the new positions: none comes from a cache."""
     cfg, on_gpu = attn.cfg, device.type == 'cuda'
     alibi = cfg.positions == 'alibi'
     biased = alibi or cfg.kq_diag != 'none'
     if attn.impl == 'readable' or cfg.exact_update:  # the exact update needs alpha
         return 'readable'
-    if attn.impl == 'sdpa' or (attn.impl == 'blockwise' and no_past):
+    if attn.impl == 'sdpa' or (attn.impl == 'blockwise' and whole_sequence):
         return attn.impl
     # The kernels need values that equal the keys, and pay only with a bias
     tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
-    if (on_gpu or attn.impl == 'triton') and tied and biased and no_past:
-        n_diagonals = {'none': 0, 'shared': 1, 'per_head': attn.K}[cfg.kq_diag]
+    if (on_gpu or attn.impl == 'triton') and tied and biased and whole_sequence:
+        n_diagonals = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
         if runs_triton(device, dtype, attn.K, cfg.d_model // attn.K, n_diagonals, alibi):
             return 'triton'
     if on_gpu:
         return 'sdpa'
-    # On a CPU torch's fused attention has no backward pass for a bias
-    blockwise_is_faster = compiled and cfg.context_length <= SHORT_CONTEXT
-    if not biased and not blockwise_is_faster:
+    # On a CPU torch's fused attention has no backward pass for a bias. Without a bias it is the
+    # fastest, unless blockwise attention is compiled for a short context
+    compiled_and_short = compiled and cfg.context_length <= SHORT_CONTEXT
+    if not biased and not compiled_and_short:
         return 'sdpa'
-    return 'blockwise' if no_past else 'readable'
+    return 'blockwise' if whole_sequence else 'readable'
 
 
 @torch.compiler.assume_constant_result
@@ -75,8 +76,8 @@ def runs_triton(device: torch.device, dtype: torch.dtype, n_head: int, width: in
 
 def attend(impl: str, attn: Any, q: Tensor, k: Tensor | None, v: Tensor | None, pos: Any,
            u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-    """Return o (B, K, I, R) = sum_j softmax_j(a_ijk) v_jk with model.py's scores a. q is like o;
-    k, v (B, K, J, R), u (B, I, D), h (B, J, D)."""
+    """Return o_ik = sum_j softmax_j(a_ijk) v_jk, with model.py's scores a, for q and o
+    (B, K, I, R), k and v (B, K, J, R), u (B, I, D) and h (B, J, D)."""
     if impl == 'h_cache':
         return attention_from_h_cache(attn, q, u, h, pos)
     if impl == 'blockwise':
@@ -100,8 +101,8 @@ def scaled_diagonal(attn: Any, u: Tensor | None) -> Tensor | None:
 
 
 def attention_from_h_cache(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any) -> Tensor:
-    """Attend without keys: k_j . q_i = h_j . (W_K^T q_i), so that the cache stores h alone. One
-    product takes the queries of all heads as rows, and so reads h once. Returns (B, K, I, R)."""
+    """Attend without keys, since k_j . q_i = h_j . (W_K^T q_i): the cache stores h alone. The
+    queries of all heads are rows of one matrix, so that h is read once. Returns (B, K, I, R)."""
     I = q.shape[2]
     W_K = attn.W_K.unflatten(0, (attn.K, -1))  # (K, R, D)
     queries = (q / attn.tau @ W_K + scaled_diagonal(attn, u)).flatten(1, 2)  # (B, K I, D)
@@ -113,7 +114,7 @@ def attention_from_h_cache(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any)
 def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
               h: Tensor | None) -> Tensor:
     """Attend as model.py does, in at most four blocks of queries. A block leaves out the keys after
-    it, so that four blocks compute 5/8 of all scores. Returns (B, K, I, R)."""
+    it, so four blocks compute 5/8 of all scores. Returns (B, K, I, R)."""
     I = q.shape[2]
     size = max(BLOCK, math.ceil(I / 4))
     outputs = []
@@ -130,8 +131,9 @@ def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | 
 
 def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None,
          h: Tensor | None) -> Tensor:
-    """Attend with torch's fused attention, whose mask is causal, or the biases. (B, K, I, R)."""
+    """Attend with torch's fused attention, whose mask is causal, or the biases: (B, K, I, R)."""
     I, R = q.shape[2:]
+    # Without a bias, torch's causal mask suits a whole sequence, and a single query needs none
     causal_only = attn.cfg.positions == 'rope' and attn.cfg.kq_diag == 'none'
     if causal_only and I in (1, k.shape[2]):
         return F.scaled_dot_product_attention(q, k, v, scale=1 / attn.tau, is_causal=I > 1)
@@ -148,7 +150,7 @@ def describe_attention(model: Any, device: torch.device, dtype: torch.dtype,
                    compiled: bool = False) -> str:
     """Describe in words how the model attends to whole sequences on this device."""
     attn = model.blocks[0].attn
-    impl = fastest_impl(attn, device, dtype, compiled=compiled)
+    impl = impl_for(attn, device, dtype, compiled=compiled)
     description = f'{impl} attention'
     if attn.impl not in ('auto', impl):
         description += f' ({attn.impl} cannot run this model here)'

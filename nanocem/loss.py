@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOGITS_AT_ONCE = 2 ** 26  # on a GPU, most logits of a part; the loss of more is computed in parts
-ROW_TILE = 128  # on a GPU, the rows of a part are a multiple of this: a tile of matrix products
-LOGITS_IN_CACHE = 2 ** 20  # on a CPU, most logits of a part: they fit into the processor's cache
+# The loss of many logits is computed in parts, which have at most this many logits
+LOGITS_AT_ONCE = 2 ** 26  # on a GPU
+LOGITS_IN_CACHE = 2 ** 20  # on a CPU: they fit into its cache
+ROW_TILE = 128  # on a GPU a part's rows are a multiple of this: whole tiles of a matrix product
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 # FLOPs per second in dense bfloat16, from data sheets, for the first key found in the GPU's name
 DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
@@ -37,8 +38,8 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Compute the loss of x (N, D), W (vocabulary, D) and targets (N,), `rows` rows at a time. With
-    with_grad the forward pass computes gradients, too: logits are never kept nor computed again."""
+    """Compute the loss of x (N, D), W (vocabulary, D) and targets (N,), `rows` rows at a time. If
+    with_grad, forward computes the gradients, too: no logits are kept, or computed again."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int,
                 with_grad: bool) -> Tensor:
@@ -47,7 +48,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             dW = torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32))
         counted = (targets != NO_TARGET)[:, None]  # (N, 1)
         targets = targets[:, None].where(counted, 0)
-        x = x.where(counted, 0)  # so that the logits of a token that does not count are finite
+        x = x.where(counted, 0)  # a token that does not count adds nothing to W's gradient
         parts = zip(x.split(rows), targets.split(rows), counted.split(rows), strict=True)
         for x_part, target, mask in parts:
             logits = F.linear(x_part, W)  # (rows, vocabulary)
@@ -72,7 +73,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # A second derivative would be wrong, and once_differentiable does not refuse all of them
+        # Autograd cannot differentiate the gradients that forward computed: refuse to be wrong
         if torch.is_grad_enabled():
             raise RuntimeError('no second derivative of a loss of so many logits: set '
                                'loss.LOGITS_AT_ONCE, or on a CPU LOGITS_IN_CACHE, higher')
@@ -89,7 +90,7 @@ def flops_per_token(model: Any) -> float:
     attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
     if cfg.attn == 'cem':
-        diagonals = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
+        diagonals = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
         # A step multiplies by W_Q and W_O, by keys for scores, by the diagonals, and by values
         step = 2 * D * D + (2 + diagonals) * mean_context * D
         if cfg.exact_update:

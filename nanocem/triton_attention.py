@@ -1,18 +1,18 @@
 """
 Compute CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, both ways.
 
-flex_attention would need 18 lines, but its backward pass runs on CUDA alone and adds gradients of
-captured tensors atomically: they differ from run to run, and the biases of twelve heads get some
-200 million additions. So these kernels stay until a GPU has timed both.
+flex_attention would need 18 lines. But its backward pass runs on CUDA alone, and it adds gradients
+of captured tensors atomically: results differ from run to run, and some 200 million numbers are
+added to the biases of twelve heads. So these kernels stay until a GPU has timed both.
 
 For head k, with values = keys and everything causal (j <= i),
 
     s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j],    m_k = 2^(-8 k / max(8, K))
     o_ik = sum_j softmax_j(s_ijk) k_jk                                   bias = (d * u / tau) h^T
 
-The bias is a matrix product (B, n, J, J): n = 1 for a diagonal that all heads share, else n = K. A
-shared bias is kept for the backward pass; K of them are computed again. b_k is the self bias minus
-the cross bias, because softmax depends on their difference alone.
+The bias is a matrix product (B, n, J, J): n = 1 for a diagonal that all heads share, else n = K.
+With n = 1 it is kept for the backward pass, with n = K it is computed again. b_k is the self bias
+minus the cross bias, because softmax depends on their difference alone.
 
 Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
 
@@ -113,9 +113,9 @@ def slope(head, K: tl.constexpr):
 
 @triton.jit
 def score_bias(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.constexpr):
-    """Return the score without q_i . k_j, plus m (i - origin), in base 2. i is (M, 1) and j (1, N),
-    or transposed. What is left of the distance, m (j - origin), depends on the column alone and is
-    small near the diagonal, where precision counts. DIAGONAL: this tile contains i = j."""
+    """Return the score without q_i . k_j, in base 2, for i (M, 1) and j (1, N), or transposed. Each
+    row is shifted by m (i - origin), which softmax ignores: of ALiBi's -m (i - j) this leaves
+    m (j - origin), small near the diagonal, where precision counts. DIAGONAL: i = j is inside."""
     s = bias.to(tl.float32) * LOG2E
     if ALIBI:
         s += m * (j - origin)

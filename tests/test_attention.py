@@ -68,30 +68,28 @@ def test_the_readable_path_has_second_derivatives_of_rope() -> None:
 
 def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu, half = torch.device('cpu'), torch.device('cuda'), torch.bfloat16
-    def path(device: torch.device, dtype: torch.dtype, impl: str = 'auto', **options) -> str:
+    def chosen(device: torch.device, dtype: torch.dtype, impl: str = 'auto', **options) -> str:
         with torch.device('meta'):
             model = Transformer(ModelConfig(**{**SMALL, **options}))
         model.set_attn_impl(impl)
-        return attention.describe_attention(model, device, dtype)
-    llama, rope = dict(attn='llama'), dict(positions='rope', kq_diag='none')
-    alibi = {**llama, 'positions': 'alibi'}
-    by_softmax, by_torch, ours = 'readable attention', 'sdpa attention', 'triton attention'
-    assert path(cpu, torch.float32) == path(cpu, half, **alibi) == 'blockwise attention'
-    assert path(cpu, torch.float32, **rope) == by_torch
+        return attention.describe_attention(model, device, dtype).removesuffix(' attention')
+    llama, rope, alibi = dict(attn='llama'), dict(positions='rope'), dict(positions='alibi')
+    assert chosen(cpu, torch.float32) == chosen(cpu, half, **llama, **alibi) == 'blockwise'
+    assert chosen(cpu, torch.float32, **rope) == 'sdpa'
     if attention.HAS_TRITON:
-        assert path(cpu, torch.float32, 'triton') == ours  # interpreted
+        assert chosen(cpu, torch.float32, 'triton') == 'triton'  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
+    assert 'triton cannot run' in chosen(cpu, torch.float32, 'triton')
+    # On a GPU, where the kernels agree with the formula
     monkeypatch.setattr(attention, 'HAS_TRITON', True)
     monkeypatch.setattr(triton_attention, 'agrees', lambda *case: True)
-    assert path(gpu, half) == path(gpu, half, **{**rope, 'kq_diag': 'shared'}) == ours
-    assert path(gpu, half, **alibi, tie='kv') == ours
-    for options in (rope, llama, alibi, dict(impl='sdpa'), dict(d_model=300)):
-        assert path(gpu, half, **options) == by_torch
+    for options in {}, dict(**rope, kq_diag='shared'), dict(**llama, **alibi, tie='kv'):
+        assert chosen(gpu, half, **options) == 'triton'
+    for options in rope, llama, {**llama, **alibi}, dict(impl='sdpa'), dict(d_model=300):
+        assert chosen(gpu, half, **options) == 'sdpa'
     for options in dict(impl='readable'), dict(exact_update=True, kq_diag='shared'):
-        assert path(gpu, half, **options) == by_softmax
-    assert path(gpu, torch.float32) == by_torch
-    assert 'triton cannot run' in path(cpu, torch.float32, 'triton')
+        assert chosen(gpu, half, **options) == 'readable'
+    assert chosen(gpu, torch.float32) == 'sdpa'
+    # On a GPU, where they do not agree
     monkeypatch.setattr(triton_attention, 'agrees', lambda *case: False)
-    assert path(gpu, half) == by_torch
-    monkeypatch.setattr(attention, 'HAS_TRITON', False)
-    assert path(gpu, half) == by_torch
+    assert chosen(gpu, half) == 'sdpa'

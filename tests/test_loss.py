@@ -1,6 +1,4 @@
 """nanocem/loss.py: the loss in pieces against the whole."""
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -25,23 +23,16 @@ def test_loss_in_pieces_is_the_mean_over_targets_that_count(
             loss = loss_fn.cross_entropy(x, W, targets.where(counts, -100))
             torch.testing.assert_close(loss, mean)
             torch.testing.assert_close(torch.autograd.grad(3 * loss, (x, W)), gradients)
-            none = loss_fn.cross_entropy(x, W, torch.full_like(targets, -100))
-            assert not any(g.any() for g in torch.autograd.grad(none, (x, W)))
             with torch.no_grad():
                 assert torch.equal(loss_fn.cross_entropy(x, W, targets.where(counts, -100)), loss)
-                assert none.isnan()
-                infinite = x.where(counts[..., None], math.inf)  # behind targets that do not count
-                loss = loss_fn.cross_entropy(infinite, W, targets.where(counts, -100))
-                torch.testing.assert_close(loss, mean)
 
 
 @pytest.mark.parametrize('autocast', [False, True])
 def test_loss_in_pieces_is_compiled_and_cast(autocast: bool,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(2)
-    plain = dict(kq_diag='none', preconditioner='none', attn_steps=1, mlp_steps=1)
-    cfg = ModelConfig(**{**SMALL, 'n_layer': 1}, **plain)
-    model, idx, results = Transformer(cfg), torch.randint(50, (3, 18)), []
+    model = Transformer(ModelConfig(**{**SMALL, 'n_layer': 1}))
+    idx, results = torch.randint(50, (3, 18)), []
     compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
     for at_once, call in ((2 ** 26, model), (350, model), (350, compiled)):
         monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', at_once)
