@@ -89,7 +89,7 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     beside_scripts = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) else beside_scripts
     check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
-    with open(found, encoding='utf-8') as file:
+    with open(found, encoding='utf-8-sig') as file:  # -sig: Notepad writes a byte-order mark
         tree = ast.parse(file.read(), path)
     given = {}
     statements = tree.body if ast.get_docstring(tree) is None else tree.body[1:]
