@@ -349,7 +349,7 @@ def prepare(o: PrepareConfig) -> None:
     partial_folder = os.path.join(parent, f'.{name}.partial')
     os.makedirs(parent, exist_ok=True)
     with FileLock(os.path.join(parent, f'.{name}.lock')):
-        meta = read_json(os.path.join(o.out_dir, 'meta.json'), 'choose another --out_dir')
+        meta = read_json(os.path.join(o.out_dir, 'meta.json'))
         if meta and meta['config'] == o.content_options():
             print(f'{o.out_dir} is prepared already; delete it to prepare it anew', flush=True)
             return
