@@ -90,7 +90,7 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint_whole(
     run = Run(tmp_path, *options, '--stop_step=10', '--tensorboard=True', '--eval_interval=1',
               damage=disk_is_full).wait()
     assert 'not written (File too large)' in run.text and run.codes == [train.STOPPED], run.text
-    assert 'is not in the log' in run.text and not list(out.glob('*.tmp'))
+    assert not list(out.glob('*.tmp'))
     assert {p: Path(p).read_bytes() for p in checkpoints(str(out))} == before
     assert Run(tmp_path, *options).wait().codes == [0]
     assert losses(out) == losses(halves[0])
@@ -115,3 +115,12 @@ def test_a_resumed_log_drops_later_steps_and_a_half_line(tmp_path: Path) -> None
     assert path.read_text() == '{"step": 1}\n{"step": 2, "loss": null, "lr": 0.5}\n'
     (event,) = EventAccumulator(str(tmp_path)).Reload().Scalars('lr')
     assert (event.step, event.value) == (2, 0.5)
+
+
+def test_a_log_that_cannot_be_written_says_so_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    log = Log(str(tmp_path), 0, False)
+    (tmp_path / 'log.jsonl').mkdir()
+    log(1, loss=1.0)
+    assert 'WARNING: step 1 is not in the log' in capsys.readouterr().out
