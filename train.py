@@ -146,7 +146,7 @@ def main(argv: list[str]) -> int:
         sys.stdout = None
     keep_freed_memory()
 
-    # Find the data. A text and data/builtin are prepared on first use, before a run is resumed
+    # Find the data. A text, or data/builtin, is prepared on first use; a resumed run has its data
     if not resume or given.keys() & {'text', 'tokenizer'}:
         cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, pretrained)
     meta = read_meta(cfg.data)
@@ -160,7 +160,7 @@ def main(argv: list[str]) -> int:
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
-    data_identity = data['train'].must_match | data['val'].must_match | data['test'].must_match
+    data_must_match = data['train'].must_match | data['val'].must_match | data['test'].must_match
 
     # Divide the batch among the processes, and each share into micro-batches that fit into memory
     share, remainder = divmod(cfg.batch_size, world_size)  # sequences per process and step
@@ -179,13 +179,14 @@ def main(argv: list[str]) -> int:
     tokens_per_step = cfg.batch_size * length
     max_steps = math.ceil((cfg.tokens or cfg.tokens_per_param * llama_params) / tokens_per_step)
 
-    # Make and lock the run's folder. Connect the processes now, after what can take long
+    # Make and lock the run's folder, then connect the processes: preparing data can take longer
+    # than they would wait for each other
     if rank == 0:
         out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
         _lock = runs.lock_folder(out_dir)  # until the process ends
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
-        # After an error exit without destructors: NCCL's could wait for other processes forever
+        # After an error exit without destructors, since NCCL's can wait for other processes forever
         atexit.register(os._exit, 1)
 
     def sum_over_processes(values: Tensor) -> Tensor:
@@ -210,8 +211,8 @@ def main(argv: list[str]) -> int:
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    # Load the last checkpoint of the run to resume, or the weights to start from
-    must_match = data_identity | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
+    # Load the last checkpoint of the run to resume, if there is one, or the weights to start from
+    must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     state = runs.last_checkpoint(out_dir) if resume else None
@@ -225,7 +226,7 @@ def main(argv: list[str]) -> int:
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif init_from != 'scratch':
-        pretrained = pretrained or runs.best_checkpoint(init_from)  # unread if this run is resumed
+        pretrained = pretrained or runs.best_checkpoint(init_from)  # a resumed run reads it here
         raw_model.load_state_dict(pretrained['model'])
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
@@ -259,8 +260,8 @@ def main(argv: list[str]) -> int:
                 'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
                 'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
                 'skipped': skipped, 'consecutive_skips': consecutive_skips,
-                'must_match': must_match, 'model_config': asdict(model_cfg), 'data': data_identity,
-                'data_dir': cfg.data})
+                'must_match': must_match, 'model_config': asdict(model_cfg),
+                'data': data_must_match, 'data_dir': cfg.data})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
@@ -306,7 +307,7 @@ def main(argv: list[str]) -> int:
     # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
     started = time.monotonic()
-    last_logged, step_seconds = step, 0.0  # step of the last log line; duration of the steps since
+    last_logged, step_seconds = step, 0.0  # step of the last log line; seconds of the steps since
     val_loss, stopped = None, False
     while step < stop_step and not stopped:
         # Set the learning rate of this step
@@ -348,14 +349,14 @@ def main(argv: list[str]) -> int:
                   f'step {step + 1}, without finite loss and gradient: try a lower learning_rate')
         raw_model.zero_grad(set_to_none=True)
         step, step_seconds = step + 1, step_seconds + time.monotonic() - t0
-        last = step == max_steps
+        is_last = step == max_steps
 
         # Log the loss and the speed, with the share of the GPUs' peak (model FLOPs utilization)
         tokens_per_s = (step - last_logged) * tokens_per_step / step_seconds
         mfu = flops * tokens_per_s / peak
         bar.set_postfix_str(f'loss {loss:.4f}, {tokens_per_s:,.0f} tok/s', refresh=False)
         bar.update()
-        if step % cfg.log_interval == 0 or last:
+        if step % cfg.log_interval == 0 or is_last:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
                 tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9,
@@ -363,7 +364,7 @@ def main(argv: list[str]) -> int:
             last_logged, step_seconds = step, 0.0
 
         # Validate, and keep the best weights
-        if step % cfg.eval_interval == 0 or last:
+        if step % cfg.eval_interval == 0 or is_last:
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
             eta = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
             speed = f'{tokens_per_s:,.0f} tok/s'

@@ -52,8 +52,7 @@ def lock_folder(out_dir: str) -> Any:
     try:
         return FileLock(f'{out_dir}/.lock').acquire(timeout=0)
     except Timeout:
-        fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
-             'start beside it with another --out_dir')
+        fail(f'out_dir={out_dir}: another process is training there; give another --out_dir')
 
 
 def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: str) -> None:
