@@ -155,7 +155,7 @@ def main(argv: list[str]) -> int:
     tokenizer = load_tokenizer(cfg.data)
     token_bytes = spelled_bytes(tokenizer, meta)
 
-    # Open its three splits of sequences, and draw a random order of the training sequences
+    # Open the sequences of each split, and draw a random order of those for training
     model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
@@ -179,8 +179,8 @@ def main(argv: list[str]) -> int:
     tokens_per_step = cfg.batch_size * length
     max_steps = math.ceil((cfg.tokens or cfg.tokens_per_param * llama_params) / tokens_per_step)
 
-    # Make and lock the run's folder, then connect the processes: preparing data can take longer
-    # than they would wait for each other
+    # Make and lock the run's folder. Connect the processes after the data is prepared, which can
+    # take longer than they wait for one another
     if rank == 0:
         out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
         _lock = runs.lock_folder(out_dir)  # until the process ends
@@ -237,14 +237,13 @@ def main(argv: list[str]) -> int:
           'the same files')
 
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
-    log = lambda step, **values: None  # noqa: E731
     if rank == 0:
         cfg.out_dir = out_dir
         config = {'train': asdict(cfg), 'model': asdict(model_cfg)}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
         if tokenizer.path:
             write_atomic(f'{out_dir}/{MODEL_FILE}', Path(tokenizer.path).read_bytes())
-        log = runs.Log(out_dir, step, cfg.tensorboard)
+    log = runs.Log(out_dir, step, cfg.tensorboard) if rank == 0 else lambda step, **values: None
     # Describe the run in a line, and show a progress bar if stderr is a terminal
     epochs = max_steps * cfg.batch_size / sampler.n_sequences
     print(f'{out_dir}: {raw_model.num_params():,} parameters, {max_steps:,} steps of '

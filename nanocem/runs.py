@@ -79,7 +79,7 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> None:
     torch.save(state, buffer)
     try:
         write_atomic(path, buffer.getbuffer())
-        # Ignore those of later steps: the run was resumed before them, so they are damaged
+        # Do not count those of later steps: they are damaged, since the run was resumed before them
         for old in [old for old in checkpoints(out_dir) if old <= path][:-2]:
             os.remove(old)
     except OSError as error:

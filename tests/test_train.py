@@ -167,25 +167,20 @@ def test_a_run_shows_a_bar_and_writes_what_it_measures(data: Path, tmp_path: Pat
 
 # Kill and go on
 
-class Death:
-    """SIGKILL at a chosen moment: the n-th call of a function, before it, or half way through a
-    file."""
-    def __init__(self, moment: str, n: int):
-        self.moment, self.n = moment, n
+def kill(moment: str, n: int) -> None:
+    """Kill this process before the n-th call of a function, or half way through a file."""
+    owner, name = MOMENTS[moment]
+    original, calls = getattr(owner, name), itertools.count(1)
 
-    def __call__(self) -> None:
-        owner, name = MOMENTS[self.moment]
-        original, calls = getattr(owner, name), itertools.count(1)
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == n:
+            if moment == 'inside a checkpoint':
+                path, content = args
+                Path(path + '.tmp').write_bytes(bytes(content)[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
 
-        def deadly(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) == self.n:
-                if self.moment == 'inside a checkpoint':
-                    path, content = args
-                    Path(path + '.tmp').write_bytes(bytes(content)[: len(content) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, deadly)
+    setattr(owner, name, deadly)
 
 
 MOMENTS = {
@@ -209,7 +204,7 @@ def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
     for moment in MOMENTS:
         init = [RESUME] if (out / 'config.json').exists() else []
         run = Run(tmp_path, *options, f'--out_dir={out}', *init, world=world,
-                  damage=Death(moment, rng.randint(4, 12)))
+                  damage=partial(kill, moment, rng.randint(4, 12)))
         assert -signal.SIGKILL in run.wait().codes, run.text
     run = Run(tmp_path, *options, f'--out_dir={out}', RESUME, world=world).wait()
     assert {*run.codes, *straight.wait().codes} == {0}, run.text
@@ -275,21 +270,17 @@ def test_processes_that_read_different_checkpoints_say_so(
 
 # Numbers
 
-class BadNumbers:
-    """On rank 1, which has one micro-batch a step, the losses of some steps (counted from 0) become
+def bad_numbers(*at: int) -> None:
+    """On rank 1, which has one micro-batch a step, make the losses of these steps (counted from 0)
     infinite or NaN."""
-    def __init__(self, *at: int):
-        self.at = at
+    original, steps_begun = train.Transformer.forward, itertools.count()
 
-    def __call__(self) -> None:
-        original, steps_begun = train.Transformer.forward, itertools.count()
+    def forward(model: Transformer, *args: Any) -> Any:
+        logits, loss = original(model, *args)
+        step = next(steps_begun) if model.training and os.environ['RANK'] == '1' else None
+        return logits, loss * (math.nan if step % 2 else math.inf) if step in at else loss
 
-        def forward(model: Transformer, *args: Any) -> Any:
-            logits, loss = original(model, *args)
-            step = next(steps_begun) if model.training and os.environ['RANK'] == '1' else None
-            return logits, loss * (math.nan if step % 2 else math.inf) if step in self.at else loss
-
-        train.Transformer.forward = forward
+    train.Transformer.forward = forward
 
 
 def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_run(
@@ -297,7 +288,8 @@ def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_ru
 ) -> None:
     out = tmp_path / 'o'
     options = [f'--data={data}', steps(40), f'--out_dir={out}', '--checkpoint_interval=4']
-    run = Run(tmp_path, *options, world=2, damage=BadNumbers(5, 6, 7, *range(21, 40))).wait()
+    damage = partial(bad_numbers, 5, 6, 7, *range(21, 40))
+    run = Run(tmp_path, *options, world=2, damage=damage).wait()
     assert run.codes == [1, 1] and 'Traceback' not in run.text
     assert run.text.splitlines()[-1] == (
         'train.py: 11 consecutive steps, up to step 32, without finite loss and gradient: try a '
