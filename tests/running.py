@@ -34,17 +34,16 @@ MODEL_FILES = sorted({f'config/{path.name}' for path in (ROOT / 'config').glob('
                      - {*SIZE_FILES, 'config/finetune.py'})
 
 
-def write_data(folder: Path, tokens: int = 4000, shards: int = 2, vocab_size: int = VOCAB,
-               ids: list[int] | None = None) -> Path:
+def write_data(folder: Path, vocab_size: int = VOCAB, ids: list[int] | None = None) -> Path:
     """Write a data folder as prepare_slimpajama.py does, with random tokens or with `ids`. Its
     tokenizer is byte."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     splits = {}
-    for split, n in (('train', shards), ('val', 1), ('test', 1)):
+    for split, n in (('train', 2), ('val', 1), ('test', 1)):
         entries = []
         for s in range(n):
-            shard = rng.integers(0, VOCAB, tokens + 13 * s) if ids is None else np.array(ids)
+            shard = rng.integers(0, VOCAB, 4000 + 13 * s) if ids is None else np.array(ids)
             name = f'train_{s:05d}.bin' if split == 'train' else f'{split}.bin'
             shard.astype('<u2').tofile(folder / name)
             entries.append(dict(file=name, tokens=len(shard)))

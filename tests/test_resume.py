@@ -2,6 +2,7 @@
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,19 @@ def test_other_data_are_refused(halves: tuple[Path, Path], tmp_path: Path) -> No
     (data / 'val.bin').write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(SystemExit, match='has val fingerprint='):
         train.main([f'--out_dir={halves[1]}', RESUME, f'--data={data}'])
+
+
+def test_a_text_may_be_named_again_and_must_be_the_same(tmp_path: Path) -> None:
+    there = partial(os.chdir, tmp_path)
+    options = ['--text=a.txt', '--tokenizer=byte', '--out_dir=o', steps(4)]
+    (tmp_path / 'a.txt').write_text('A few words. ' * 2000)
+    run = Run(tmp_path, *options, '--stop_step=2', damage=there).wait()
+    assert run.codes == [train.STOPPED], run.text
+    run = Run(tmp_path, *options, RESUME, damage=there).wait()
+    assert run.codes == [0] and 'resuming after step 2' in run.text, run.text
+    (tmp_path / 'a.txt').write_text('Other words. ' * 2000)
+    run = Run(tmp_path, *options, RESUME, damage=there).wait()
+    assert run.codes == [1] and 'the run in o has train' in run.text, run.text
 
 
 def test_a_run_of_an_older_version_is_named(halves: tuple[Path, Path], tmp_path: Path) -> None:
