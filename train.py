@@ -89,9 +89,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         convert_types(self)
-        in_range(self, 1, 10**6, 'batch_size micro_batch_size stop_step')
-        in_range(self, 1, 10**6, 'eval_interval log_interval checkpoint_interval')
-        in_range(self, 1, 10**15, 'tokens eval_tokens test_tokens')
+        in_range(self, 1, 10**15, 'batch_size micro_batch_size tokens eval_tokens test_tokens')
+        in_range(self, 1, 10**15, 'eval_interval log_interval checkpoint_interval stop_step')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip')
         in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
         in_range(self, 0, 1, 'warmup final_lr beta1 beta2')
