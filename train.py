@@ -10,15 +10,15 @@ Train Llama and CEM language models: on a laptop, a GPU, or many.
 Later config files override earlier ones, and --key=value flags override files. A run's folder,
 out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at the end, result.json.
 """
+import atexit
 import contextlib
 import ctypes
 import math
 import os
-import shlex
+import platform
 import signal
 import sys
 import time
-import traceback
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +38,7 @@ from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.attention import describe_attention
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
-from nanocem.files import read_json, to_json, write_atomic
+from nanocem.files import to_json, write_atomic
 from nanocem.loss import flops_per_token, peak_flops
 from nanocem.optim import make_optimizers
 from nanocem.runs import perplexity
@@ -89,14 +89,11 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         convert_types(self)
-        in_range(self, 1, 10**6, 'batch_size micro_batch_size stop_step')
-        in_range(self, 1, 10**6, 'eval_interval log_interval checkpoint_interval')
-        in_range(self, 1, 10**15, 'tokens eval_tokens test_tokens')
+        in_range(self, 1, 10**15, 'batch_size micro_batch_size tokens eval_tokens test_tokens')
+        in_range(self, 1, 10**15, 'eval_interval log_interval checkpoint_interval stop_step')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip')
         in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
-        in_range(self, 0, 0.9999, 'warmup beta1 beta2')
-        in_range(self, 0, 1, 'final_lr')
-        in_range(self, 0, 2**63 - 1, 'seed')
+        in_range(self, 0, 1, 'warmup final_lr beta1 beta2')
 
 
 # Options that must stay the same when a run is resumed; so must its model and its data
@@ -125,7 +122,6 @@ def main(argv: list[str]) -> int:
     if resume:
         out_dir = out_dir or runs.newest_run()
         config = runs.read_config(out_dir)
-        check(config is not None, f'init_from=resume: no run in {out_dir}')
         saved = {**config['model'], **config['train'], 'stop_step': None}
         must_equal = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
         runs.check_match(saved, must_equal, out_dir)
@@ -151,34 +147,29 @@ def main(argv: list[str]) -> int:
         sys.stdout = None
     keep_freed_memory()
 
-    # Open the data: three splits of sequences, and a random order of the training sequences
+    # Find the data. A text, or data/builtin, is prepared on first use; a resumed run has its data
     if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
         cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, pretrained)
     meta = read_meta(cfg.data)
+    if pretrained:
+        runs.check_match(pretrained['data'], meta, init_from)  # the tokenizer
+    tokenizer = load_tokenizer(cfg.data)
+    token_bytes = spelled_bytes(tokenizer, meta)
+
+    # Open the sequences of each split, and draw a random order of those for training
     model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
-    check(model_cfg.vocab_size >= meta['vocab_size'],
-          f'vocab_size={model_cfg.vocab_size}: {cfg.data} needs {meta["vocab_size"]} or more')
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
-    data_identity = {k: v for split in data.values() for k, v in split.must_match.items()}
-    if pretrained:
-        must_equal = {k: data_identity[k] for k in ('tokenizer', 'tokenizer_sha256')}
-        runs.check_match(pretrained['data'], must_equal, init_from)
-    tokenizer = token_bytes = None
-    try:
-        tokenizer = load_tokenizer(cfg.data)
-        token_bytes = spelled_bytes(tokenizer, meta)
-    except ValueError as error:
-        print(f'WARNING: {error}; the run goes on, without samples and bits per byte', flush=True)
+    data_must_match = data['train'].must_match | data['val'].must_match | data['test'].must_match
 
     # Divide the batch among the processes, and each share into micro-batches that fit into memory
     share, remainder = divmod(cfg.batch_size, world_size)  # sequences per process and step
     check(remainder == 0, f'batch_size={cfg.batch_size} does not divide among {world_size} '
           f'processes; right would be batch_size={(share + 1) * world_size}')
     divisors = [m for m in range(1, share + 1) if share % m == 0]
-    micro_batch_size = cfg.micro_batch_size or max(
-        m for m in divisors if m == 1 or m * length <= MICRO_BATCH_TOKENS)
+    fitting = [m for m in divisors if m * length <= MICRO_BATCH_TOKENS]
+    micro_batch_size = cfg.micro_batch_size or max(fitting, default=1)
     check(micro_batch_size in divisors,
           f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
           f'right would be one of {", ".join(map(str, divisors))}')
@@ -188,17 +179,16 @@ def main(argv: list[str]) -> int:
         llama_params = Transformer(model_cfg.llama()).num_params()
     tokens_per_step = cfg.batch_size * length
     max_steps = math.ceil((cfg.tokens or cfg.tokens_per_param * llama_params) / tokens_per_step)
-    if resume and (read_json(f'{out_dir}/result.json') or {}).get('steps') == max_steps:
-        print(f'{out_dir} is finished after {max_steps:,} steps: a larger --tokens trains on, '
-              'evaluate.py evaluates it', flush=True)
-        return 0
 
-    # Make and lock the run's folder. Connect the processes now, after what can take long
+    # Make and lock the run's folder. Connect the processes after the data is prepared, which can
+    # take longer than they wait for one another
     if rank == 0:
         out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
-        lock = runs.lock_folder(out_dir)  # noqa: F841 (until the process ends)
+        _lock = runs.lock_folder(out_dir)  # until the process ends
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
+        # After an error exit without destructors, since NCCL's can wait for other processes forever
+        atexit.register(os._exit, 1)
 
     def sum_over_processes(values: Tensor) -> Tensor:
         """Return the sum of these values over all processes."""
@@ -222,8 +212,8 @@ def main(argv: list[str]) -> int:
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    # Load the last checkpoint of the run to resume, or the weights to start from
-    must_match = data_identity | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
+    # Load the last checkpoint of the run to resume, if there is one, or the weights to start from
+    must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     state = runs.last_checkpoint(out_dir) if resume else None
@@ -237,7 +227,7 @@ def main(argv: list[str]) -> int:
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif init_from != 'scratch':
-        pretrained = pretrained or runs.best_checkpoint(init_from)  # unread if this run is resumed
+        pretrained = pretrained or runs.best_checkpoint(init_from)  # a resumed run reads it here
         raw_model.load_state_dict(pretrained['model'])
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
@@ -248,14 +238,13 @@ def main(argv: list[str]) -> int:
           'the same files')
 
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
-    log: Any = lambda step, **values: None  # noqa: E731
     if rank == 0:
         cfg.out_dir = out_dir
         config = {'train': asdict(cfg), 'model': asdict(model_cfg)}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
-        if tokenizer and tokenizer.path:
+        if tokenizer.path:
             write_atomic(f'{out_dir}/{MODEL_FILE}', Path(tokenizer.path).read_bytes())
-        log = runs.Log(out_dir, step, cfg.tensorboard)
+    log = runs.Log(out_dir, step, cfg.tensorboard) if rank == 0 else lambda step, **values: None
     # Describe the run in a line, and show a progress bar if stderr is a terminal
     epochs = max_steps * cfg.batch_size / sampler.n_sequences
     print(f'{out_dir}: {raw_model.num_params():,} parameters, {max_steps:,} steps of '
@@ -271,8 +260,8 @@ def main(argv: list[str]) -> int:
                 'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
                 'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
                 'skipped': skipped, 'consecutive_skips': consecutive_skips,
-                'must_match': must_match, 'model_config': asdict(model_cfg), 'data': data_identity,
-                'data_dir': cfg.data})
+                'must_match': must_match, 'model_config': asdict(model_cfg),
+                'data': data_must_match, 'data_dir': cfg.data})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
@@ -283,45 +272,42 @@ def main(argv: list[str]) -> int:
 
     @torch.no_grad()
     def evaluate(split: str, max_tokens: int) -> tuple[float, float | None]:
-        """Return a split's mean loss in nats a token, and in bits a byte (None without tokenizer),
-        always over the same evenly spaced sequences. Tokens without bytes, as BOS, have no bits."""
+        """Return a split's mean loss in nats a token, and in bits a byte (None if the tokenizer
+        loses text), always over the same evenly spaced sequences. BOS counts as a token only."""
         raw_model.eval()
         sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens, nats of text, bytes of text
         indices = evenly_spaced(len(data[split]), max_tokens // length)[rank::world_size]
         for i in range(0, len(indices), micro_batch_size):
             x, y = batch(split, indices[i:i + micro_batch_size])
             # Run a smaller last batch uncompiled: it is not worth a compilation
-            stance = eager() if len(x) < micro_batch_size else contextlib.nullcontext()
-            with autocast, stance:
+            stance = 'force_eager' if len(x) < micro_batch_size else 'default'
+            with autocast, torch.compiler.set_stance(stance):
                 logits, _ = model(x)
             # Compute each token's loss, a sequence at a time: float32 logits take much memory
             losses = torch.stack([F.cross_entropy(row.float(), targets, reduction='none')
                                   for row, targets in zip(logits, y, strict=True)]).cpu().double()
-            n_bytes = torch.ones_like(losses) if token_bytes is None else token_bytes[y.cpu()]
+            n_bytes = torch.zeros_like(losses) if token_bytes is None else token_bytes[y.cpu()]
             sums += torch.stack([losses.sum(), torch.tensor(losses.numel()),
                                  losses[n_bytes > 0].sum(), n_bytes.sum()])
         raw_model.train()
         nats, tokens, text_nats, text_bytes = sum_over_processes(sums).tolist()
-        bits = None if token_bytes is None else text_nats / max(1, text_bytes) / math.log(2)
-        return nats / tokens, bits
+        return nats / tokens, text_nats / text_bytes / math.log(2) if text_bytes else None
 
-    # Let SIGTERM, SIGHUP and Ctrl-C stop the run after the current step, a second one at once
-    signals: list[str] = []
+    # Let SIGTERM and Ctrl-C stop the run after the current step, a second one at once
+    signals: list[int] = []
 
     def on_signal(number: int, frame: Any) -> None:
-        signals.append(signal.Signals(number).name)
+        signals.append(number)
         signal.signal(number, signal.SIG_DFL)
-        with contextlib.suppress(OSError):  # of a terminal that was closed
+        with contextlib.suppress(OSError):  # stderr may be a pipe to a program that has ended
             os.write(2, b'\nstopping after this step; a second signal ends the process at once\n')
-    for number in signal.Signals:
-        asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
-        if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
 
     # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
     started = time.monotonic()
-    last_logged, step_seconds = step, 0.0  # step of the last log line; duration of the steps since
+    last_logged, step_seconds = step, 0.0  # step of the last log line; seconds of the steps since
     val_loss, stopped = None, False
     while step < stop_step and not stopped:
         # Set the learning rate of this step
@@ -363,14 +349,14 @@ def main(argv: list[str]) -> int:
                   f'step {step + 1}, without finite loss and gradient: try a lower learning_rate')
         raw_model.zero_grad(set_to_none=True)
         step, step_seconds = step + 1, step_seconds + time.monotonic() - t0
-        last = step == max_steps
+        is_last = step == max_steps
 
         # Log the loss and the speed, with the share of the GPUs' peak (model FLOPs utilization)
         tokens_per_s = (step - last_logged) * tokens_per_step / step_seconds
         mfu = flops * tokens_per_s / peak
         bar.set_postfix_str(f'loss {loss:.4f}, {tokens_per_s:,.0f} tok/s', refresh=False)
         bar.update()
-        if step % cfg.log_interval == 0 or last:
+        if step % cfg.log_interval == 0 or is_last:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
                 tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9,
@@ -378,14 +364,16 @@ def main(argv: list[str]) -> int:
             last_logged, step_seconds = step, 0.0
 
         # Validate, and keep the best weights
-        if step % cfg.eval_interval == 0 or last:
+        if step % cfg.eval_interval == 0 or is_last:
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
             eta = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
+            speed = f'{tokens_per_s:,.0f} tok/s'
+            if math.isfinite(mfu):
+                speed += f', MFU {mfu:.1%}'
             bar.clear()
             print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation loss '
-                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | '
-                  f'{tokens_per_s:,.0f} tok/s | '
-                  f'{f"MFU {mfu:.1%} | " if math.isfinite(mfu) else ""}ETA {eta}', flush=True)
+                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | {speed} | ETA {eta}',
+                  flush=True)
             log(step, val_loss=val_loss)
             if val_loss < best:
                 best = val_loss
@@ -396,17 +384,23 @@ def main(argv: list[str]) -> int:
             checkpoint(f'step_{step:08d}.pt')
     bar.close()
     seconds = past_seconds + time.monotonic() - started
+
+    # Test the last weights, unless the run was stopped. Then disconnect the processes
+    if step == max_steps:
+        test_loss, test_bits = evaluate('test', cfg.test_tokens)
+        if val_loss is None:  # resumed after the last step
+            val_loss, val_bits = evaluate('val', cfg.eval_tokens)
+    if world_size > 1:
+        del model  # with DDP alive, ending the process group could take forever
+        dist.barrier()  # rank 0 may still be writing a checkpoint
+        dist.destroy_process_group()
+        atexit.unregister(os._exit)
     if step < max_steps:
-        reason = 'stop_step' if step == cfg.stop_step else ''.join(signals) or 'another process'
-        print(f'Stopped after step {step} ({reason}); go on with --init_from=resume '
-              f'--out_dir={shlex.quote(out_dir)}', flush=True)
+        print(f'Stopped after step {step}; go on with --init_from=resume --out_dir={out_dir}',
+              flush=True)
         return STOPPED
 
-    # Test the last weights, and write the results and a sample of text
-    test_loss, test_bits = evaluate('test', cfg.test_tokens)
-    if val_loss is None:  # resumed after the last step
-        val_loss, val_bits = evaluate('val', cfg.eval_tokens)
-    check(math.isfinite(test_loss), f'test loss {test_loss}: try a lower learning_rate or init_std')
+    # Write the results and a sample of text
     print(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
           f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token', flush=True)
     if rank == 0:
@@ -418,16 +412,12 @@ def main(argv: list[str]) -> int:
             'tokens': step * tokens_per_step, 'flops_per_token': flops, 'skipped': skipped,
             'precision': precision, 'seconds': seconds}
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
-        if tokenizer and cfg.sample_tokens:
-            with eager():
+        if cfg.sample_tokens:
+            with torch.compiler.set_stance('force_eager'):
                 text = sample_text(raw_model.eval(), tokenizer, '', cfg.sample_tokens,
                                    temperature=0.8, top_k=None, seed=cfg.seed)
             print(text, flush=True)
             log(step, sample=text)
-    if world_size > 1:
-        del model  # with DDP alive, ending the process group could take forever
-        dist.barrier()  # rank 0 may still be writing
-        dist.destroy_process_group()
     return 0
 
 
@@ -473,16 +463,11 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     return model
 
 
-def eager() -> Any:
-    """Return a context in which a compiled model runs uncompiled, for a rare batch shape."""
-    return torch.compiler.set_stance('force_eager')
-
-
 def keep_freed_memory() -> None:
     """Let new tensors on a CPU reuse the memory of freed ones. glibc would return it to Linux,
     which clears every page that it hands out again. Other C libraries are left as they are."""
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # TypeError: on Windows
+    if platform.libc_ver()[0] == 'glibc':
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(mmap_threshold, 2**25)  # bytes, the largest that glibc accepts
         mallopt(trim_threshold, 2**31 - 1)
@@ -490,12 +475,4 @@ def keep_freed_memory() -> None:
 
 
 if __name__ == '__main__':
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except BaseException as error:
-        if not (dist.is_initialized() and dist.get_backend() == 'nccl'):
-            raise
-        # NCCL's destructors could wait for the other processes forever: exit without them
-        line = error.code if isinstance(error, SystemExit) else traceback.format_exc()
-        print(line, file=sys.stderr, flush=True)
-        os._exit(1)
+    sys.exit(main(sys.argv[1:]))

@@ -3,9 +3,8 @@ import contextlib
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
-
-from configurator import fail
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -16,40 +15,31 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def write_atomic(path: str, data: bytes) -> None:
-    """Write a file completely or not at all. OSError, with the file's name, if that fails."""
+    """Write a file completely or not at all. OSError if that fails."""
+    temporary = Path(f'{path}.tmp')
     try:
-        with open(path + '.tmp', 'wb') as file:
+        with open(temporary, 'wb') as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(path + '.tmp', path)
-    except BaseException as error:  # a Ctrl-C, too
-        if isinstance(error, OSError):
-            error.filename = path
-        with contextlib.suppress(OSError):
-            os.remove(path + '.tmp')
-        raise
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def read_json(path: str, remedy: str = 'it holds no JSON object') -> dict[str, Any] | None:
-    """Read the object in a JSON file; None if there is no file. UserError, with `remedy`, if the
-    file is damaged or holds something else."""
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding='utf-8') as file, contextlib.suppress(ValueError):
-        if isinstance(content := json.load(file), dict):
-            return content
-    fail(f'{path} is damaged: {remedy}')
+def read_json(path: str) -> dict[str, Any] | None:
+    """Read the object in a JSON file; None if there is no file. ValueError if it is damaged."""
+    return json.loads(Path(path).read_bytes()) if os.path.exists(path) else None
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """Read the objects in a file of JSON lines. Damaged lines are left out. OSError."""
+    """Read the objects in a file of JSON lines. Damaged lines, such as the last one of a process
+    that was killed, are left out. OSError."""
     found = []
-    with open(path, encoding='utf-8', errors='replace') as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [content for content in found if isinstance(content, dict)]
+    for line in Path(path).read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:

@@ -136,7 +136,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
 def read_export(folder: str) -> dict[str, Any]:
     """Read an export, or what transformers' save_pretrained made of it, as a checkpoint. Its
     weights are in float32. UserError if config.json does not describe the weights."""
-    config = read_json(f'{folder}/config.json', 'export the model again') or {}
+    config = read_json(f'{folder}/config.json') or {}
     cfg = build(ModelConfig, config.get('nanocem', config))
     # Find each parameter's name in the file, which has a tied matrix once, by its first name
     with torch.device('meta'):

@@ -21,44 +21,43 @@ from nanocem.tokenizers import MODEL_FILE
 def newest_run() -> str:
     """Return the folder of the last started or resumed run in out/. UserError if there is none."""
     for path in sorted(glob.glob('out/*/config.json'), key=os.path.getmtime, reverse=True):
-        if read_config(os.path.dirname(path)) is not None:
+        try:
+            read_config(os.path.dirname(path))
             return os.path.dirname(path)
+        except ValueError as error:
+            print(f'{path} is left out: {error}', flush=True)
     fail('no run in out/: python train.py makes one, --out_dir=FOLDER names one elsewhere')
 
 
-def read_config(out_dir: str) -> dict[str, Any] | None:
-    """Read a run's config.json. None if it is missing, another program's or damaged."""
-    try:
-        config = read_json(f'{out_dir}/config.json') or {}
-    except UserError as error:
-        print(f'{error}: {out_dir} is left out', flush=True)
-        return None
-    return config if {'train', 'model'} <= config.keys() else None
+def read_config(out_dir: str) -> dict[str, Any]:
+    """Read a run's config.json. UserError if there is none or if it is another program's,
+    ValueError if it is damaged."""
+    config = read_json(f'{out_dir}/config.json') or {}
+    check({'train', 'model'} <= config.keys(), f'no run in {out_dir}')
+    return config
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
     """Make the folder of a new run: `out_dir`, or the first free one of out/NAME, out/NAME-2, ...,
     where NAME describes the model. UserError if `out_dir` holds a run."""
-    name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
-    names = itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2)))
-    out_dir = out_dir or next(path for path in names if not os.path.exists(path))
-    check(not os.path.exists(f'{out_dir}/config.json') and not checkpoints(out_dir),
-          f'out_dir={out_dir} holds a run already, or another config.json: --init_from=resume '
-          'continues a run, another --out_dir starts a new one')
+    if not out_dir:
+        name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
+        names = itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2)))
+        out_dir = next(path for path in names if not os.path.exists(path))
+    check(not os.path.exists(f'{out_dir}/config.json'),
+          f'out_dir={out_dir} holds a run already: --init_from=resume continues it, another '
+          '--out_dir starts a new one')
     os.makedirs(out_dir, exist_ok=True)
     return out_dir
 
 
 def lock_folder(out_dir: str) -> Any:
     """Lock a run's folder until the returned lock is deleted. UserError if another process trains
-    there. None on a file system without locks."""
+    there."""
     try:
         return FileLock(f'{out_dir}/.lock').acquire(timeout=0)
     except Timeout:
-        fail(f'out_dir={out_dir}: another process is training there; wait for it, stop it, or '
-             'start beside it with another --out_dir')
-    except OSError:
-        return None
+        fail(f'out_dir={out_dir}: another process is training there; give another --out_dir')
 
 
 def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: str) -> None:
@@ -74,22 +73,22 @@ def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: 
 
 def checkpoints(out_dir: str) -> list[str]:
     """Return the paths of a run's numbered checkpoints, oldest first."""
-    return sorted(glob.glob(os.path.join(glob.escape(out_dir), f'step_{"[0-9]" * 8}.pt')))
+    return sorted(glob.glob(f'{glob.escape(out_dir)}/step_{"[0-9]" * 8}.pt'))
 
 
 def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> None:
     """Write a checkpoint completely or not at all, and delete all numbered ones but the last two.
     If writing fails, print a warning: earlier checkpoints stay."""
+    path = f'{out_dir}/{name}'
     buffer = io.BytesIO()
     torch.save(state, buffer)
     try:
-        write_atomic(f'{out_dir}/{name}', buffer.getbuffer())
-        # Ignore those of later steps: the run was resumed before them, so they are damaged
-        newest = f'{out_dir}/step_{state["step"]:08d}.pt'
-        for path in [path for path in checkpoints(out_dir) if path <= newest][:-2]:
-            os.remove(path)
+        write_atomic(path, buffer.getbuffer())
+        # Do not count those of later steps: they are damaged, since the run was resumed before them
+        for old in [old for old in checkpoints(out_dir) if old <= path][:-2]:
+            os.remove(old)
     except OSError as error:
-        print(f'WARNING: {out_dir}/{name} not written ({error.strerror}); the run goes on, earlier '
+        print(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier '
               'checkpoints are intact', flush=True)
 
 
@@ -113,30 +112,29 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     return state
 
 
-def last_checkpoint(path: str) -> dict[str, Any] | None:
-    """Read a checkpoint file, an export, or a run's last checkpoint: the last numbered one that is
-    not damaged, or else best.pt. Each damaged one prints a warning. None if there is no checkpoint,
-    UserError if all are damaged."""
-    if os.path.isfile(os.path.join(path, hf.WEIGHTS_FILE)):
-        return hf.read_export(path)
-    if os.path.isfile(path):
-        return read_checkpoint(path)
-    files = [*reversed(checkpoints(path)), *glob.glob(f'{glob.escape(path)}/best.pt')]
+def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
+    """Read a run's last checkpoint: the last numbered one that is not damaged, or else best.pt.
+    Each damaged one prints a warning. None if there is no checkpoint, UserError if all are
+    damaged."""
+    files = [*reversed(checkpoints(out_dir)), *glob.glob(f'{glob.escape(out_dir)}/best.pt')]
     for file in files:
         try:
             return read_checkpoint(file)
         except UserError as error:
             print(f'WARNING: {error}; it is passed over', flush=True)
-    check(not files, f'no intact checkpoint in {path}')
+    check(not files, f'no intact checkpoint in {out_dir}')
     return None
 
 
 def best_checkpoint(path: str) -> dict[str, Any]:
-    """Read a checkpoint as last_checkpoint does, but prefer best.pt in a run's folder. UserError if
-    there is no checkpoint."""
-    best = os.path.join(path, 'best.pt')
-    state = last_checkpoint(best if os.path.isfile(best) else path)
-    return state or fail(f'no checkpoint in {path}: python train.py makes one')
+    """Read a checkpoint file, an export, or a run's best.pt, or else its last checkpoint. UserError
+    if there is none."""
+    if os.path.isfile(f'{path}/{hf.WEIGHTS_FILE}'):
+        return hf.read_export(path)
+    for file in (path, f'{path}/best.pt'):
+        if os.path.isfile(file):
+            return read_checkpoint(file)
+    return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
 
 
 def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:
@@ -151,14 +149,13 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
 def find_device(kind: str) -> torch.device:
     """Return the device that auto, cpu, cuda or mps names. auto is cuda if there is a GPU, or else
     cpu. UserError if this machine has no such device."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if kind == 'auto':
-        kind = 'cuda' if torch.cuda.is_available() else 'cpu'
-        if kind == 'cpu' and torch.backends.mps.is_available():
+        if mps:
             print('An Apple GPU is there: --device=mps, untried, uses it', flush=True)
-    check(kind != 'cuda' or torch.cuda.is_available(),
-          'device=cuda: torch finds no GPU on this machine; set device=cpu')
-    check(kind != 'mps' or torch.backends.mps.is_available(),
-          'device=mps: torch finds no Apple GPU on this machine; set device=cpu')
+        kind = 'cuda' if cuda else 'cpu'
+    check({'cpu': True, 'cuda': cuda, 'mps': mps}[kind],
+          f'device={kind}: torch finds no GPU of this kind on this machine; set device=cpu')
     return torch.device(kind)
 
 
@@ -169,13 +166,12 @@ def perplexity(loss: float) -> float:
 
 class Log:
     """Write numbers to log.jsonl and TensorBoard. If a line cannot be written, a warning says so,
-    and the run goes on. A resumed run drops damaged lines, and those of later steps than `step`."""
+    and the run goes on. A resumed run drops the lines of later steps than `step`."""
     def __init__(self, out_dir: str, step: int, tensorboard: bool):
         self.path = f'{out_dir}/log.jsonl'
         self.writer = None
         if os.path.exists(self.path):
-            lines = [line for line in read_json_lines(self.path)
-                     if line.get('step', math.inf) <= step]
+            lines = [line for line in read_json_lines(self.path) if line['step'] <= step]
             write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter

@@ -1,12 +1,9 @@
 """Helpers of several test files: token shards, runs as processes, and the files that they write."""
-import hashlib
-import importlib
+import atexit
 import json
 import multiprocessing
 import os
 import random
-import resource
-import signal
 import socket
 import sys
 import time
@@ -37,23 +34,20 @@ MODEL_FILES = sorted({f'config/{path.name}' for path in (ROOT / 'config').glob('
                      - {*SIZE_FILES, 'config/finetune.py'})
 
 
-def write_data(folder: Path, tokens: int = 4000, shards: int = 2, vocab_size: int = VOCAB,
-               ids: list[int] | None = None) -> Path:
+def write_data(folder: Path, vocab_size: int = VOCAB, ids: list[int] | None = None) -> Path:
     """Write a data folder as prepare_slimpajama.py does, with random tokens or with `ids`. Its
     tokenizer is byte."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     splits = {}
-    for split, n in (('train', shards), ('val', 1), ('test', 1)):
+    for split, n in (('train', 2), ('val', 1), ('test', 1)):
         entries = []
         for s in range(n):
-            shard = rng.integers(0, VOCAB, tokens + 13 * s) if ids is None else np.array(ids)
-            data = shard.astype('<u2').tobytes()
+            shard = rng.integers(0, VOCAB, 4000 + 13 * s) if ids is None else np.array(ids)
             name = f'train_{s:05d}.bin' if split == 'train' else f'{split}.bin'
-            (folder / name).write_bytes(data)
-            sha256 = hashlib.sha256(data).hexdigest()
-            entries.append(dict(file=name, tokens=len(data) // 2, documents=1, sha256=sha256))
-        splits[split] = dict(tokens=sum(e['tokens'] for e in entries), documents=n, shards=entries)
+            shard.astype('<u2').tofile(folder / name)
+            entries.append(dict(file=name, tokens=len(shard)))
+        splits[split] = dict(tokens=sum(e['tokens'] for e in entries), shards=entries)
     meta = dict(format=FORMAT, tokenizer='byte', tokenizer_sha256=None, bos=0, dtype='uint16',
                 vocab_size=vocab_size, splits=splits)
     (folder / 'meta.json').write_text(json.dumps(meta))
@@ -67,36 +61,32 @@ def edit_meta(folder: Path, **changes: Any) -> dict[str, Any]:
     return meta['splits']
 
 
-def child(script: str, argv: list[str], output: str, env: dict[str, str], damage: Any) -> None:
-    """Call `damage`, then a script's main, in this fresh process, with its output in a file."""
+def child(argv: list[str], output: str, env: dict[str, str], damage: Any) -> None:
+    """Call `damage`, then train.main, in this fresh process, with its output in a file."""
     with open(output, 'wb') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = [f'{script}.py', *argv]
+    sys.argv = ['train.py', *argv]
     os.environ.update(env)
     torch.set_num_threads(1)
     if damage:
         damage()
     try:
-        code = importlib.import_module(script).main(argv) or 0
+        code = train.main(argv)
     except SystemExit as error:  # do what the interpreter does
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        code = error.code if isinstance(error.code, int) else 1
+        print(error.code, file=sys.stderr)
+        code = 1
     except BaseException:
         traceback.print_exc()
         code = 1
-    if sys.stdout:
-        sys.stdout.flush()
+    atexit._run_exitfuncs()
     os._exit(code)
 
 
 class Run:
-    """Start train.py, or another script, in `world` processes."""
-    def __init__(self, tmp: Path, *argv: str, world: int = 1, damage: Any = None,
-                 env: dict[str, str] | None = None, script: str = 'train', tiny: bool = True):
-        tiny = tiny and script == 'train' and RESUME not in argv
-        options = [*TINY, *argv] if tiny else list(argv)
+    """Start train.py in `world` processes."""
+    def __init__(self, tmp: Path, *argv: str, world: int = 1, damage: Any = None):
+        options = list(argv) if RESUME in argv else [*TINY, *argv]
         port = free_port()
         self.outputs: list[Path] = []
         self.processes: list[Any] = []
@@ -104,8 +94,8 @@ class Run:
             output = tmp / f'output-{random.getrandbits(40)}-{rank}.txt'
             group = dict(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
                          MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
-            given = {**(group if world > 1 else {}), **(env or {})}
-            process = FORK.Process(target=child, args=(script, options, str(output), given, damage))
+            env = group if world > 1 else {}
+            process = FORK.Process(target=child, args=(options, str(output), env, damage))
             process.start()
             self.outputs.append(output)
             self.processes.append(process)
@@ -125,12 +115,6 @@ class Run:
     @property
     def text(self) -> str:
         return ''.join(p.read_text(errors='replace') for p in self.outputs if p.exists())
-
-
-def without_room(size: int) -> None:
-    """Let no file of this process grow beyond `size` bytes: writing fails as on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def free_port() -> int:

@@ -1,5 +1,4 @@
 """A run that goes on is the run it was, or it is refused; two processes never share a folder."""
-import json
 import os
 import shutil
 import signal
@@ -44,12 +43,11 @@ def test_a_run_goes_on_to_the_bit(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize('changes, world, rel', [
     ('--test_tokens=300 --checkpoint_interval=5 --sample_tokens=5 --tensorboard=True', 1, 0),
     ('--micro_batch_size=1 --attn_impl=sdpa', 2, 1e-4),
-    ('--dtype=bfloat16', 1, 2e-2),
-], ids=['to the bit', 'two processes', 'dtype'])
+], ids=['to the bit', 'two processes'])
 def test_what_may_change_leaves_the_losses(
     changes: str, world: int, rel: float, halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Equal to the bit, or as near as sums in another order (1e-4) or precision (2e-2) come."""
+    """Equal to the bit, or as near as sums in another order come."""
     straight, out = halves[0], copied(halves[1], tmp_path)
     run = resume(out, *changes.split(), world=world)
     assert run.codes == [0] * world, run.text
@@ -59,24 +57,31 @@ def test_what_may_change_leaves_the_losses(
     assert result(out)['tokens'] == 12 * BATCH * running.LENGTH
 
 
-@pytest.mark.parametrize('change', [
-    'seed=1', 'learning_rate=1.0', 'optimizer=muon', 'd_model=16', 'kq_diag=per_head',
-    'vocab_size=300', 'text=a.txt', 'tokenizer=byte'])
-def test_what_would_bend_a_run_is_refused_by_name(
-    change: str, halves: tuple[Path, Path]
-) -> None:
-    with pytest.raises(SystemExit, match=f'has {change.partition("=")[0]}=.* .now {change[-1]}?'):
+@pytest.mark.parametrize('change', ['seed=1', 'optimizer=muon', 'd_model=16', 'kq_diag=per_head'])
+def test_another_recipe_is_refused_by_name(change: str, halves: tuple[Path, Path]) -> None:
+    name, value = change.split('=')
+    with pytest.raises(SystemExit, match=f'has {name}=.* .now {value}'):
         train.main([f'--out_dir={halves[1]}', RESUME, f'--{change}'])
 
 
-@pytest.mark.parametrize('name', ['val.bin', 'test.bin', 'train_00001.bin'])
-def test_other_data_are_refused(name: str, halves: tuple[Path, Path], tmp_path: Path) -> None:
+def test_other_data_are_refused(halves: tuple[Path, Path], tmp_path: Path) -> None:
     data = Path(shutil.copytree(halves[0].parent / 'data', tmp_path / 'data'))
-    content = (data / name).read_bytes()
-    (data / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    split = name.removesuffix('.bin').partition('_')[0]
-    with pytest.raises(SystemExit, match=f'has {split} fingerprint='):
+    content = (data / 'val.bin').read_bytes()
+    (data / 'val.bin').write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(SystemExit, match='has val fingerprint='):
         train.main([f'--out_dir={halves[1]}', RESUME, f'--data={data}'])
+
+
+def test_a_text_may_be_named_again_and_must_be_the_same(tmp_path: Path) -> None:
+    there = partial(os.chdir, tmp_path)
+    options = ['--text=a.txt', '--tokenizer=byte', '--out_dir=o', steps(4)]
+    (tmp_path / 'a.txt').write_text('A few words. ' * 2000)
+    run = Run(tmp_path, *options, '--stop_step=2', damage=there).wait()
+    assert run.codes == [train.STOPPED], run.text
+    run = Run(tmp_path, *options, RESUME, damage=there).wait()
+    assert run.codes == [0] and 'resuming after step 2' in run.text, run.text
+    run = Run(tmp_path, *options, '--text=b.txt', RESUME, damage=there).wait()
+    assert run.codes == [1] and 'the run in o has text=a.txt (now b.txt)' in run.text, run.text
 
 
 def test_a_run_of_an_older_version_is_named(halves: tuple[Path, Path], tmp_path: Path) -> None:
@@ -85,25 +90,17 @@ def test_a_run_of_an_older_version_is_named(halves: tuple[Path, Path], tmp_path:
         state = read_checkpoint(str(path))
         del state['must_match']
         torch.save(state, path)
-    config = json.loads((out / 'config.json').read_text())
-    config['train']['keep_checkpoints'] = 2
-    (out / 'config.json').write_text(json.dumps(config))
     assert_one_line(resume(out), 'is a run of an older version', '--init_from=', 'from its weights')
 
 
 # Another length
 
-def test_a_finished_run_is_left_as_it_is_or_trained_on(
+def test_a_finished_run_is_tested_again_or_trained_on(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """And its seconds are the sum over sessions."""
     out = copied(halves[0], tmp_path)
-    run = resume(out)
-    assert run.codes == [0] and 'is finished after 12 steps' in run.text
-    for name in ('config.json', 'result.json', 'log.jsonl', 'best.pt'):
-        assert (out / name).read_bytes() == (halves[0] / name).read_bytes(), name
-    path = checkpoints(str(out))[-1]
-    torch.save({**read_checkpoint(path), 'seconds': 1000.0}, path)
+    assert resume(out).codes == [0]
+    same(out, halves[0])
     longer = resume(out, steps(15))
     assert longer.codes == [0] and 'resuming after step 12' in longer.text, longer.text
     assert losses(out)[:12] == losses(halves[0]) and len(losses(out)) == 15
@@ -111,7 +108,6 @@ def test_a_finished_run_is_left_as_it_is_or_trained_on(
     cfg = train.TrainConfig(learning_rate=8e-3)
     assert rates[12:] == [train.learning_rate(cfg, step, steps=15) for step in (12, 13, 14)]
     assert result(out)['tokens'] == 15 * BATCH * running.LENGTH
-    assert json.loads((out / 'result.json').read_text())['seconds'] > 1000
     assert_one_line(resume(out, steps(5)), f'has seen {15 * BATCH * running.LENGTH} already')
 
 
@@ -121,13 +117,12 @@ def test_weights_of_another_run_start_a_new_one(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Also if a loop of one's own, compiled and with DDP, has saved them."""
-    data, out = halves[0].parent / 'data', tmp_path / 'tuned'
+    data, out, source = halves[0].parent / 'data', tmp_path / 'tuned', tmp_path / 'own.pt'
     best = read_checkpoint(str(halves[0] / 'best.pt'))
-    source = tmp_path / 'own.pt'
     prefixed = {f'module._orig_mod.{name}': w for name, w in best['model'].items()}
     torch.save({**best, 'model': prefixed}, source)
-    common = [f'--data={data}', f'--out_dir={out}', '--learning_rate=0', steps(2)]
-    run = Run(tmp_path, *common, f'--init_from={source}', '--attn_steps=3', '--stop_step=1').wait()
+    run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', f'--init_from={source}', steps(2),
+              '--learning_rate=0', '--attn_steps=3', '--stop_step=1').wait()
     assert run.codes == [train.STOPPED], run.text
     for path in [*out.glob('*.pt')]:  # a run that was stopped before its first checkpoint
         path.unlink()
@@ -136,7 +131,6 @@ def test_weights_of_another_run_start_a_new_one(
         assert torch.equal(value, best['model'][name]), name
     model, state = runs.load_model(str(out / 'step_00000002.pt'))
     assert model.cfg.attn_steps == 3 and state['step'] == 2 and not model.training
-    assert torch.equal(runs.load_model(str(source))[0].embedding, best['model']['embedding'])
 
 
 def test_tied_weights_are_saved_once_and_restored_as_one(tmp_path: Path) -> None:
@@ -177,12 +171,3 @@ def test_a_folder_has_one_run_at_a_time(data: Path, tmp_path: Path) -> None:
     first.wait()
     third = Run(tmp_path, *options, RESUME, f'--stop_step={len(losses(out)) + 2}')
     assert third.wait().codes == [train.STOPPED], third.text
-
-
-def test_runs_started_together_have_folders_of_their_own(data: Path, tmp_path: Path) -> None:
-    there = partial(os.chdir, tmp_path)
-    both = [Run(tmp_path, f'--data={data}', steps(4), damage=there) for _ in range(2)]
-    assert [run.wait().codes for run in both] == [[0], [0]], both[0].text + both[1].text
-    one, other = sorted((tmp_path / 'out').iterdir())
-    assert [one.name, other.name] == ['134m-cem2-cem2', '134m-cem2-cem2-2']
-    same(one, other)

@@ -1,10 +1,8 @@
-"""Data folders: the order of sequences, and tokens outside the vocabulary."""
+"""Data folders: sequences and their order."""
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from running import LENGTH, write_data
 
 from configurator import UserError
@@ -36,20 +34,8 @@ def test_a_vocabulary_beyond_the_tokenizers_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(write_data(tmp_path, vocab_size=258)))
 
 
-def test_every_batch_is_checked_for_tokens_outside_the_vocabulary(tmp_path: Path) -> None:
-    folder = write_data(tmp_path, tokens=400_000, shards=1)
-    tokens = np.fromfile(folder / 'train_00000.bin', '<u2')
-    tokens[5000:8000] = 999  # between two of the places that are checked at the start
-    tokens.tofile(folder / 'train_00000.bin')
-    data = TokenDataset(str(folder), 'train', LENGTH)
-    data.batch(np.arange(4000 // LENGTH))
-    message = r'train_00000\.bin holds token 999.* vocabulary of 30'
-    with pytest.raises(UserError, match=message):
-        data.batch(np.array([6000 // LENGTH]))
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(n=st.integers(1, 10_000), count=st.integers(0, 20_000))
+@pytest.mark.parametrize('n', [1, 7, 10_000])
+@pytest.mark.parametrize('count', [0, 1, 5, 7, 20_000])
 def test_evenly_spaced_sequences(n: int, count: int) -> None:
     numbers = evenly_spaced(n, count)
     assert len(numbers) == min(n, max(1, count)) and numbers[0] == 0

@@ -5,10 +5,8 @@ import itertools
 import math
 import os
 import random
-import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 import running
 import torch
 import torch.distributed as dist
-from running import MODEL_FILES, RESUME, Run, log, losses, result, same, steps
+from running import RESUME, Run, log, losses, result, same, steps
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,25 +70,15 @@ def test_accumulation_and_several_processes_give_one_processs_losses(
         assert result(tmp_path / name)['test_loss'] == pytest.approx(test_loss, rel=1e-6, abs=0)
 
 
-@pytest.mark.parametrize('model', MODEL_FILES)
-def test_each_model_file_trains_a_laptop_model(model: str, data: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path, model, 'config/mini.py', f'--data={data}', f'--out_dir={tmp_path / "o"}',
-              '--context_length=16', '--compile=False', '--tokens=600', '--log_interval=1',
-              '--tensorboard=False', '--sample_tokens=0', tiny=False).wait()
-    assert run.codes == [0] and len(losses(tmp_path / 'o')) == 3, run.text
-
-
-@pytest.mark.parametrize('length, batch_size, micro', [(128, 16, 8), (2048, 128, 8)])
-def test_micro_batches_divide_each_processs_share(
-    length: int, batch_size: int, micro: int, data: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize('options, right', [
+    ('--batch_size=127', 'does not divide among 2 processes; right would be batch_size=128'),
+    ('--batch_size=16 --micro_batch_size=3', 'batch_size / processes = 8; .* one of 1, 2, 4, 8')])
+def test_what_divides_a_batch_is_named(
+    options: str, right: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two processes. The third number is the largest that is at most 16,384 tokens."""
     monkeypatch.setenv('WORLD_SIZE', '2')
-    options = [f'--data={data}', f'--context_length={length}', '--device=cpu']
-    with pytest.raises(SystemExit, match=f'right would be one of 1, .*{micro}'):
-        train.main([*options, f'--batch_size={batch_size}', '--micro_batch_size=3'])
-    with pytest.raises(SystemExit, match=f'2 processes; right would be batch_size={batch_size}'):
-        train.main([*options, f'--batch_size={batch_size - 1}'])
+    with pytest.raises(SystemExit, match=right):
+        train.main([f'--data={data}', '--device=cpu', '--context_length=128', *options.split()])
 
 
 # Compiler and precision
@@ -129,28 +117,6 @@ def test_a_compiled_run_stays_close_and_resumes_to_the_bit(tmp_path: Path) -> No
     assert codes == [0, 0, train.STOPPED, 0], straight.text + resumed.text
     same(tmp_path / 'straight', tmp_path / 'stopped')
     assert losses(tmp_path / 'straight') == pytest.approx(losses(tmp_path / 'plain'), rel=1e-2)
-
-
-def test_one_graph_serves_the_steps_of_all_blocks_and_one_the_evaluation() -> None:
-    """A smaller last batch runs uncompiled."""
-    if not compiler_works():
-        pytest.skip('needs a C++ compiler')
-    torch._dynamo.reset()
-    model, ids = Transformer(ModelConfig(**SMALL)), torch.randint(30, (3, 20))
-    compiled = compile_for(CPU, model, 'blockwise attention')
-    graphs = []
-    for batch, training in ((ids, True), (ids, True), (ids, False), (ids[:2], False)):
-        before = torch._dynamo.utils.counters['stats']['unique_graphs']
-        if training:
-            compiled(batch, batch)[1].backward()
-        elif len(batch) == 3:
-            with torch.no_grad():
-                compiled.eval()(batch)
-        else:
-            with torch.no_grad(), train.eager():
-                compiled.eval()(batch)
-        graphs.append(torch._dynamo.utils.counters['stats']['unique_graphs'] - before)
-    assert graphs == [1, 0, 1, 0]
 
 
 def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,48 +165,22 @@ def test_a_run_shows_a_bar_and_writes_what_it_measures(data: Path, tmp_path: Pat
     assert lines[-1]['mfu'] is None and list(out.glob('events*'))  # a CPU's peak is not known
 
 
-def test_data_without_its_tokenizer_trains_and_is_named_at_the_start(
-    data: Path, tmp_path: Path
-) -> None:
-    lacking = Path(shutil.copytree(data, tmp_path / 'lacking'))
-    running.edit_meta(lacking, tokenizer='sentencepiece')
-    (lacking / 'tokenizer.model').write_bytes(b'damaged')
-    run = Run(tmp_path, f'--data={lacking}', f'--out_dir={tmp_path / "o"}', steps(2),
-              '--sample_tokens=3').wait()
-    assert run.codes == [0] and run.text.index('WARNING') < run.text.index('2 steps of'), run.text
-    assert 'goes on, without samples and bits per byte' in run.text
-    assert result(tmp_path / 'o')['test_bits_per_byte'] is None
-
-
-def test_characters_that_the_locale_lacks_are_printed_as_escapes() -> None:
-    env = {**os.environ, 'PYTHONIOENCODING': 'ascii', 'PYTHONUTF8': '0'}
-    command = [sys.executable, 'sample.py', '--out_dir=pretrained/cem', '--tokens=1',
-               '--prompt=caf\u00e9']
-    done = subprocess.run(command, cwd=running.ROOT, env=env, capture_output=True, check=True)
-    assert done.stdout.startswith(b'caf\\xe9')
-
-
 # Kill and go on
 
-class Death:
-    """SIGKILL at a chosen moment: the n-th call of a function, before it, or half way through a
-    file."""
-    def __init__(self, moment: str, n: int):
-        self.moment, self.n = moment, n
+def kill(moment: str, n: int) -> None:
+    """Kill this process before the n-th call of a function, or half way through a file."""
+    owner, name = MOMENTS[moment]
+    original, calls = getattr(owner, name), itertools.count(1)
 
-    def __call__(self) -> None:
-        owner, name = MOMENTS[self.moment]
-        original, calls = getattr(owner, name), itertools.count(1)
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == n:
+            if moment == 'inside a checkpoint':
+                path, content = args
+                Path(path + '.tmp').write_bytes(bytes(content)[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
 
-        def deadly(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) == self.n:
-                if self.moment == 'inside a checkpoint':
-                    path, content = args
-                    Path(path + '.tmp').write_bytes(bytes(content)[: len(content) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, deadly)
+    setattr(owner, name, deadly)
 
 
 MOMENTS = {
@@ -264,7 +204,7 @@ def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
     for moment in MOMENTS:
         init = [RESUME] if (out / 'config.json').exists() else []
         run = Run(tmp_path, *options, f'--out_dir={out}', *init, world=world,
-                  damage=Death(moment, rng.randint(4, 12)))
+                  damage=partial(kill, moment, rng.randint(4, 12)))
         assert -signal.SIGKILL in run.wait().codes, run.text
     run = Run(tmp_path, *options, f'--out_dir={out}', RESUME, world=world).wait()
     assert {*run.codes, *straight.wait().codes} == {0}, run.text
@@ -277,19 +217,18 @@ def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
 def test_a_signal_to_one_process_stops_all_and_leaves_a_checkpoint(
     data: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / 'o $x'
+    out = tmp_path / 'o'
     options = [f'--data={data}', f'--out_dir={out}', '--checkpoint_interval=100000']
     run = Run(tmp_path, *options, steps(100_000), world=2)
     running.wait_for(lambda: (out / 'log.jsonl').exists() and len(log(out)) > 10)
     os.kill(run.processes[1].pid, signal.SIGTERM)  # rank 1 alone is told
     assert run.wait().codes == [train.STOPPED] * 2
-    assert f"go on with --init_from=resume --out_dir='{out}'" in run.text
+    assert f'go on with --init_from=resume --out_dir={out}' in run.text
     step = read_checkpoint(checkpoints(str(out))[-1])['step']
     assert step == log(out)[-1]['step'] >= 10
     # A job that is queued twice takes no step more
     run = Run(tmp_path, f'--out_dir={out}', RESUME, f'--stop_step={step}').wait()
-    assert run.codes == [train.STOPPED] and f'after step {step} (stop_step)' in run.text
-    assert len(losses(out)) == step
+    assert run.codes == [train.STOPPED] and len(losses(out)) == step
 
 
 def interrupt(times: int) -> None:
@@ -312,61 +251,36 @@ def test_ctrl_c_stops_after_the_step_and_a_second_one_at_once(
     run = Run(tmp_path, f'--data={data}', f'--out_dir={tmp_path / "o"}', steps(9),
               damage=partial(interrupt, times)).wait()
     assert run.codes == [code] and 'stopping after this step' in run.text
-    assert times > 1 or 'Stopped after step 1 (SIGINT)' in run.text
+    assert times > 1 or 'Stopped after step 1;' in run.text
 
 
-@pytest.mark.parametrize('error, says', [
-    (SystemExit('train.py: no such file'), 'train.py: no such file\n'),
-    (ZeroDivisionError('a bug'), 'ZeroDivisionError: a bug')])
-def test_with_nccl_an_error_ends_the_process_without_destructors(
-    error: BaseException, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """NCCL's destructor can wait for the other processes; os._exit runs no destructors."""
-    def fails(*args: Any) -> None:
-        raise error
-
-    codes: list[int] = []
-    monkeypatch.setattr('configurator.read_options', fails)
-    monkeypatch.setattr(dist, 'is_initialized', lambda: True)
-    monkeypatch.setattr(dist, 'get_backend', lambda: 'nccl')
-    monkeypatch.setattr(os, '_exit', codes.append)
-    runpy.run_path(str(running.ROOT / 'train.py'), run_name='__main__')
-    said = capfd.readouterr().err
-    assert codes == [1] and said.endswith(says) if says.endswith('\n') else says in said
-
-
-class OtherFiles:
-    """Rank 1 sees no checkpoint, as where a file system is slow."""
-    def __call__(self) -> None:
-        if os.environ['RANK'] == '1':
-            runs.last_checkpoint = lambda path: None
+def blind() -> None:
+    """Let rank 1 see no checkpoint, as where a file system is slow."""
+    if os.environ['RANK'] == '1':
+        runs.last_checkpoint = lambda path: None
 
 
 def test_processes_that_read_different_checkpoints_say_so(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
     out = shutil.copytree(halves[1], tmp_path / 'o')
-    run = Run(tmp_path, f'--out_dir={out}', RESUME, world=2, damage=OtherFiles()).wait()
+    run = Run(tmp_path, f'--out_dir={out}', RESUME, world=2, damage=blind).wait()
     assert run.codes[0] == 1 and 'process 0 has read another checkpoint than the others' in run.text
 
 
 # Numbers
 
-class BadNumbers:
-    """On rank 1, which has one micro-batch a step, the losses of some steps (counted from 0) become
+def bad_numbers(*at: int) -> None:
+    """On rank 1, which has one micro-batch a step, make the losses of these steps (counted from 0)
     infinite or NaN."""
-    def __init__(self, *at: int):
-        self.at = at
+    original, steps_begun = train.Transformer.forward, itertools.count()
 
-    def __call__(self) -> None:
-        original, steps_begun = train.Transformer.forward, itertools.count()
+    def forward(model: Transformer, *args: Any) -> Any:
+        logits, loss = original(model, *args)
+        step = next(steps_begun) if model.training and os.environ['RANK'] == '1' else None
+        return logits, loss * (math.nan if step % 2 else math.inf) if step in at else loss
 
-        def forward(model: Transformer, *args: Any) -> Any:
-            logits, loss = original(model, *args)
-            step = next(steps_begun) if model.training and os.environ['RANK'] == '1' else None
-            return logits, loss * (math.nan if step % 2 else math.inf) if step in self.at else loss
-
-        train.Transformer.forward = forward
+    train.Transformer.forward = forward
 
 
 def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_run(
@@ -374,7 +288,8 @@ def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_ru
 ) -> None:
     out = tmp_path / 'o'
     options = [f'--data={data}', steps(40), f'--out_dir={out}', '--checkpoint_interval=4']
-    run = Run(tmp_path, *options, world=2, damage=BadNumbers(5, 6, 7, *range(21, 40))).wait()
+    damage = partial(bad_numbers, 5, 6, 7, *range(21, 40))
+    run = Run(tmp_path, *options, world=2, damage=damage).wait()
     assert run.codes == [1, 1] and 'Traceback' not in run.text
     assert run.text.splitlines()[-1] == (
         'train.py: 11 consecutive steps, up to step 32, without finite loss and gradient: try a '
