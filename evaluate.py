@@ -12,13 +12,13 @@ Evaluate a trained model.
 Tables are printed. The pictures energies.png and attention.png go into the run's folder, those of
 --compare and of other models into out/results.
 """
-import functools
 import math
 import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from configurator import build, check, command_line, convert_types, fail, in_range, read_options
+from configurator import build, check, command_line, fail, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, table
@@ -47,7 +47,7 @@ lowered: the share of tokens whose energy the first step lowers"""
 
 @dataclass
 class EvaluateConfig:
-    """Choose a model, the text that it is evaluated on, and what to report."""
+    """A model, the text that it is evaluated on, and what to report."""
     out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
     data: str | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
@@ -60,10 +60,6 @@ class EvaluateConfig:
     export: str | None = None  # a new folder for the model in transformers' format
     export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the exported weights
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
-
-    def __post_init__(self) -> None:
-        convert_types(self)
-        in_range(self, 1, 10**12, 'tokens')
 
 
 def cem_kinds(model: Transformer) -> list[str]:
@@ -214,25 +210,24 @@ def report_energies(model: Transformer, ids: Tensor, steps: int) -> Report:
 def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     """Return the weights alpha_ijk of ids (1, J) at each step: one tensor (T, K, J, J) for each
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
-    maps: dict[BaseAttention, list[Tensor]] = {block.attn: [] for block in model.blocks}
+    steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
+    kind = type(model.blocks[0].attn)
+    scores = kind.scores
 
     def record_scores(attn: BaseAttention, *args: Any) -> Tensor:
-        a = type(attn).scores(attn, *args)
-        maps[attn].append(a.softmax(dim=-1)[0].cpu())
+        a = scores(attn, *args)
+        steps[attn].append(a.softmax(dim=-1)[0].cpu())
         return a
 
-    # Let record_scores replace `scores`, which only the readable implementation calls
+    # Run the model with the readable implementation: it alone calls `scores`
     impl = model.blocks[0].attn.impl
     model.set_attn_impl('readable')
-    for attn in maps:
-        attn.scores = functools.partial(record_scores, attn)
-    model.hidden(idx)
-    for attn in maps:
-        del attn.scores
+    with patch.object(kind, 'scores', record_scores):
+        model.hidden(idx)
     model.set_attn_impl(impl)
-    # Divide the steps of each layer into its uses
+    # Divide all steps of each layer into its uses
     uses = model.cfg.attn_reuse * model.cfg.loops
-    return [alpha for steps in maps.values() for alpha in torch.stack(steps).chunk(uses)]
+    return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
 
 
 def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:

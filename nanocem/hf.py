@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from configurator import build, check
@@ -66,8 +66,7 @@ def exported_name(name: str, cfg: ModelConfig) -> str:
 
 
 def convert_layout(name: str, w: Tensor, cfg: ModelConfig) -> Tensor:
-    """Convert a weight from our layout to an export's, or back: LlamaForCausalLM transposes W_O and
-    W_d."""
+    """Convert a weight from our layout to an export's, or back. Only a plain Llama's differs."""
     transposed = is_plain_llama(cfg) and name.endswith(('W_O', 'W_d'))
     return w.T.contiguous() if transposed else w
 
@@ -94,7 +93,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     # Write the weights. named_parameters lists a tied matrix once, by its first name
     weights = {exported_name(name, cfg): convert_layout(name, w.detach().to(dtype), cfg)
                for name, w in model.named_parameters()}
-    save_file(weights, path / WEIGHTS_FILE, {'format': 'pt'})
+    (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
     # Write the tokenizer
     tokenizer = tokenizer_of(state)
     has_tokenizer = write_tokenizer(path, tokenizer, cfg.context_length)

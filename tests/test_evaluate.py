@@ -59,7 +59,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv('LLAMA_TOKENIZER', raising=False)
     write_data(tmp_path / 'data', vocab_size=257, ids=[256, *TEXT.encode()])
     write_run(tmp_path / 'out/run', Path('data'), model_of())
-    (tmp_path / 'text.txt').write_text(TEXT, encoding='utf-8')
     return tmp_path
 
 
@@ -154,32 +153,9 @@ def test_the_newest_run_on_its_test_split(place: Path, report: Report) -> None:
     assert float(loss) == pytest.approx(right, abs=1e-4)
     assert float(perplexity) == pytest.approx(math.exp(right), rel=1e-4)
     assert float(bits) == pytest.approx(right / math.log(2), abs=1e-3)
-
-
-def test_a_text_is_read_whole(place: Path, report: Report) -> None:
-    page = report('--text=text.txt', '--out_dir=out/run/best.pt')
-    assert page.startswith('out/run/best.pt, step 2; text.txt\n')
-    _, tokens, loss, *_ = cells(page)[0]
-    ids = torch.tensor([256, *TEXT.encode()])
-    assert int(tokens) == len(ids) - 1  # each byte is a target, once
-    nats = [float(model_of()(part[None, :-1], part[None, 1:])[1]) * (len(part) - 1)
-            for part in (ids[at:at + LENGTH + 1] for at in range(0, len(ids) - 1, LENGTH))]
-    assert float(loss) == pytest.approx(sum(nats) / int(tokens), abs=1e-4)
+    assert int(cells(report('--tokens=40'))[0][1]) == 2 * LENGTH
     Path('short.txt').write_text('short')
     assert int(cells(report('--text=short.txt'))[0][1]) == 5
-    assert int(cells(report('--tokens=40'))[0][1]) == 2 * LENGTH
-
-
-def test_the_documents_of_json_lines(place: Path, report: Report) -> None:
-    """They are read, and not their braces. BOS begins each, and is no text."""
-    Path('two.jsonl').write_text('{"text": "one"}\n{"text": "and another"}')
-    _, tokens, loss, _, bits = cells(report('--text=two.jsonl'))[0]
-    ids = torch.tensor([256, *b'one', 256, *b'and another'])
-    losses = F.cross_entropy(model_of()(ids[None, :-1])[0][0], ids[1:], reduction='none')
-    assert int(tokens) == len(losses)
-    assert float(loss) == pytest.approx(float(losses.mean()), 1e-4)
-    nats = float(losses[ids[1:] != 256].sum())
-    assert float(bits) == pytest.approx(nats / math.log(2) / 14, abs=1e-3)
 
 
 class LossyTokenizer(ByteTokenizer):
@@ -188,27 +164,41 @@ class LossyTokenizer(ByteTokenizer):
         return super().encode(text.replace(' ', '').lower())
 
 
-def test_bits_per_byte_of_a_tokenizer_that_loses_text(
-    place: Path, report: Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bytes of a text count. Of shards no number is printed."""
-    monkeypatch.setattr(evaluate, 'tokenizer_of', lambda state: LossyTokenizer())
-    _, tokens, loss, _, bits = cells(report('--text=text.txt'))[0]
-    nats = float(loss) * int(tokens)
-    assert float(bits) == pytest.approx(nats / math.log(2) / len(TEXT.encode()), abs=1e-3)
+@pytest.mark.parametrize('tokenizer', [ByteTokenizer(), LossyTokenizer()], ids=['bytes', 'lossy'])
+def test_a_text_is_read_whole(tokenizer: ByteTokenizer, place: Path, report: Report,
+                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token but the first is a target, once. Bits per byte count the bytes of the text, which
+    a tokenizer may lose, and not BOS, which begins each document."""
+    monkeypatch.setattr(evaluate, 'tokenizer_of', lambda state: tokenizer)
+    documents = [TEXT, 'and another']
+    Path('two.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in documents))
+    page = report('--text=two.jsonl', '--out_dir=out/run/best.pt')
+    assert page.startswith('out/run/best.pt, step 2; two.jsonl\n')
+    _, tokens, loss, _, bits = cells(page)[0]
+    ids = torch.tensor([i for text in documents for i in [256, *tokenizer.encode(text)]])
+    parts = [ids[at:at + LENGTH + 1] for at in range(0, len(ids) - 1, LENGTH)]
+    losses = torch.cat([F.cross_entropy(model_of()(part[None, :-1])[0][0], part[1:],
+                                        reduction='none') for part in parts])
+    assert int(tokens) == len(losses) == len(ids) - 1
+    assert float(loss) == pytest.approx(float(losses.mean()), abs=1e-4)
+    nats, n_bytes = float(losses[ids[1:] != 256].sum()), len(''.join(documents).encode())
+    assert float(bits) == pytest.approx(nats / math.log(2) / n_bytes, abs=1e-3)
+
+
+def test_shards_of_a_tokenizer_that_loses_text_have_no_bits_per_byte(
+        place: Path, report: Report) -> None:
     edit_meta(Path('data'), lossless=False)
     page = report()
     assert len(cells(page)[0]) == 4 and 'the tokenizer of this data loses text' in page
 
 
 @needs_llama
-def test_perplexity_a_llama_token(
-    place: Path, report: Report, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_perplexity_per_llama_token(
+        place: Path, report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('LLAMA_TOKENIZER', LLAMA)
-    llama = SentencePieceTokenizer(LLAMA)
+    (place / 'text.txt').write_text(TEXT, encoding='utf-8')
     _, tokens, loss, *_, perplexity = cells(report('--text=text.txt'))[0]
-    expected = float(loss) * int(tokens) / len(llama.encode(TEXT))
+    expected = float(loss) * int(tokens) / len(SentencePieceTokenizer(LLAMA).encode(TEXT))
     assert math.log(float(perplexity)) == pytest.approx(expected, 1e-4)
 
 
