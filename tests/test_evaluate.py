@@ -203,14 +203,14 @@ def test_perplexity_per_llama_token(
 
 
 def test_other_steps_at_test_time(place: Path, report: Report) -> None:
-    write_run(place / 'out/mixed', Path('data'), model_of(attn='llama'))
-    rows = cells(report('--steps=1,2,3', '--out_dir=out/run'))
+    rows = cells(report('--steps=1,2,3'))
     assert [row[0] for row in rows] == ['1', '2', '3']
     eta = dict(attn_step_size=0.5, mlp_step_size=0.5)  # 1 / T of training
     for T, row in enumerate(rows, 1):
         right = loss_of(model_of(attn_steps=T, mlp_steps=T, **eta))
         assert float(row[2]) == pytest.approx(right, abs=1e-4)
     # Llama's sublayers have no steps
+    write_run(place / 'out/mixed', Path('data'), model_of(attn='llama'))
     *energies, _, last = cells(report('--steps=1,3', '--energies', '--out_dir=out/mixed'))
     assert [(row[0], len(row)) for row in energies] == [('mlp 1', 7), ('mlp 2', 7)]
     right = loss_of(model_of(attn='llama', mlp_steps=3, mlp_step_size=0.5))
@@ -230,27 +230,23 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
         assert Path(f'out/run/{name}.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
-    write_run(place / 'out/llama', Path('data'), model_of(attn='llama'))
-    assert 'No attention takes a second step' in report('--attention=word', '--out_dir=out/llama')
-    (_, figure) = evaluate.report_attention(model_of(n_layer=1, attn_reuse=2), ByteTokenizer(), 'w')
-    assert figure.axes[2].get_title() == 'layer 1, use 1\nstep 2, head 1'
+    llama = model_of(attn='llama', attn_reuse=2)
+    text, figure = evaluate.report_attention(llama, ByteTokenizer(), 'word')
+    assert text.startswith('No attention takes a second step')
+    assert figure.axes[2].get_title() == 'layer 1, use 2\nhead 1'
 
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
-    write_run(place / 'old/run', Path('data'), model_of())
-    (place / 'out/run/result.json').write_text('{"test_loss": 3.0, "test_bits_per_byte": 4.5}')
-    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567}')
-    folders = ['out/run', 'out/bpe', 'old/run']
-    evaluate.main(['--compare', *folders])
+    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 3.5}')
+    evaluate.main(['--compare', 'out/run', 'out/bpe'])
     assert Path('out/results/compare.png').exists()
     assert cells(capsys.readouterr().out) == [
-        ['out/run', '', '', '', '3', '4.5', '', 'data'],
-        ['out/bpe', '1,234,567', '', '', '', '', '', 'bpe'],
-        ['old/run', '', '', '', '', '', '', 'data']]
-    text, figure = evaluate.compare(folders)
+        ['out/run', '', '', '', '', '', '', 'data'],
+        ['out/bpe', '1,234,567', '3.5', '', '', '', '', 'bpe']]
+    text, figure = evaluate.compare(['out/run', 'out/bpe'])
     assert text.endswith('differ in data (bpe, data).')
-    lines = figure.axes[0].lines
-    assert [line.get_label() for line in lines] == [f'run {folder}' for folder in folders]
-    assert lines[0].get_xydata().tolist() == [[1000, 5], [4000, 4]]
-    assert 'compared' not in evaluate.compare(['old/run', 'out/run'])[0]
+    line, _ = figure.axes[0].lines
+    assert line.get_label() == 'run out/run'
+    assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
+    assert 'compared' not in evaluate.compare(['out/run', 'out/run'])[0]
