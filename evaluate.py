@@ -9,8 +9,7 @@ Evaluate a trained model.
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables are printed. The pictures energies.png and attention.png go into the run's folder, those of
---compare and of other models into out/results.
+Tables are printed. The pictures of --attention and --compare go into out/results.
 """
 import math
 import os
@@ -40,7 +39,6 @@ from prepare_slimpajama import text_documents
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
 # Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
 Sequences = tuple[Tensor, int | None, int | None]
-Report = tuple[str, Figure]  # a Markdown table, and a picture
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
 
@@ -185,23 +183,15 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     return float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()
 
 
-def report_energies(model: Transformer, ids: Tensor, steps: int) -> Report:
-    """Report the mean energy at steps 0 to `steps` for each use of a CEM sublayer, and whether its
-    first step descends. ids (n, length + 1): only the first 4,096 or so are read."""
+def report_energies(model: Transformer, ids: Tensor, steps: int) -> str:
+    """Return a table of the mean energy at steps 0 to `steps` for each use of a CEM sublayer, and
+    whether its first step descends. Of ids (n, length + 1) only some 4,096 are read."""
     x = ids[:max(1, 4096 // ids.shape[1]), :-1]
-    x = x[(x != NO_TARGET).all(dim=1)]  # Leave out the last sequence of a text if it is padded.
-    figure = Figure((9, 3.5), layout='constrained')
-    panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
+    x = x[(x != NO_TARGET).all(dim=1)]  # leave out the last sequence of a text if it is padded
     header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    rows = []
-    for name, cosine, share, energies in descent(model, x.to(model.embedding.device), steps):
-        rows.append([name, *(f'{energy:.4g}' for energy in energies), f'{cosine:.2f}',
-                     f'{share:.0%}'])
-        axes = panels[name.split()[0]]
-        axes.plot([energy - energies[0] for energy in energies], marker='o', ms=3, label=name)
-        axes.set(xlabel='step', ylabel='energy minus that at step 0')
-        axes.legend(fontsize=7)
-    return f'{table(header, rows)}\n\n{DESCENT}', figure
+    rows = [[name, *(f'{energy:.4g}' for energy in energies), f'{cosine:.2f}', f'{share:.0%}']
+            for name, cosine, share, energies in descent(model, x.to(model.head.device), steps)]
+    return f'{table(header, rows)}\n\n{DESCENT}'
 
 
 # Attention
@@ -230,7 +220,7 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
 
 
-def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
+def report_attention(model: Transformer, tokenizer: Any, text: str) -> tuple[str, Figure]:
     """Report which fraction of its attention each step after the first moves to other keys, mean
     over heads and queries. The picture has the maps: heads across, layers and steps down."""
     cfg = model.cfg
@@ -268,7 +258,7 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
 
 # Runs side by side
 
-def compare(folders: list[str]) -> Report:
+def compare(folders: list[str]) -> tuple[str, Figure]:
     """Report the results of runs, and plot their training losses. A line names what makes the
     losses incomparable. UserError if a folder has no run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte', 'seconds')
@@ -299,13 +289,13 @@ def compare(folders: list[str]) -> Report:
 
 # The command line
 
-def show(subject: str, report: Report, path: str) -> None:
-    """Print a report's subject and table, and write its picture to `path`."""
-    text, figure = report
+def show(subject: str, text: str, figure: Figure | None = None, name: str = '') -> None:
+    """Print a report's subject and text, and write its picture, if any, to out/results."""
     print(f'{subject}\n\n{text}', flush=True)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    figure.savefig(path, dpi=100)
-    print(path, flush=True)
+    if figure is not None:
+        os.makedirs('out/results', exist_ok=True)
+        figure.savefig(f'out/results/{name}', dpi=100)
+        print(f'out/results/{name}', flush=True)
 
 
 @command_line
@@ -315,7 +305,7 @@ def main(argv: list[str]) -> None:
     cfg = build(EvaluateConfig, read_options([a for a in argv if a not in runs], EvaluateConfig))
     if cfg.compare:
         check(bool(runs), 'compare: expected folders of runs, as --compare out/a out/b')
-        return show('Runs', compare(runs), 'out/results/compare.png')
+        return show('Runs', *compare(runs), 'compare.png')
 
     # Load the model, and export it if that is asked for
     out_dir = cfg.out_dir or newest_run()
@@ -337,17 +327,14 @@ def main(argv: list[str]) -> None:
     elif with_loss or cfg.energies:
         sequences = read_shards(cfg, state, data_dir, tokenizer, length)
 
-    # Report. The loss at each T leaves the last one for the attention maps
-    folder = out_dir if read_config(out_dir) else 'out/results'
+    # Report. The loss leaves the last T of --steps in the model, for the attention maps
     if cfg.energies:
-        report = report_energies(model, sequences[0], max(cfg.steps, default=8))
-        show(subject, report, f'{folder}/energies.png')
+        show(subject, report_energies(model, sequences[0], max(cfg.steps, default=8)))
     if with_loss:
-        text = report_loss(model, sequences, tokenizer.bos, cfg.steps)
-        print(f'{subject}\n\n{text}', flush=True)
+        show(subject, report_loss(model, sequences, tokenizer.bos, cfg.steps))
     if cfg.attention:
-        report = report_attention(model, tokenizer, cfg.attention)
-        show(f'{out_dir}; {cfg.attention!r:.80}', report, f'{folder}/attention.png')
+        text, figure = report_attention(model, tokenizer, cfg.attention)
+        show(f'{out_dir}; {cfg.attention!r:.80}', text, figure, 'attention.png')
 
 
 if __name__ == '__main__':

@@ -15,7 +15,6 @@ from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import read_json, to_json
 from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 
-ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
 CODE = ('model.py', 'configurator.py', 'energy.py', 'nanocem/loss.py',  # copied into exports
         'nanocem/attention.py', 'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
@@ -96,7 +95,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
     # Write the tokenizer
     tokenizer = tokenizer_of(state)
-    has_tokenizer = write_tokenizer(path, tokenizer, cfg.context_length)
+    write_tokenizer(path, tokenizer, cfg.context_length)
     # Describe the model in config.json. If transformers does not know it, copy our code
     if plain:
         config: dict[str, Any] = dict(
@@ -109,7 +108,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     else:
         for source in CODE:
             # Make imports of our files relative: transformers copies only files imported this way
-            code = (ROOT / source).read_text(encoding='utf-8')
+            code = Path(__file__).parents[1].joinpath(source).read_text(encoding='utf-8')
             code = code.replace('from nanocem import', 'from . import')
             code = code.replace('from nanocem.', 'from .')
             code = re.sub('from (model|configurator|energy) import', r'from .\1 import', code)
@@ -125,7 +124,8 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
                dtype=str(dtype).removeprefix('torch.'))
     write_json(path / 'generation_config.json', use_cache=plain, **ids)
     # Write a README.md that says how the folder is used
-    missing = '' if has_tokenizer else ', which this folder does not have for AutoTokenizer'
+    has_tokenizer = (path / 'tokenizer.json').exists()
+    missing = '' if has_tokenizer else ', which AutoTokenizer does not find here'
     trust, about = ('', '') if plain else (', trust_remote_code=True', ABOUT_CODE)
     card = CARD.format(**state['data'], missing=missing, trust=trust, about=about)
     (path / 'README.md').write_text(card, encoding='utf-8')
@@ -160,24 +160,22 @@ PROBES = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界�
           '\0\x7f\u00a0\u3000', '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
 
 
-def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> bool:
+def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> None:
     """Write a SentencePiece model as tokenizer.model, which our scripts read, and any tokenizer as
-    tokenizer.json, which transformers reads. If the ids would differ, print a line instead, and
-    return False."""
+    tokenizer.json, which transformers reads. If its ids would differ, print a line instead."""
     if tokenizer.path:
         shutil.copyfile(tokenizer.path, path / MODEL_FILE)
     converted = convert_tokenizer(tokenizer)
     if converted is None:
         print("WARNING: the export has no tokenizer.json: only bytes, our own byte-pair pieces and "
               "Llama's model have one, and pip install tokenizers is needed", flush=True)
-        return False
+        return
     converted.save(str(path / 'tokenizer.json'))
     bos = converted.id_to_token(tokenizer.bos)
     write_json(path / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast',
                bos_token=bos, eos_token=bos, pad_token=bos, unk_token=converted.model.unk_token,
                split_special_tokens=True, clean_up_tokenization_spaces=False, padding_side='right',
                model_input_names=['input_ids', 'attention_mask'], model_max_length=context_length)
-    return True
 
 
 def convert_tokenizer(tokenizer: Any) -> Any:

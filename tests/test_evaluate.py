@@ -218,7 +218,7 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
 
 
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
-    energies, attention = report('--energies', '--attention=word').split('out/run/energies.png')
+    energies, attention = report('--energies', '--attention=word').split('out/run; ')
     assert [len(row) for row in cells(energies)] == [12] * 4
     ids = torch.tensor([[256, *b'word']])
     shifts = [float((maps[1] - maps[0]).clamp(min=0).sum(dim=-1).mean())
@@ -226,8 +226,7 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     assert [row[1] for row in cells(attention)] == [f'{s:.2%}' for s in shifts]
     rows = cells(report('--attention=A $word_d\u00e9j\u00e0', '--steps=1,4'))
     assert [len(row) for row in rows] == [5, 5, 4, 4]
-    for name in ('energies', 'attention'):
-        assert Path(f'out/run/{name}.png').read_bytes()[:4] == b'\x89PNG'
+    assert Path('out/results/attention.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
     llama = model_of(attn='llama', attn_reuse=2)
