@@ -61,7 +61,7 @@ class EvaluateConfig:
 
 
 def cem_kinds(model: Transformer) -> list[str]:
-    """Return which kinds of sublayers, attn and mlp, are CEM's."""
+    """Return which of attn and mlp are CEM's in this model."""
     return [kind for kind in ('attn', 'mlp') if getattr(model.cfg, kind) == 'cem']
 
 
@@ -201,8 +201,8 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     """Return the weights alpha_ijk of ids (1, J) at each step: one tensor (T, K, J, J) for each
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
     steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
-    kind = type(model.blocks[0].attn)
-    scores = kind.scores
+    attention = type(model.blocks[0].attn)
+    scores = attention.scores
 
     def record_scores(attn: BaseAttention, *args: Any) -> Tensor:
         a = scores(attn, *args)
@@ -212,7 +212,7 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     # Run the model with the readable implementation: it alone calls `scores`
     impl = model.blocks[0].attn.impl
     model.set_attn_impl('readable')
-    with patch.object(kind, 'scores', record_scores):
+    with patch.object(attention, 'scores', record_scores):
         model.hidden(idx)
     model.set_attn_impl(impl)
     # Divide all steps of each layer into its uses
@@ -263,26 +263,30 @@ def compare(folders: list[str]) -> tuple[str, Figure]:
     losses incomparable. UserError if a folder has no run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte', 'seconds')
     rows = []
-    settings: dict[str, set[str]] = defaultdict(set)  # the values that the runs have
+    settings: dict[str, set[str]] = defaultdict(set)  # the values of each setting in the runs
     figure = Figure((7, 4), layout='constrained')
     axes = figure.subplots()
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
     for folder in folders:
+        # Collect the settings in which runs must agree to be comparable
         config = read_config(folder) or fail(f'{folder}: no run there')
         options = config['train'] | config['model']
         for name in ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens'):
             settings[name].add(str(options.get(name)))
-        result = read_json(f'{folder}/result.json') or {}  # there is none before the run ends
+        # Add a row of results. There are none before the run ends
+        result = read_json(f'{folder}/result.json') or {}
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells, options['data']])
-        lines = read_json_lines(f'{folder}/log.jsonl')
-        log = [line for line in lines if line.get('loss') and 'tokens' in line]
+        # Plot the training loss
+        log = [line for line in read_json_lines(f'{folder}/log.jsonl')
+               if line.get('loss') and 'tokens' in line]
         axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], lw=1,
                   label=f'run {folder}')
     axes.legend(fontsize=7)
     text = table(['run', *names, 'data'], rows)
-    if different := [f'{name} ({", ".join(sorted(values))})'
-                     for name, values in settings.items() if len(values) > 1]:
+    different = [f'{name} ({", ".join(sorted(values))})'
+                 for name, values in settings.items() if len(values) > 1]
+    if different:
         text += f'\n\nLosses cannot be compared: the runs differ in {"; ".join(different)}.'
     return text, figure
 

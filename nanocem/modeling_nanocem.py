@@ -37,9 +37,8 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = Transformer(build(ModelConfig, vars(config)))
         # Map each further name of a tied matrix to its first: transformers saves only the first
         first = {w: name for name, w in self.named_parameters()}
-        self._tied_weights_keys = {
-            name: first[w] for name, w in self.named_parameters(remove_duplicate=False)
-            if name != first[w]}
+        names = self.named_parameters(remove_duplicate=False)
+        self._tied_weights_keys = {name: first[w] for name, w in names if name != first[w]}
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
