@@ -9,13 +9,13 @@ Evaluate a trained model.
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables are printed. Pictures go into the run's folder: energies.png, attention.png, and loss.png of
---steps. Those of --compare and of an exported folder go into out/results.
+Tables are printed. The pictures of --energies, --attention and --compare go into
+out/results.
 """
-import functools
 import math
 import os
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from configurator import build, check, command_line, convert_types, fail, in_range, read_options
+from configurator import build, check, command_line, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, table
@@ -38,20 +39,19 @@ from prepare_slimpajama import text_documents
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
 # Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
 Sequences = tuple[Tensor, int | None, int | None]
-Report = tuple[str, Figure | None]  # a Markdown table, and a picture or None
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
 
 
 @dataclass
 class EvaluateConfig:
-    """Choose a model, the text that it is evaluated on, and what to report."""
+    """A model, the text that it is evaluated on, and what to report."""
     out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
     data: str | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: str | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
-    steps: tuple[int, ...] = ()  # each T to test; energies and attention take the largest
+    steps: tuple[int, ...] = ()  # each T to test; energies take the largest, attention the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
     compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
@@ -59,9 +59,10 @@ class EvaluateConfig:
     export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the exported weights
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
-    def __post_init__(self) -> None:
-        convert_types(self)
-        in_range(self, 1, 10**12, 'tokens')
+
+def cem_kinds(model: Transformer) -> list[str]:
+    """Return which of attn and mlp are CEM's in this model."""
+    return [kind for kind in ('attn', 'mlp') if getattr(model.cfg, kind) == 'cem']
 
 
 # What the loss is measured on
@@ -87,9 +88,8 @@ def read_shards(cfg: EvaluateConfig, state: dict[str, Any], folder: str, tokeniz
                 length: int) -> Sequences:
     """Read evenly spaced sequences of token shards, with at most cfg.tokens targets. UserError if
     the shards are not there, or were made with another tokenizer."""
-    check(bool(cfg.data) or os.path.exists(folder),
-          f'{folder}, which the model was trained on, is not here: --text=FILE evaluates on a '
-          'text, --data=FOLDER on other data')
+    check(os.path.exists(folder), f'{folder}, the data to evaluate on, is not here: --text=FILE '
+          'evaluates on a text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
     for name in TOKENIZER_KEYS:
         check(data.meta.get(name) == state['data'][name],
@@ -118,39 +118,24 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     return sums.tolist()
 
 
-def set_steps(model: Transformer, T: int | None) -> None:
-    """Set T of every CEM sublayer; None keeps it."""
-    cfg = model.cfg
-    model.set_steps(T if cfg.attn == 'cem' else None, T if cfg.mlp == 'cem' else None)
-
-
 def report_loss(model: Transformer, sequences: Sequences, bos: int,
-                steps: tuple[int, ...]) -> Report:
-    """Report the loss with T as trained, or at each T of `steps` with a picture of loss against T.
-    The model keeps the last T."""
+                steps: tuple[int, ...]) -> str:
+    """Return a table of the loss with T as trained, or at each T of `steps`. The model keeps the
+    last T."""
     ids, text_bytes, llama_tokens = sequences
-    rows, losses = [], []
+    rows = []
     for T in steps or (None,):
-        set_steps(model, T)
-        n_tokens, nats, text_nats = evaluate_loss(model, ids, bos)
-        loss = nats / n_tokens
-        losses.append(loss)
-        row = {'T': str(T or 'as trained'), 'tokens': f'{n_tokens:,.0f}',
+        model.set_steps(**{f'{kind}_steps': T for kind in cem_kinds(model)})
+        n_targets, nats, text_nats = evaluate_loss(model, ids, bos)
+        loss = nats / n_targets
+        row = {'T': str(T or 'as trained'), 'tokens': f'{n_targets:,.0f}',
                'loss, nats a token': f'{loss:.4f}', 'perplexity': f'{perplexity(loss):.6g}'}
         if text_bytes:
             row['bits per byte'] = f'{text_nats / math.log(2) / text_bytes:.4f}'
         if llama_tokens:
             row['perplexity per Llama token'] = f'{perplexity(text_nats / llama_tokens):.6g}'
         rows.append(row)
-    text = table([*row], [[*row.values()] for row in rows])
-    if not steps:
-        return text, None
-    figure = Figure((5, 3.5), layout='constrained')
-    axes = figure.subplots()
-    axes.plot(steps, losses, marker='o')
-    trained = f'trained: attn {model.cfg.attn_steps}, mlp {model.cfg.mlp_steps}'
-    axes.set(xlabel=f'T at test time ({trained})', ylabel='loss, nats a token')
-    return text, figure
+    return table([*row], [[*row.values()] for row in rows])
 
 
 # Energies
@@ -158,58 +143,62 @@ def report_loss(model: Transformer, sequences: Sequences, bos: int,
 @torch.no_grad()
 def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     """Measure on ids x (B, J) whether CEM sublayers descend. Return for each use of a sublayer,
-    attention first: its name; the cosine between a token's first step and minus the gradient of the
-    energy, mean over tokens; the share of tokens whose energy the first step lowers; and the mean
-    energies at steps 0 to `steps`, a list."""
+    attention first, its name and what measure_steps returns."""
     # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
-    names = {getattr(block, kind): f'{kind} {n}' for kind in ('attn', 'mlp')
-             for n, block in enumerate(model.blocks, 1) if getattr(model.cfg, kind) == 'cem'}
-    uses: dict[Any, list[Any]] = {sublayer: [] for sublayer in names}
-    hooks = [sublayer.register_forward_pre_hook(lambda module, args: uses[module].append(args))
-             for sublayer in names]
+    uses: dict[Any, list[tuple]] = defaultdict(list)
+    hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
     model.hidden(x)
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
     found = []
-    for sublayer, name in names.items():
-        for n, inputs in enumerate(uses[sublayer], 1):
-            # Take the steps from this input: states x_0 to x_steps, (B, J, D) each
-            trained_T = sublayer.T
-            states = []
-            for t in range(steps + 1):
-                sublayer.T = t
-                states.append(sublayer(*inputs))
-            sublayer.T = trained_T
-            # Compare the first step with the gradient at its beginning
-            h = sublayer.norm(inputs[0])
-            with torch.enable_grad():
-                u = sublayer.norm(states[0]).detach().requires_grad_()
-                gradient, = torch.autograd.grad(sublayer.energy(u, h).sum(), u)
-            cosine = F.cosine_similarity(states[1] - states[0], -gradient, dim=-1).mean()
-            # Compute the energies along the steps, with the same context h
-            energies = torch.stack([sublayer.energy(sublayer.norm(x_t), h) for x_t in states])
-            share = (energies[1] < energies[0]).double().mean()
-            label = f'{name}, use {n}' if len(uses[sublayer]) > 1 else name
-            found.append((label, float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()))
+    for kind in cem_kinds(model):
+        for n, block in enumerate(model.blocks, 1):
+            sublayer = getattr(block, kind)
+            for use, inputs in enumerate(uses[sublayer], 1):
+                name = f'{kind} {n}, use {use}' if len(uses[sublayer]) > 1 else f'{kind} {n}'
+                found.append((name, *measure_steps(sublayer, inputs, steps)))
     return found
 
 
-def report_energies(model: Transformer, ids: Tensor, steps: int) -> Report:
+def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, float, list[float]]:
+    """Return the cosine between a token's first step and minus the gradient of the energy, mean
+    over tokens; the share of tokens whose energy the first step lowers; and the mean energies at
+    steps 0 to `steps`."""
+    # Take the steps: states x_0 to x_steps, (B, J, D) each
+    trained_T = sublayer.T
+    states = []
+    for t in range(steps + 1):
+        sublayer.T = t
+        states.append(sublayer(*inputs))
+    sublayer.T = trained_T
+    # Compare the first step with the gradient at its beginning
+    h = sublayer.norm(inputs[0])
+    with torch.enable_grad():
+        u = sublayer.norm(states[0]).detach().requires_grad_()
+        gradient, = torch.autograd.grad(sublayer.energy(u, h).sum(), u)
+    cosine = F.cosine_similarity(states[1] - states[0], -gradient, dim=-1).mean()
+    # Compute the energies along the steps, with the same context h
+    energies = torch.stack([sublayer.energy(sublayer.norm(x_t), h) for x_t in states])
+    share = (energies[1] < energies[0]).double().mean()
+    return float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()
+
+
+def report_energies(model: Transformer, ids: Tensor, steps: int) -> tuple[str, Figure]:
     """Report the mean energy at steps 0 to `steps` for each use of a CEM sublayer, and whether its
-    first step descends. ids (n, length + 1): only the first 4,096 or so are read."""
+    first step descends. The picture has the energies, from that at step 0. Of ids (n, length + 1)
+    only some 4,096 are read."""
     x = ids[:max(1, 4096 // ids.shape[1]), :-1]
-    x = x[(x != NO_TARGET).all(dim=1)]  # Leave out the last sequence of a text if it is padded.
+    x = x[(x != NO_TARGET).all(dim=1)]  # leave out the last sequence of a text if it is padded
     figure = Figure((9, 3.5), layout='constrained')
     panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
-    header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
     rows = []
-    for name, cosine, share, energies in descent(model, x.to(model.embedding.device), steps):
+    for name, cosine, share, energies in descent(model, x.to(model.head.device), steps):
         rows.append([name, *(f'{energy:.4g}' for energy in energies), f'{cosine:.2f}',
                      f'{share:.0%}'])
         axes = panels[name.split()[0]]
-        axes.plot([energy - energies[0] for energy in energies], marker='o', ms=3, label=name)
+        axes.plot(np.subtract(energies, energies[0]), marker='o', ms=3, label=name)
         axes.set(xlabel='step', ylabel='energy minus that at step 0')
         axes.legend(fontsize=7)
+    header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
     return f'{table(header, rows)}\n\n{DESCENT}', figure
 
 
@@ -219,28 +208,28 @@ def report_energies(model: Transformer, ids: Tensor, steps: int) -> Report:
 def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     """Return the weights alpha_ijk of ids (1, J) at each step: one tensor (T, K, J, J) for each
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
-    maps: dict[BaseAttention, list[Tensor]] = {block.attn: [] for block in model.blocks}
+    steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
+    attention = type(model.blocks[0].attn)
+    scores = attention.scores
 
     def record_scores(attn: BaseAttention, *args: Any) -> Tensor:
-        a = type(attn).scores(attn, *args)
-        maps[attn].append(a.softmax(dim=-1)[0].cpu())
+        a = scores(attn, *args)
+        steps[attn].append(a.softmax(dim=-1)[0].cpu())
         return a
 
-    # Let record_scores replace `scores`, which only the readable implementation calls
+    # Run the model with the readable implementation: it alone calls `scores`
     impl = model.blocks[0].attn.impl
     model.set_attn_impl('readable')
-    for attn in maps:
-        attn.scores = functools.partial(record_scores, attn)
+    attention.scores = record_scores
     model.hidden(idx)
-    for attn in maps:
-        del attn.scores
+    attention.scores = scores
     model.set_attn_impl(impl)
-    # Divide the steps of each layer into its uses
+    # Divide all steps of each layer into its uses
     uses = model.cfg.attn_reuse * model.cfg.loops
-    return [alpha for steps in maps.values() for alpha in torch.stack(steps).chunk(uses)]
+    return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
 
 
-def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
+def report_attention(model: Transformer, tokenizer: Any, text: str) -> tuple[str, Figure]:
     """Report which fraction of its attention each step after the first moves to other keys, mean
     over heads and queries. The picture has the maps: heads across, layers and steps down."""
     cfg = model.cfg
@@ -278,45 +267,48 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> Report:
 
 # Runs side by side
 
-def compare(folders: list[str]) -> Report:
+def compare(folders: list[str]) -> tuple[str, Figure]:
     """Report the results of runs, and plot their training losses. A line names what makes the
     losses incomparable. UserError if a folder has no run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte', 'seconds')
     rows = []
-    settings: dict[str, set[str]] = {}  # the values that the runs have
+    settings: dict[str, set[str]] = defaultdict(set)  # the values of each setting in the runs
     figure = Figure((7, 4), layout='constrained')
     axes = figure.subplots()
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
     for folder in folders:
-        config = read_config(folder) or fail(f'{folder}: no run there')
+        # Collect the settings in which runs must agree to be comparable
+        config = read_config(folder)
         options = config['train'] | config['model']
         for name in ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens'):
-            settings.setdefault(name, set()).add(str(options.get(name)))
-        result = read_json(f'{folder}/result.json') or {}  # there is none before the run ends
+            settings[name].add(str(options.get(name)))
+        # Add a row of results. There are none before the run ends
+        result = read_json(f'{folder}/result.json') or {}
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells, options['data']])
-        lines = read_json_lines(f'{folder}/log.jsonl')
-        log = [line for line in lines if line.get('loss') and 'tokens' in line]
+        # Plot the training loss
+        log = [line for line in read_json_lines(f'{folder}/log.jsonl')
+               if line.get('loss') and 'tokens' in line]
         axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], lw=1,
                   label=f'run {folder}')
     axes.legend(fontsize=7)
     text = table(['run', *names, 'data'], rows)
-    if different := [f'{name} ({", ".join(sorted(values))})'
-                     for name, values in settings.items() if len(values) > 1]:
+    different = [f'{name} ({", ".join(sorted(values))})'
+                 for name, values in settings.items() if len(values) > 1]
+    if different:
         text += f'\n\nLosses cannot be compared: the runs differ in {"; ".join(different)}.'
     return text, figure
 
 
 # The command line
 
-def show(subject: str, report: Report, path: str) -> None:
-    """Print a report's subject and table, and write its picture, if any, to `path`."""
-    text, figure = report
+def show(subject: str, text: str, figure: Figure | None = None, name: str = '') -> None:
+    """Print a report's subject and text, and write its picture, if any, to out/results."""
     print(f'{subject}\n\n{text}', flush=True)
     if figure is not None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        figure.savefig(path, dpi=100)
-        print(path, flush=True)
+        os.makedirs('out/results', exist_ok=True)
+        figure.savefig(f'out/results/{name}', dpi=100)
+        print(f'out/results/{name}', flush=True)
 
 
 @command_line
@@ -326,7 +318,7 @@ def main(argv: list[str]) -> None:
     cfg = build(EvaluateConfig, read_options([a for a in argv if a not in runs], EvaluateConfig))
     if cfg.compare:
         check(bool(runs), 'compare: expected folders of runs, as --compare out/a out/b')
-        return show('Runs', compare(runs), 'out/results/compare.png')
+        return show('Runs', *compare(runs), 'compare.png')
 
     # Load the model, and export it if that is asked for
     out_dir = cfg.out_dir or newest_run()
@@ -334,7 +326,7 @@ def main(argv: list[str]) -> None:
     if cfg.export:
         export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
         return print(f'{cfg.export}: transformers loads it, as its README.md says', flush=True)
-    check('cem' in (model.cfg.attn, model.cfg.mlp) or not (cfg.steps or cfg.energies),
+    check(bool(cem_kinds(model)) or not (cfg.steps or cfg.energies),
           f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
     with_loss = bool(cfg.steps) or not (cfg.energies or cfg.attention)
 
@@ -348,19 +340,15 @@ def main(argv: list[str]) -> None:
     elif with_loss or cfg.energies:
         sequences = read_shards(cfg, state, data_dir, tokenizer, length)
 
-    # Report. Pictures go into the run's folder, but not into an exported one
-    folder = out_dir if os.path.isdir(out_dir) else os.path.dirname(out_dir) or '.'
-    folder = 'out/results' if 'exported' in state else folder
+    # Report. The loss leaves the last T of --steps in the model, for the attention maps
     if cfg.energies:
         report = report_energies(model, sequences[0], max(cfg.steps, default=8))
-        show(subject, report, f'{folder}/energies.png')
-    if cfg.attention:
-        set_steps(model, max(cfg.steps, default=None))
-        report = report_attention(model, tokenizer, cfg.attention)
-        show(f'{out_dir}; {cfg.attention!r:.80}', report, f'{folder}/attention.png')
+        show(subject, *report, 'energies.png')
     if with_loss:
-        report = report_loss(model, sequences, tokenizer.bos, cfg.steps)
-        show(subject, report, f'{folder}/loss.png')
+        show(subject, report_loss(model, sequences, tokenizer.bos, cfg.steps))
+    if cfg.attention:
+        report = report_attention(model, tokenizer, cfg.attention)
+        show(f'{out_dir}; {cfg.attention!r:.80}', *report, 'attention.png')
 
 
 if __name__ == '__main__':

@@ -17,9 +17,9 @@ from configurator import check
 
 
 class Cache:
-    """Store keys and values of past tokens in buffers (B, max_length, D), and output weights. The
-    table above says what CEM stores. If it is h alone, W_K is multiplied into queries and output.
-    Each forward pass calls `begin`, then `update` for each attention, always in the same order."""
+    """Store what the table above says in buffers (B, max_length, D), and the output weights of CEM,
+    which must not change meanwhile. Each forward pass calls `begin`, then `update` for each
+    attention, always in the same order."""
     def __init__(self, max_length: int):
         self.max_length = max_length
         self.past = self.length = 0  # number of tokens before and after this forward pass
@@ -29,33 +29,29 @@ class Cache:
 
     def begin(self, idx: Tensor) -> int:
         """Begin a pass over new ids (B, I), and return how many tokens precede them. UserError if
-        they do not fit, or have another batch size."""
-        length = self.length + idx.shape[1]
-        batch_size = len(self.buffers[0]) if self.buffers else len(idx)
-        check(length <= self.max_length and len(idx) == batch_size,
-              f'ids {tuple(idx.shape)} do not fit into a cache of {batch_size} rows, which holds '
-              f'{self.length} of {self.max_length} tokens')
-        self.past, self.length, self.next = self.length, length, 0
+        they do not fit."""
+        check(self.length + idx.shape[1] <= self.max_length,
+              f'{idx.shape[1]} new tokens do not fit: {self.length} of {self.max_length} are taken')
+        self.past = self.length
+        self.length += idx.shape[1]
+        self.next = 0
         return self.past
-
-    def clear(self) -> None:
-        """Forget the tokens and the folded weights, and keep the buffers."""
-        self.past = self.length = 0
-        self.weights.clear()
 
     def update(self, attn: Any, h: Tensor, k: Tensor, v: Tensor,
                ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Insert the new h (B, I, D) and k, v (B, K, I, R). Return those of all tokens so far; but
-        without a diagonal only the new h, and if the cache stores h alone, later no k and v."""
+        """Insert the new h (B, I, D) and k, v (B, K, I, R), and return those of all tokens so far.
+        Without a diagonal h stays the new one. If h alone is stored, k and v are None after the
+        first pass."""
         cfg = attn.cfg
         if cfg.kq_diag != 'none':
             h = self.append(h)
-            if cfg.positions == 'alibi' and not cfg.exact_update:
-                return (h, k, v) if self.past == 0 else (h, None, None)  # the first pass has keys
+            if cfg.positions == 'alibi' and not cfg.exact_update:  # store h alone
+                return (h, k, v) if self.past == 0 else (h, None, None)
         k = attn.split_heads(self.append(attn.merge_heads(k)))
-        if cfg.attn == 'cem':
+        if cfg.attn == 'cem':  # values are keys
             return h, k, k
-        return h, k, attn.split_heads(self.append(attn.merge_heads(v)))
+        v = attn.split_heads(self.append(attn.merge_heads(v)))
+        return h, k, v
 
     def append(self, new: Tensor) -> Tensor:
         """Append new (B, I, D) to the next buffer, and return all that it holds, (B, length, D)."""
@@ -85,15 +81,14 @@ def generate(model: Any, idx: Tensor, max_new_tokens: int, temperature: float = 
     token. When the context is full, its last half becomes the context."""
     length = model.cfg.context_length
     start = max(0, idx.shape[1] - length)  # the first token of the context
-    cache = Cache(length) if use_cache else None
+    cache = Cache(length)
     for _ in range(max_new_tokens):
         if idx.shape[1] - start > length:  # the context is full
             start = idx.shape[1] - max(1, length // 2)
-            if cache:
-                cache.clear()
-        # Compute the logits of the next token, from the tokens that are not in the cache
-        past = cache.length if cache else 0
-        hidden = model.hidden(idx[:, start + past:], cache)
+            cache = Cache(length)
+        # Compute the logits of the next token from the tokens that are not in the cache
+        new = idx[:, start + cache.length:]
+        hidden = model.hidden(new, cache if use_cache else None)
         logits = F.linear(hidden[:, -1], model.head).float()  # (B, vocabulary)
         if top_k is not None:  # keep the top_k largest logits
             kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]

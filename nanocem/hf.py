@@ -15,11 +15,10 @@ from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import read_json, to_json
 from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 
-ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
-CODE = ('model.py', 'configurator.py', 'energy.py', 'nanocem/loss.py',  # what exports contain
+CODE = ('model.py', 'configurator.py', 'energy.py', 'nanocem/loss.py',  # copied into exports
         'nanocem/attention.py', 'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
-LLAMA_NAMES = {  # of our weights in LlamaForCausalLM, where W_O and W_d are transposed
+LLAMA_NAMES = {  # our names of weights -> those of LlamaForCausalLM
     'embedding': 'model.embed_tokens', 'norm.gain': 'model.norm', 'head': 'lm_head',
     'attn.norm.gain': 'input_layernorm', 'attn.W_Q': 'self_attn.q_proj',
     'attn.W_K': 'self_attn.k_proj', 'attn.W_V': 'self_attn.v_proj', 'attn.W_O': 'self_attn.o_proj',
@@ -36,9 +35,9 @@ A language model by nanoCEM, an implementation of the paper
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{trust})
-    {call}
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)
 
-Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS.
+Tokenizer: {tokenizer}, vocabulary {vocab_size}{missing}. Texts begin with BOS.
 generate stops at the next BOS.{about}
 """
 ABOUT_CODE = """
@@ -55,7 +54,7 @@ def is_plain_llama(cfg: ModelConfig) -> bool:
 
 
 def exported_name(name: str, cfg: ModelConfig) -> str:
-    """Return the name in an export of one of our weights."""
+    """Return the name that one of our weights has in an export."""
     if not is_plain_llama(cfg):
         return f'model.{name}'
     layer = ''
@@ -65,8 +64,8 @@ def exported_name(name: str, cfg: ModelConfig) -> str:
     return f'{layer}{LLAMA_NAMES[name]}.weight'
 
 
-def convert(name: str, w: Tensor, cfg: ModelConfig) -> Tensor:
-    """Transpose one of our weights, or one of an export, if exports store it transposed."""
+def convert_layout(name: str, w: Tensor, cfg: ModelConfig) -> Tensor:
+    """Convert a weight from our layout to an export's, or back. Only a plain Llama's differs."""
     transposed = is_plain_llama(cfg) and name.endswith(('W_O', 'W_d'))
     return w.T.contiguous() if transposed else w
 
@@ -89,17 +88,15 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
 
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
     """Write all files of an export."""
-    cfg = model.cfg
+    cfg, plain = model.cfg, is_plain_llama(model.cfg)
     # Write the weights. named_parameters lists a tied matrix once, by its first name
-    weights = {exported_name(name, cfg): convert(name, w.detach().to(dtype), cfg)
+    weights = {exported_name(name, cfg): convert_layout(name, w.detach().to(dtype), cfg)
                for name, w in model.named_parameters()}
     (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
-    # Write the tokenizer. BOS is EOS, too: generation stops where the next document would begin
+    # Write the tokenizer
     tokenizer = tokenizer_of(state)
     write_tokenizer(path, tokenizer, cfg.context_length)
-    ids = dict.fromkeys(['bos_token_id', 'eos_token_id', 'pad_token_id'], tokenizer.bos)
     # Describe the model in config.json. If transformers does not know it, copy our code
-    plain = is_plain_llama(cfg)
     if plain:
         config: dict[str, Any] = dict(
             model_type='llama', architectures=['LlamaForCausalLM'], hidden_act='silu',
@@ -111,7 +108,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     else:
         for source in CODE:
             # Make imports of our files relative: transformers copies only files imported this way
-            code = (ROOT / source).read_text(encoding='utf-8')
+            code = Path(__file__).parents[1].joinpath(source).read_text(encoding='utf-8')
             code = code.replace('from nanocem import', 'from . import')
             code = code.replace('from nanocem.', 'from .')
             code = re.sub('from (model|configurator|energy) import', r'from .\1 import', code)
@@ -120,25 +117,30 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
         config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
                       **vars(cfg))
+    # BOS is EOS, too: generation stops where the next document would begin
+    ids = dict.fromkeys(['bos_token_id', 'eos_token_id', 'pad_token_id'], tokenizer.bos)
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
     write_json(path / 'config.json', **config, **ids, run=run,
                dtype=str(dtype).removeprefix('torch.'))
     write_json(path / 'generation_config.json', use_cache=plain, **ids)
     # Write a README.md that says how the folder is used
-    call = 'tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)'
-    if not (path / 'tokenizer.json').exists():
-        call = '# this folder has no tokenizer for transformers'
+    has_tokenizer = (path / 'tokenizer.json').exists()
+    missing = '' if has_tokenizer else ', which AutoTokenizer does not find here'
     trust, about = ('', '') if plain else (', trust_remote_code=True', ABOUT_CODE)
-    card = CARD.format(**state['data'], call=call, trust=trust, about=about)
+    card = CARD.format(**state['data'], missing=missing, trust=trust, about=about)
     (path / 'README.md').write_text(card, encoding='utf-8')
 
 
+def write_json(path: Path, **values: Any) -> None:
+    path.write_bytes(to_json(values, indent=2) + b'\n')
+
+
 def read_export(folder: str) -> dict[str, Any]:
-    """Read an export, or what transformers' save_pretrained made of it, as a checkpoint. Its
-    weights are in float32. UserError if config.json does not describe the weights."""
+    """Read an export, or what transformers' save_pretrained made of it, as a checkpoint with
+    weights in float32. UserError if config.json does not describe the weights."""
     config = read_json(f'{folder}/config.json') or {}
     cfg = build(ModelConfig, config.get('nanocem', config))
-    # Find each parameter's name in the file, which has a tied matrix once, by its first name
+    # Find the name that each parameter has in the file. A tied matrix is there by its first name
     with torch.device('meta'):
         model = Transformer(cfg)
     exported = {w: exported_name(name, cfg) for name, w in model.named_parameters()}
@@ -146,14 +148,9 @@ def read_export(folder: str) -> dict[str, Any]:
     different = sorted(found.keys() ^ set(exported.values()))
     check(not different, f'{folder} is not an export of a model of this version: config.json does '
           f'not describe the weights, or some are missing: {different[:3]}')
-    weights = {name: convert(name, found[exported[w]].float(), cfg)
+    weights = {name: convert_layout(name, found[exported[w]].float(), cfg)
                for name, w in model.named_parameters(remove_duplicate=False)}
-    return {**config.get('run', {}), 'folder': folder, 'exported': True,
-            'model_config': vars(cfg), 'model': weights}
-
-
-def write_json(path: Path, **values: Any) -> None:
-    path.write_bytes(to_json(values, indent=2) + b'\n')
+    return {**config.get('run', {}), 'folder': folder, 'model_config': vars(cfg), 'model': weights}
 
 
 # Tokenizers
@@ -164,12 +161,12 @@ PROBES = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界�
 
 
 def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> None:
-    """Write a SentencePiece model as tokenizer.model, which our scripts read. Write tokenizer.json
-    for transformers if it gives the same ids on a set of texts; print a line if not."""
+    """Write a SentencePiece model as tokenizer.model, which our scripts read, and any tokenizer as
+    tokenizer.json, which transformers reads. If its ids would differ, print a line instead."""
     if tokenizer.path:
         shutil.copyfile(tokenizer.path, path / MODEL_FILE)
-    converted = convert_tokenizer(tokenizer) if find_spec('tokenizers') else None
-    if converted is None or not same_ids(tokenizer, converted):
+    converted = convert_tokenizer(tokenizer)
+    if converted is None:
         print("WARNING: the export has no tokenizer.json: only bytes, our own byte-pair pieces and "
               "Llama's model have one, and pip install tokenizers is needed", flush=True)
         return
@@ -181,32 +178,30 @@ def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> None:
                model_input_names=['input_ids', 'attention_mask'], model_max_length=context_length)
 
 
-def same_ids(tokenizer: Any, converted: Any) -> bool:
-    """Return whether a converted tokenizer gives the same ids on PROBES and on all pieces."""
-    converted.encode_special_tokens = True
-    pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
-    texts = [*PROBES, ''.join(pieces), ' '.join(reversed(pieces))]
-    return all(converted.encode(text).ids == [tokenizer.bos, *tokenizer.encode(text)]
-               for text in texts)
-
-
 def convert_tokenizer(tokenizer: Any) -> Any:
-    """Return a tokenizer as one of Hugging Face's package tokenizers; None for gpt2. Any model by
-    SentencePiece is taken for one like ours or Llama's, so that its ids must be checked."""
-    from tokenizers import AddedToken, processors
-    if tokenizer.name == 'gpt2':
+    """Convert a tokenizer to one of Hugging Face's package tokenizers. None without that package,
+    for gpt2, and if some ids differ, as those of another kind of SentencePiece model do."""
+    if tokenizer.name == 'gpt2' or not find_spec('tokenizers'):
         return None
+    from tokenizers import AddedToken, processors
     converted = convert_sentencepiece(tokenizer) if tokenizer.path else convert_bytes()
-    # Texts begin with BOS
+    # Begin each text with BOS, and read "<s>" in a text as text
     bos = converted.id_to_token(tokenizer.bos)
     converted.add_special_tokens([AddedToken(token, normalized=False)
                                   for token in (bos, converted.model.unk_token)])
     converted.post_processor = processors.TemplateProcessing(
         f'{bos} $A', f'{bos} $A $B', [(bos, tokenizer.bos)])
-    return converted
+    converted.encode_special_tokens = True
+    # Compare the ids of the probes, and of all pieces in a row
+    pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    texts = [*PROBES, ''.join(pieces), ' '.join(reversed(pieces))]
+    same = all(converted.encode(text).ids == [tokenizer.bos, *tokenizer.encode(text)]
+               for text in texts)
+    return converted if same else None
 
 
 def convert_bytes() -> Any:
+    """Convert ByteTokenizer: byte-pair encoding without merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     # The alphabet of GPT-2: a printable byte is its own letter, the n-th other is chr(256 + n)
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
@@ -220,6 +215,7 @@ def convert_bytes() -> Any:
 
 
 def convert_sentencepiece(tokenizer: Any) -> Any:
+    """Convert a SentencePiece model as if it were Llama's, or trained by us."""
     from tokenizers import Tokenizer, decoders, models, normalizers
     sp = tokenizer.model
     ids = range(tokenizer.vocab_size)

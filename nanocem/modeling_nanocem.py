@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-# transformers copies the files that are imported here: what has a noqa is for that alone
+# transformers copies only files that are imported here: imports with noqa are for that alone
 from configurator import build, check
 from energy import Phi  # noqa: F401
 from model import ModelConfig, Transformer
@@ -35,14 +35,14 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: NanocemConfig):
         super().__init__(config)
         self.model = Transformer(build(ModelConfig, vars(config)))
-        # Map each other name of a tied matrix to its first: transformers saves only the first
+        # Map each further name of a tied matrix to its first: transformers saves only the first
         first = {w: name for name, w in self.named_parameters()}
-        names = [(name, first[w]) for name, w in self.named_parameters(remove_duplicate=False)]
-        self._tied_weights_keys = {name: source for name, source in names if name != source}
+        names = self.named_parameters(remove_duplicate=False)
+        self._tied_weights_keys = {name: first[w] for name, w in names if name != first[w]}
         self.post_init()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Return for transformers the other names of tied matrices, and their first names."""
+        """Return the map. transformers' own method expects a tied head, and returns none."""
         return dict(self._tied_weights_keys)
 
     @classmethod
@@ -50,9 +50,7 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
         """Load weights. UserError if they are not those that the configuration describes:
         transformers would leave missing ones uninitialized, and drop others."""
         model, info = super().from_pretrained(*args, output_loading_info=True, **options)
-        untied = model._tied_weights_keys.keys() - model.all_tied_weights_keys.keys()
-        different = [*info['missing_keys'], *info['mismatched_keys'], *info['unexpected_keys'],
-                     *untied]
+        different = [*info['missing_keys'], *info['mismatched_keys'], *info['unexpected_keys']]
         check(not different, 'the weights are not those that the configuration describes. They '
               f'differ in {sorted(map(str, different))[:3]}')
         return model
@@ -62,8 +60,8 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                 num_items_in_batch: Any = None, **others: Any) -> CausalLMOutput:
         """Map ids (B, I) to logits (B, I, vocabulary), and with labels (B, I) to their loss, too.
         logits_to_keep is how many last positions get logits (0: all), or those positions.
-        attention_mask (B, I) is 0 at padding. It must be on the right, where no token attends to
-        it. UserError for an argument that this model does not take."""
+        attention_mask (B, I) is 0 at padding, which must be on the right: no token attends to it
+        there. UserError for left padding, or an argument that this model does not take."""
         refused = [name for name, value in others.items()
                    if name != 'return_dict' and value is not None and value is not False]
         check(not refused, f'this model does not take {", ".join(refused)}')
@@ -73,10 +71,10 @@ class NanocemForCausalLM(PreTrainedModel, GenerationMixin):
                   'attention_mask: expected (batch, length), and padding on the right alone')
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = F.linear(self.model.hidden(input_ids)[:, kept], self.model.head)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size,
-                                      num_items_in_batch=num_items_in_batch)
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        loss = self.loss_function(logits, labels, self.config.vocab_size,
+                                  num_items_in_batch=num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=logits)
 
     def prepare_inputs_for_generation(

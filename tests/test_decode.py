@@ -14,11 +14,12 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     for part in idx.split([6, 1, 1, 3, 1, 4], dim=1):  # a prompt, single tokens, several at once
         parts.append(model(part, cache=cache)[0])
     torch.testing.assert_close(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-9)
-    # D_h numbers a token and layer for CEM attention, unless a diagonal meets rope or the exact
-    # update; 2 D_h for Llama, for each reuse
-    widths = 2 if cfg.exact_update or (cfg.positions == 'rope' and cfg.kq_diag != 'none') else 1
-    if cfg.attn == 'llama':
-        widths = 2
+    with pytest.raises(ValueError, match='1 new tokens do not fit: 16 of 16 are taken'):
+        model(idx[:, :1], cache=cache)
+    # Numbers a token, for each use of attention: 2 D for Llama, and if a diagonal meets RoPE or the
+    # exact update; else D
+    diagonal_and_rope = cfg.kq_diag != 'none' and cfg.positions == 'rope'
+    widths = 2 if cfg.attn == 'llama' or cfg.exact_update or diagonal_and_rope else 1
     uses = cfg.loops * cfg.attn_reuse * cfg.n_layer
     assert cache.floats_per_token() == widths * cfg.d_model * uses
 
@@ -39,24 +40,6 @@ def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     long = torch.randint(50, (1, 30))  # a prompt longer than the context
     fast, slow = (generate(model, long, 3, temperature=0, use_cache=c) for c in (True, False))
     assert torch.equal(fast, slow)
-
-
-def test_a_cache_refuses_what_does_not_fit() -> None:
-    model, idx = Transformer(ModelConfig(**TINY)), torch.randint(50, (2, 10))
-    cache = Cache(16)
-    model(idx, cache=cache)
-    for new in idx, idx[:1, :3]:
-        with pytest.raises(ValueError, match='cache of 2 rows, which holds 10 of 16 tokens'):
-            model(new, cache=cache)
-
-
-def test_a_cleared_cache_forgets_weights_that_have_changed() -> None:
-    model = randomize(Transformer(ModelConfig(**TINY, preconditioner='diag')), seed=17)
-    cache, idx = Cache(16), torch.randint(50, (2, 10))
-    model(idx, cache=cache)
-    randomize(model, seed=18)
-    cache.clear()
-    torch.testing.assert_close(model(idx, cache=cache)[0], model(idx)[0], rtol=0, atol=1e-9)
 
 
 def test_top_k_keeps_to_the_likeliest_tokens() -> None:

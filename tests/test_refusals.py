@@ -39,7 +39,7 @@ train               --init_from=llama --attn=cem           llama has attn=llama 
 train               --out_dir=data                         data holds a run already
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
 sample              --out_dir=llama --prompt_file=latin1.txt   latin1.txt: not UTF-8
-evaluate            --out_dir=llama --data=none            none/meta.json is missing
+evaluate            --out_dir=llama --data=none            none, the data to evaluate on, is not
 evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2, that of the run
 evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
