@@ -62,13 +62,12 @@ def residual_error(y: Losses, means_of_seeds: bool) -> tuple[float, int]:
     values = np.array(list(y.values()))
     fit, _, rank, _ = np.linalg.lstsq(design, values)
     freedom = len(y) - int(rank)
-    return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom or math.nan), freedom
+    return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom), freedom
 
 
-def compare(y: Losses, A: str, B: str, size: str, m: int,
-            kinds: Mapping[str, Any] | None = None) -> Effect | None:
-    """Compare two models at a size, one of m comparisons. None if no seed has both. Without the
-    models' kinds, the rule is that of the first family."""
+def compare(y: Losses, A: str, B: str, size: str, m: int, kinds: Mapping[str, Any]) -> Effect | None:
+    """Compare two models at a size, one of m comparisons. None if no seed has both. `kinds` has the
+    kind of each model by the rule of the second family; it is empty for the first."""
     finished, failed = split_failed(y)
     if {A, B} & failed:
         return Effect(size, math.inf)
@@ -76,15 +75,19 @@ def compare(y: Losses, A: str, B: str, size: str, m: int,
          if model == A and (B, seed) in finished}
     if len(d) < 2:
         return Effect(size, *d.values()) if d else None
-    # Estimate the noise of the models, in the second family from those of the same kind
-    noise = []
-    for kind in (kinds[A], kinds[B]) if kinds else [None]:
-        pooled = {cell: finished[cell] for cell in finished if not kinds or kinds[cell[0]] == kind}
-        noise.append(residual_error(pooled, means_of_seeds=not kinds))
-    (s_A, f_A), (s_B, f_B) = noise[0], noise[-1]
+
+    # Estimate the noise of a model from all models of its kind
+    def noise(model: str) -> tuple[float, int]:
+        alike = {cell: loss for cell, loss in finished.items()
+                 if kinds.get(cell[0]) == kinds.get(model)}
+        return residual_error(alike, means_of_seeds=not kinds)
+
+    (s_A, f_A), (s_B, f_B) = noise(A), noise(B)
     variance = s_A ** 2 + s_B ** 2
-    same = not kinds or kinds[A] == kinds[B]  # else by Welch and Satterthwaite
-    freedom = f_A if same else variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
+    if kinds.get(A) == kinds.get(B):
+        freedom = f_A
+    else:  # by Welch and Satterthwaite
+        freedom = variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
     half_width = student.ppf(1 - 0.025 / m, freedom) * math.sqrt(variance / len(d))
     return Effect(size, statistics.fmean(d.values()), float(half_width), d)
 
