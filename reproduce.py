@@ -57,7 +57,10 @@ MODELS = {row['model']: row for folder in (FIRST, SECOND)
 FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
 SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
 FIGURE_SIZES = ('XS', 'S', 'M', *SIZES)
-LAPTOP_SIZES = {*STUDY_SIZES, 'nano', 'mini'}
+# train.py's options for each size: of the paper, of a laptop, and of the study
+SIZE_OPTIONS = {size: f'--size={size}' for size in SIZES}
+SIZE_OPTIONS |= {size: f'config/{size}.py --vocab_size=257' for size in ('nano', 'mini')}
+SIZE_OPTIONS |= {size: row['options'] for size, row in STUDY_SIZES.items()}
 
 
 # Models and runs
@@ -79,17 +82,10 @@ def read_runs(*paths: str) -> dict[Run, dict[str, str]]:
             for path in paths for row in read_csv(path)}
 
 
-def size_options(size: str) -> str:
-    """Return train.py's options for a size: of the study, of a config file, or of the paper."""
-    if size in STUDY_SIZES:
-        return STUDY_SIZES[size]['options']
-    return f'config/{size}.py --vocab_size=257' if size in LAPTOP_SIZES else f'--size={size}'
-
-
 def run_options(run: Run) -> str:
     """Return train.py's options for a run."""
     model = MODELS[run.model]
-    options = f'{size_options(run.size)} {model["options"]}'
+    options = f'{SIZE_OPTIONS[run.size]} {model["options"]}'
     if column := model.get('d_mlp'):  # the width that gives as many weights as another model has
         options += f' --d_mlp={STUDY_SIZES[run.size][column]}'
     if run.size == '256m' and run.model.startswith('cem'):
@@ -117,7 +113,7 @@ def print_todo(runs: list[Run], root: str) -> None:
             tokens = train.tokens or 20 * Transformer(cfg.llama()).num_params()
             flops = tokens * flops_per_token(Transformer(cfg))
         start, hours = 'torchrun --nproc_per_node=8', f'{flops / 1e14 / 3600:.2g} A100-hours'
-        if run.size in LAPTOP_SIZES:
+        if run.size in ('nano', 'mini', *STUDY_SIZES):
             start, hours = 'OMP_NUM_THREADS=1 python', f'{flops / 3e10 / 3600:.2g} core-hours'
         folder = f'{root}/{run.size}/{run.model}_rate={run.rate:g}_seed={run.seed}'
         resume = ' --init_from=resume' if os.path.exists(f'{folder}/config.json') else ''
@@ -136,7 +132,7 @@ def read_published() -> Results:
     """Read the published runs of both families and of the figures."""
     runs = read_runs(f'{FIRST}/runs.csv', f'{FIRST}/more_seeds.csv', f'{SECOND}/runs.csv',
                      f'{FIGURE_DATA}/runs.csv')
-    return {run: {'panel': panel(run.size, *configs(size_options(run.size)))}
+    return {run: {'panel': panel(run.size, *configs(SIZE_OPTIONS[run.size]))}
             | {name: float(row[name]) for name in ('y', 'parameters', 'tokens')}
             for run, row in runs.items()}
 
@@ -225,46 +221,40 @@ def judge(folder: str, found: Results) -> list[Verdict]:
         runs |= read_runs(f'{FIRST}/more_seeds.csv', f'{SECOND}/cells.csv')
         kinds = {claim[side]: MODELS[claim[side]]['mlp'] == 'plain'
                  for claim in claims for side in 'AB'}
-    # Trials do not count. Of two rates of a model the later line does: only `cem-2-normed` at XS
-    # has two, the first one by mistake (results/tokens)
-    losses: dict[str, Losses] = defaultdict(dict)
+    # Collect the losses at each size, without trials. Of two rates of a model the later line
+    # counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)
+    y: dict[tuple[str, str], Losses] = defaultdict(dict)
     for run in runs:
         if run in found and run.seed < TRIAL_SEEDS and (not kinds or run.model in kinds):
-            losses[run.size][run.model, run.seed] = found[run]['y']
+            y['perplexity', run.size][run.model, run.seed] = found[run]['y']
     # One claim compares the logs of the trials' best rates
-    log_rates: dict[str, Losses] = defaultdict(dict)
     for row in read_csv(f'{FIRST}/best_rates.csv'):
-        log_rates[row['size']][row['model'], int(row['seed'])] = math.log(float(row['rate']))
-    # Compare the two models of each claim at each size
+        y['rate', row['size']][row['model'], int(row['seed'])] = math.log(float(row['rate']))
     verdicts = []
     for claim in claims:
-        effects = []
-        for size in claim['sizes'].split():
-            y = log_rates[size] if claim['unit'] == 'rate' else losses[size]
-            m = sum(size in other['sizes'].split() and other['unit'] == claim['unit']
-                    for other in claims)
+        # Compare its two models at each size
+        unit, sizes, effects = claim['unit'], claim['sizes'].split(), []
+        for size in sizes:
+            m = sum(row['unit'] == unit and size in row['sizes'].split() for row in claims)
             # A side may name two models, of which the trials chose one: the other has no runs
             effects += [effect for A in claim['A'].split('/') for B in claim['B'].split('/')
-                        if (effect := compare(y, A, B, size, m, kinds))]
-        verdicts.append((claim, effects, find_word(claim, effects, losses)))
+                        if (effect := compare(y[unit, size], A, B, size, m, kinds))]
+        # Decide by the largest size with an interval, or by all sizes where sizes.csv says so
+        above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
+        words = [word for effect in effects if (word := decide(effect, above, below))]
+        if not sizes:
+            word = 'see results/gp'
+        elif unit == 'failed runs':
+            failed = set().union(*(split_failed(y['perplexity', size])[1] for size in sizes))
+            word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
+        elif not words:
+            word = 'one seed' if effects else 'not run'
+        elif STUDY_SIZES[sizes[0]]['word'] == 'largest size' or words == words[:1] * len(sizes):
+            word = words[-1]
+        else:
+            word = 'undecided'
+        verdicts.append((claim, effects, word))
     return verdicts
-
-
-def find_word(claim: dict[str, str], effects: list[Effect], losses: dict[str, Losses]) -> str:
-    """Return the verdict on a claim: that of the largest size with an interval, or of all sizes
-    where sizes.csv says so."""
-    sizes = claim['sizes'].split()
-    if not sizes:
-        return 'see results/gp'
-    if claim['unit'] == 'failed runs' and any(losses.values()):
-        failed = set().union(*(split_failed(losses[size])[1] for size in sizes))
-        return 'does not hold' if any('cem' in model for model in failed) else 'holds'
-    above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
-    words = [word for effect in effects if (word := decide(effect, above, below))]
-    if not words:
-        return 'one seed' if effects else 'not run'
-    largest = STUDY_SIZES[sizes[0]]['word'] == 'largest size'
-    return words[-1] if largest or words == [words[0]] * len(sizes) else 'undecided'
 
 
 def verdict_table(verdicts: list[Verdict]) -> str:
@@ -356,7 +346,7 @@ def planned(figure: str, size: str) -> list[Run]:
     sweep = FIGURES[figure]['plot'] == 'rates'
     study = STUDY_SIZES.get(size, {})
     seeds = study.get('trial_seeds' if sweep else 'seeds') or '1'
-    middle = float(study.get('middle_rate') or configs(size_options(size))[0].learning_rate)
+    middle = float(study.get('middle_rate') or configs(SIZE_OPTIONS[size])[0].learning_rate)
     published = {run.model: run.rate for run in read_runs(f'{FIRST}/runs.csv')
                  if run.size == size and run.seed < TRIAL_SEEDS}
     runs = []
@@ -460,7 +450,6 @@ class ReproduceConfig:
     figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
     size: Literal[FIGURE_SIZES] | None = None  # for --figure: this size only; for --todo: XS
     publish: bool = False  # append finished runs of the published lists to results/
-    anew: bool = False  # leave the published runs out
 
 
 @command_line
@@ -468,8 +457,8 @@ def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
     check(cfg.size is None or cfg.figure is not None, f'size={cfg.size} is for --figure')
     own = read_own()
-    found = own if cfg.anew else own | read_published()
-    figures = list(FIGURES) if cfg.figure == 'all' else [cfg.figure]
+    found = own | read_published()
+    figures = FIGURES if cfg.figure == 'all' else [cfg.figure]
     if cfg.publish:
         publish(own)
     elif cfg.todo:

@@ -65,9 +65,10 @@ def residual_error(y: Losses, means_of_seeds: bool) -> tuple[float, int]:
     return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom), freedom
 
 
-def compare(y: Losses, A: str, B: str, size: str, m: int, kinds: Mapping[str, Any]) -> Effect | None:
+def compare(y: Losses, A: str, B: str, size: str, m: int,
+            kinds: Mapping[str, Any]) -> Effect | None:
     """Compare two models at a size, one of m comparisons. None if no seed has both. `kinds` has the
-    kind of each model by the rule of the second family; it is empty for the first."""
+    kind of each model for the rule of the second family; without them it is that of the first."""
     finished, failed = split_failed(y)
     if {A, B} & failed:
         return Effect(size, math.inf)
@@ -76,17 +77,14 @@ def compare(y: Losses, A: str, B: str, size: str, m: int, kinds: Mapping[str, An
     if len(d) < 2:
         return Effect(size, *d.values()) if d else None
 
-    # Estimate the noise of a model from all models of its kind
-    def noise(model: str) -> tuple[float, int]:
-        alike = {cell: loss for cell, loss in finished.items()
-                 if kinds.get(cell[0]) == kinds.get(model)}
-        return residual_error(alike, means_of_seeds=not kinds)
-
-    (s_A, f_A), (s_B, f_B) = noise(A), noise(B)
-    variance = s_A ** 2 + s_B ** 2
-    if kinds.get(A) == kinds.get(B):
-        freedom = f_A
-    else:  # by Welch and Satterthwaite
+    # Estimate the noise of A and of B from all models of their kinds
+    noise = []
+    for kind in kinds.get(A), kinds.get(B):
+        pooled = {cell: loss for cell, loss in finished.items() if kinds.get(cell[0]) == kind}
+        noise.append(residual_error(pooled, means_of_seeds=not kinds))
+    (s_A, f_A), (s_B, f_B) = noise
+    variance, freedom = s_A ** 2 + s_B ** 2, f_A
+    if kinds.get(A) != kinds.get(B):  # Welch and Satterthwaite
         freedom = variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
     half_width = student.ppf(1 - 0.025 / m, freedom) * math.sqrt(variance / len(d))
     return Effect(size, statistics.fmean(d.values()), float(half_width), d)
