@@ -79,8 +79,9 @@ def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module:
     return LlamaForCausalLM._from_config(config, attn_implementation='sdpa').to(cfg.device)
 
 
-def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that trains the model for a step on random tokens."""
+def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], float]:
+    """Return a function that trains the model for a step on random tokens and returns its time in
+    seconds."""
     ours = isinstance(model, Transformer)
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -91,7 +92,8 @@ def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], None]:
     elif cfg.compile:
         forward = torch.compile(model, dynamic=False)
 
-    def step() -> None:
+    def step() -> float:
+        start = time.perf_counter()
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == 'bfloat16'):
             loss = forward(x, x)[1] if ours else forward(input_ids=x, labels=x).loss
         loss.backward()
@@ -99,15 +101,8 @@ def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], None]:
         optimizer.zero_grad(set_to_none=True)
         if cfg.device == 'cuda':
             torch.cuda.synchronize()
+        return time.perf_counter() - start
     return step
-
-
-def time_step(step: Callable[[], None]) -> float:
-    """Return the seconds of a step. An untimed step before it brings the model into the caches."""
-    step()
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
@@ -126,12 +121,18 @@ def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
             torch.cuda.reset_peak_memory_stats()
             step()
             row['GB'] = (torch.cuda.max_memory_allocated() - memory_before) / 1e9
-        # Time the model's steps, each after one of Llama's, which is the first model
+        # Time the model's steps, each after one of Llama's, which is the first model. An untimed
+        # step before each timed one brings the model into the caches
         llama_step = llama_step or step
-        times = [(time_step(llama_step), time_step(step)) for _ in range(cfg.repeats)]
-        seconds = statistics.median(own for _, own in times)
-        row['tokens/s'] = cfg.batch_size * cfg.context_length / seconds
-        row['/ Llama'] = statistics.median(llama / own for llama, own in times)
+        seconds, ratios = [], []
+        for _ in range(cfg.repeats):
+            llama_step()
+            llama_seconds = llama_step()
+            step()
+            seconds.append(step())
+            ratios.append(llama_seconds / seconds[-1])
+        row['tokens/s'] = cfg.batch_size * cfg.context_length / statistics.median(seconds)
+        row['/ Llama'] = statistics.median(ratios)
         # Count FLOPs. Hugging Face's Llama has those of ours
         flops = llama_flops if name == PEER else flops_per_token(model)
         llama_flops = llama_flops or flops

@@ -23,7 +23,6 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -56,7 +55,6 @@ MODELS = {row['model']: row for folder in (FIRST, SECOND)
           for row in read_csv(f'{folder}/models.csv')}
 FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
 SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
-FIGURE_SIZES = ('XS', 'S', 'M', *SIZES)
 # train.py's options for each size: of the paper, of a laptop, and of the study
 SIZE_OPTIONS = {size: f'--size={size}' for size in SIZES}
 SIZE_OPTIONS |= {size: f'config/{size}.py --vocab_size=257' for size in ('nano', 'mini')}
@@ -183,12 +181,13 @@ def loss_per_llama_token(result: dict[str, Any], data: str) -> float:
     meta = read_json(f'{data}/meta.json')
     bits, llama_tokens = 0.0, 0
     for row in read_csv(f'{FIRST}/text.csv'):
-        split, n = row.pop('split'), {name: int(count) for name, count in row.items()}
-        known = n['bpe2048_tokens'], n['bytes'] + n['documents']
+        split, n_bytes = row['split'], int(row['bytes'])
+        # The text has so many tokens with bpe2048, or as bytes with a BOS before each document
+        known = int(row['bpe2048_tokens']), n_bytes + int(row['documents'])
         check(meta is None or meta['splits'][split]['tokens'] in known,
               f'{data} is not the text whose tokens results/tokens/text.csv counts')
-        bits += result[f'{split}_bits_per_byte'] * n['bytes']
-        llama_tokens += n['llama_tokens']
+        bits += result[f'{split}_bits_per_byte'] * n_bytes
+        llama_tokens += int(row['llama_tokens'])
     return math.log(2) * bits / llama_tokens
 
 
@@ -305,35 +304,35 @@ class Point(NamedTuple):
     panel: str
     parameters: float
     tokens: float
-    seeds: list[int]
-    failed: list[int]
+    seeds: str
+    failed: str  # those of the seeds whose runs failed
     perplexity: float
     std: float
 
 
-def collect(figure: str, sizes: Sequence[str], found: Results) -> list[Point]:
-    """Return the points of a figure: one for each series, size, rate and panel. A sweep of rates
-    has the seeds of the trials, at sizes that have trials."""
+def collect(figure: str, size: str | None, found: Results) -> list[Point]:
+    """Return the points of a figure, at one size or at all: one for each series, size, rate and
+    panel. A sweep of rates has the seeds of the trials, at sizes that have trials."""
     sweep = FIGURES[figure]['plot'] == 'rates'
+    trial_sizes = {name for name, row in STUDY_SIZES.items() if sweep and row['trial_seeds']}
     points = []
     for series in (row for row in SERIES if row['figure'] == figure):
         # Group the model's runs
         groups: dict[tuple[str, float, str], Results] = defaultdict(dict)
         for run, row in found.items():
-            trial = sweep and STUDY_SIZES.get(run.size, {}).get('trial_seeds', '') != ''
-            if (run.model == series['model'] and run.size in sizes
-                    and (run.seed >= TRIAL_SEEDS) == trial):
+            if (run.model == series['model'] and size in (run.size, None)
+                    and (run.seed >= TRIAL_SEEDS) == (run.size in trial_sizes)):
                 groups[run.size, run.rate, row['panel']][run] = row
         # Summarize each group
-        for (size, rate, panel_name), runs in sorted(groups.items()):
+        for (run_size, rate, panel_name), runs in sorted(groups.items()):
             y = {(run.model, run.seed): row['y'] for run, row in runs.items()}
             finished, _ = split_failed(y)
             losses = finished.values()
             best = min(runs.values(), key=lambda row: row['y'])
             points.append(Point(
-                series['series'], series['x'], size, series['model'], rate, panel_name,
-                best['parameters'], best['tokens'], [seed for _, seed in y],
-                [seed for model, seed in y if (model, seed) not in finished],
+                series['series'], series['x'], run_size, series['model'], rate, panel_name,
+                best['parameters'], best['tokens'], ' '.join(str(seed) for _, seed in y),
+                ' '.join(str(seed) for model, seed in y if (model, seed) not in finished),
                 math.exp(statistics.fmean(losses)) if losses else math.nan,
                 statistics.stdev(map(math.exp, losses)) if len(losses) > 1 else 0))
     return points
@@ -360,9 +359,8 @@ def planned(figure: str, size: str) -> list[Run]:
 
 def figure_table(figure: str, points: list[Point], found: Results) -> str:
     """Format the points, and the planned runs of their sizes that are missing."""
-    rows = [[p.model, p.size, f'{p.parameters:,.0f}', f'{p.tokens:,.0f}', f'{p.rate:g}',
-             ' '.join(map(str, p.seeds)), f'{p.perplexity:.2f}',
-             'failed: ' + ' '.join(map(str, p.failed)) if p.failed else ''] for p in points]
+    rows = [[p.model, p.size, f'{p.parameters:,.0f}', f'{p.tokens:,.0f}', f'{p.rate:g}', p.seeds,
+             f'{p.perplexity:.2f}', p.failed and f'failed: {p.failed}'] for p in points]
     rows += [[run.model, run.size, '', '', f'{run.rate:g}', str(run.seed), '', 'missing']
              for size in dict.fromkeys(p.size for p in points) for run in planned(figure, size)
              if run not in found]
@@ -448,7 +446,7 @@ class ReproduceConfig:
     """What to print."""
     todo: bool = False  # print the commands of missing runs
     figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
-    size: Literal[FIGURE_SIZES] | None = None  # for --figure: this size only; for --todo: XS
+    size: Literal[('XS', 'S', 'M', *SIZES)] | None = None  # for --figure: only this; --todo: XS
     publish: bool = False  # append finished runs of the published lists to results/
 
 
@@ -470,7 +468,7 @@ def main(argv: list[str]) -> None:
     elif cfg.figure:
         os.makedirs('out/figures', exist_ok=True)
         for figure in figures:
-            points = collect(figure, [cfg.size] if cfg.size else FIGURE_SIZES, found)
+            points = collect(figure, cfg.size, found)
             if points:
                 print(figure_table(figure, points, found), flush=True)
                 draw_figure(figure, points).savefig(f'out/figures/{figure}.png')

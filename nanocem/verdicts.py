@@ -55,8 +55,8 @@ def split_failed(y: Losses) -> tuple[Losses, set[str]]:
 
 
 def residual_error(y: Losses, means_of_seeds: bool) -> tuple[float, int]:
-    """Fit a mean for each model, and for each seed, too. Return the standard deviation of the
-    residuals, and its degrees of freedom."""
+    """Fit a mean for each model and, with means_of_seeds, one for each seed. Return the standard
+    deviation of the residuals and its degrees of freedom."""
     columns = sorted({(n, cell[n]) for cell in y for n in range(1 + means_of_seeds)})
     design = np.array([[float(cell[n] == name) for n, name in columns] for cell in y])
     values = np.array(list(y.values()))

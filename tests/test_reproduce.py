@@ -173,13 +173,13 @@ def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> N
     rows = [row for folder in (FIRST, SECOND, reproduce.FIGURE_DATA)
             for row in reproduce.read_csv(f'{folder}/runs.csv')]
     for figure in FIGURES:
-        for point in reproduce.collect(figure, ['XS'], found):
+        for point in reproduce.collect(figure, 'XS', found):
             cell = ('XS', point.model, point.rate)
-            y = [float(row['y']) for row in rows if int(row['seed']) in point.seeds
+            y = [float(row['y']) for row in rows if row['seed'] in point.seeds.split()
                  and (row['size'], row['model'], float(row['rate'])) == cell]
-            assert len(y) == len(point.seeds)
+            assert len(y) == len(point.seeds.split())
             assert point.perplexity == pytest.approx(math.exp(np.mean(y)))
-    points = reproduce.collect('3a', ['XS'], found)
+    points = reproduce.collect('3a', 'XS', found)
     axes = reproduce.draw_figure('3a', points).axes[0]
     stars = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == '*']
     for model, star in zip(('llama', 'cem-2'), stars, strict=True):
@@ -196,7 +196,7 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
              for model, seed, y, panel in (
                  ('llama', 1, 4.0, 'a'), ('attn-1-none', 1, 4.1, 'a'), ('llama', 2, 5.0, 'b'),
                  ('attn-1-none', 2, 5.1, 'b'), ('attn-1-plain', 1, math.inf, 'a'))}
-    points = reproduce.collect('2a', ['nano'], found)
+    points = reproduce.collect('2a', 'nano', found)
     picture = reproduce.draw_figure('2a', points)
     assert [ax.get_title() for ax in picture.axes] == ['2a: a; per token', '2a: b; per token']
     table = reproduce.figure_table('2a', points, found)
