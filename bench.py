@@ -32,9 +32,9 @@ from train import compile_for, keep_freed_memory
 
 # The config files of each model. The defaults are all-CEM, one step
 MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py']}
-PEER = 'Hugging Face Llama'
+HF_LLAMA = 'Hugging Face Llama'
 if importlib.util.find_spec('transformers'):
-    MODELS[PEER] = []
+    MODELS[HF_LLAMA] = []
 # The table's columns, and the format of their values
 COLUMNS = {'model': '', 'parameters': ',', 'tokens/s': ',.0f', '/ Llama': '.2f',
            'MFLOP/token': ',.1f', 'MFU': '.1%', 'GB': '.1f'}
@@ -65,7 +65,7 @@ class BenchConfig:
 
 def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module:
     """Make a model by its name in the table."""
-    if name != PEER:
+    if name != HF_LLAMA:
         options = read_options(MODELS[name], ModelConfig)
         sizes = dict(size=cfg.size, vocab_size=cfg.vocab_size, context_length=cfg.context_length)
         return Transformer(ModelConfig(**options, **sizes)).to(cfg.device)
@@ -134,7 +134,7 @@ def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
         row['tokens/s'] = cfg.batch_size * cfg.context_length / statistics.median(seconds)
         row['/ Llama'] = statistics.median(ratios)
         # Count FLOPs. Hugging Face's Llama has those of ours
-        flops = llama_flops if name == PEER else flops_per_token(model)
+        flops = llama_flops if name == HF_LLAMA else flops_per_token(model)
         llama_flops = llama_flops or flops
         row['MFLOP/token'] = flops / 1e6
         peak = peak_flops(torch.device(cfg.device), getattr(torch, cfg.dtype))

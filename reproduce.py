@@ -297,7 +297,7 @@ class Point(NamedTuple):
     """A model's runs at one size and rate. The perplexity is that of the mean loss of the runs that
     did not fail, NaN if all did; `std` is its standard deviation over seeds."""
     series: str
-    x: str
+    x: str  # what varies within the series; `baseline`: Llama, drawn as what others compare with
     size: str
     model: str
     rate: float
@@ -447,7 +447,7 @@ class ReproduceConfig:
     todo: bool = False  # print the commands of missing runs
     figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
     size: Literal[('XS', 'S', 'M', *SIZES)] | None = None  # for --figure: only this; --todo: XS
-    publish: bool = False  # append finished runs of the published lists to results/
+    publish: bool = False  # append your finished runs to the published ones
 
 
 @command_line

@@ -109,7 +109,7 @@ STEPS = {'Plain': 1, 'Gated': 1} | {f'CEM-T{T}': T for T in range(1, 33)}  # T o
 class GPConfig:
     """What to run. The defaults are the protocol that was inferred from the paper's table."""
     kernels: tuple[Literal[tuple(KERNELS)], ...] = tuple(KERNELS)  # of the Gaussian processes
-    models: tuple[Literal[tuple(STEPS)], ...] = MODELS  # CEM-T and the number of its steps
+    models: tuple[Literal[tuple(STEPS)], ...] = MODELS  # CEM-T8 takes 8 steps
     repeats: int = 5  # R; each has its own sample and initial weights
     seed: int = 0  # for samples, initial weights and the order of batches
     points: int = 4000  # training points per sample, uniform on [-1, 1]^10
@@ -214,14 +214,15 @@ def sizes(model: str) -> tuple[int, int]:
 def train(cfg: GPConfig, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
           repeats: Sequence[int]) -> dict[str, Tensor]:
     """Train the weights w of all repeats in place, by AdamW with the settings of the paper's Table
-    2. x (R, N, 10), y (R, N, 1). Return those of the last epoch, or of each repeat's best one."""
+    2. x (R, N, 10), y (R, N, 1). Return the weights after each repeat's epoch of lowest test error
+    or, as cfg.checkpoint says, after the last step."""
     optimizer = torch.optim.AdamW(w.values(), cfg.learning_rate, betas=(0.9, 0.95), eps=1e-9,
                                   weight_decay=0.1, fused=True)
     generators = [generator(cfg, repeat, 'batches') for repeat in repeats]
     batches = cfg.points // cfg.batch_size  # in each epoch
-    best = torch.full((len(repeats),), math.inf)  # test RMSE
-    # A repeat whose error is never finite has no best epoch: these weights stay NaN.
-    best_w = {name: torch.full_like(p, math.nan, requires_grad=False) for name, p in w.items()}
+    lowest = torch.full((len(repeats),), math.inf)  # test RMSE
+    # A repeat whose error is never finite has no best epoch: its kept weights stay NaN
+    kept = {name: torch.full_like(p, math.nan, requires_grad=False) for name, p in w.items()}
     for step in range(cfg.steps):
         i = step % batches
         if i == 0:  # a new epoch: each repeat shuffles its own points
@@ -239,11 +240,11 @@ def train(cfg: GPConfig, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
         optimizer.step()
         if i == batches - 1 or step == cfg.steps - 1:  # the epoch's end
             test_rmse = rmse(w, x[:, cfg.points:], y[:, cfg.points:], T)  # (R,)
-            better = (test_rmse < best) | (cfg.checkpoint == 'last')
-            best = torch.where(better, test_rmse, best)
+            keep = (test_rmse < lowest) | (cfg.checkpoint == 'last')
+            lowest = torch.where(keep, test_rmse, lowest)
             for name, p in w.items():
-                best_w[name] = torch.where(better[:, None, None], p.detach(), best_w[name])
-    return best_w
+                kept[name] = torch.where(keep[:, None, None], p.detach(), kept[name])
+    return kept
 
 
 @torch.no_grad()
@@ -252,9 +253,8 @@ def rmse(w: dict[str, Tensor], x: Tensor, y: Tensor, T: int) -> Tensor:
     return (forward(w, x, T) - y).square().mean(dim=(1, 2)).sqrt()
 
 
-def train_row(cfg: GPConfig, key: Key, data: tuple[np.ndarray, np.ndarray]) -> Row:
+def train_row(cfg: GPConfig, model: str, data: tuple[np.ndarray, np.ndarray]) -> Row:
     """Train a model on a kernel's samples, and return its row of the table."""
-    _, model = key
     x, y = map(torch.from_numpy, data)
     T, repeats = STEPS[model], range(cfg.repeats)
     w = train(cfg, init(cfg, model, repeats), T, x, y, repeats)
@@ -270,7 +270,8 @@ def run_table(cfg: GPConfig) -> dict[Key, Row]:
     with ProcessPoolExecutor(cfg.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
         samples = pool.map(partial(sample_gp, cfg, repeats=range(cfg.repeats)), cfg.kernels)
         data = dict(zip(cfg.kernels, samples, strict=True))
-        rows = pool.map(partial(train_row, cfg), keys, [data[kernel] for kernel, _ in keys])
+        rows = pool.map(partial(train_row, cfg), [model for _, model in keys],
+                        [data[kernel] for kernel, _ in keys])
         return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))
 
 
@@ -297,9 +298,8 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
     with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
         paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
                  for line in csv.DictReader(file)}
-    lines = []
-    header = ['model', 'parameters', 'flops', 'kernel', *COLUMNS, *('paper_' + x for x in COLUMNS)]
-    csv_text = ','.join(header) + '\n'
+    columns = ['model', 'parameters', 'flops', 'kernel', *COLUMNS, *('paper_' + x for x in COLUMNS)]
+    csv_text, lines = ','.join(columns) + '\n', []
     deviations = []  # from the paper's RMSE, in its std: the larger of train and test
     for (kernel, model), ours in rows.items():
         title, theirs = KERNELS[kernel][0], paper.get((kernel, model))

@@ -17,7 +17,7 @@ def test_a_row_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {row['model']: row for row in bench.measure(bench.BenchConfig(**TINY))}
     assert list(rows) == list(bench.MODELS)
     for name, row in rows.items():
-        files = bench.MODELS['Llama' if name == bench.PEER else name]
+        files = bench.MODELS['Llama' if name == bench.HF_LLAMA else name]
         cfg = ModelConfig(**read_options(files, ModelConfig), size='nano', vocab_size=257,
                           context_length=32)
         model = Transformer(cfg)
