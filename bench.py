@@ -8,30 +8,34 @@ Measure how fast Llama and CEM train, and the memory and FLOPs that they need.
 A row is printed as soon as it is measured. A step is a forward pass, a backward pass and an update
 by AdamW; tokens/s is from the median time of a step. Each step follows one of Llama's, so that
 other work on the machine slows both alike, and `/ Llama` is the median ratio of their speeds.
-Llama's own ratio tells how much the machine's speed varies. MFU is the model's FLOPs as a share of
-the GPU's peak, and GB the peak memory. If transformers is installed, its Llama is measured as well.
+Llama's own ratio tells how much the machine's speed varies. MFU (model FLOPs utilization) is the
+share of the GPU's peak in use, and GB the peak memory.
 """
 import gc
+import importlib.util
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from configurator import build, check, command_line, in_range, read_options, resolve_defaults
+from configurator import build, command_line, in_range, read_options, resolve_defaults
 from model import SIZES, ModelConfig, Transformer
 from nanocem.attention import describe_attention
 from nanocem.loss import flops_per_token, peak_flops
+from nanocem.runs import find_device
 from train import compile_for, keep_freed_memory
 
 # The config files of each model. The defaults are all-CEM, one step
 MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py']}
-PEER = 'Hugging Face Llama'
-# The table's columns, and the format of the values in each
+HF_LLAMA = 'Hugging Face Llama'
+if importlib.util.find_spec('transformers'):
+    MODELS[HF_LLAMA] = []
+# The table's columns, and the format of their values
 COLUMNS = {'model': '', 'parameters': ',', 'tokens/s': ',.0f', '/ Llama': '.2f',
            'MFLOP/token': ',.1f', 'MFU': '.1%', 'GB': '.1f'}
 
@@ -44,33 +48,28 @@ class BenchConfig:
     context_length: int | None = None  # tokens of a sequence; default: 2048 on a GPU, else 128
     batch_size: int | None = None  # sequences per step; default: 8 on a GPU, else 32
     repeats: int = 10  # measured steps of each model
-    device: Literal['auto', 'cpu', 'cuda'] = 'auto'  # auto: cuda if there is a GPU
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # auto: bfloat16 on a GPU
+    device: Literal['cpu', 'cuda'] | None = None  # default: cuda if there is a GPU
+    dtype: Literal['float32', 'bfloat16'] | None = None  # default: bfloat16 on a GPU
     compile: bool | None = None  # use torch.compile; default: on a GPU
 
     def __post_init__(self) -> None:
         in_range(self, 1, 1_000_000, 'vocab_size context_length batch_size repeats')
-        gpu = torch.cuda.is_available() and self.device != 'cpu'
-        check(gpu or self.device != 'cuda', 'device=cuda: torch finds no GPU on this machine')
-        self.device = 'cuda' if gpu else 'cpu'
-        resolve_defaults(self, size='134m' if gpu else 'mini', compile=gpu,
-                         context_length=2048 if gpu else 128, batch_size=8 if gpu else 32)
-        resolve_defaults(self, vocab_size=32_000 if self.size[0].isdigit() else 257)
-        if self.dtype == 'auto':
-            self.dtype = 'bfloat16' if gpu else 'float32'
+        resolve_defaults(self, device='cuda' if torch.cuda.is_available() else 'cpu')
+        if find_device(self.device).type == 'cuda':
+            resolve_defaults(self, size='134m', context_length=2048, batch_size=8,
+                             dtype='bfloat16', compile=True)
+        resolve_defaults(self, size='mini', context_length=128, batch_size=32, dtype='float32',
+                         compile=False)
+        resolve_defaults(self, vocab_size=257 if self.size in ('nano', 'mini') else 32_000)
 
 
-def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module | None:
-    """Make a model by its name in the table. None for Hugging Face's if that is not installed."""
-    torch.manual_seed(0)
-    if name != PEER:
+def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module:
+    """Make a model by its name in the table."""
+    if name != HF_LLAMA:
         options = read_options(MODELS[name], ModelConfig)
         sizes = dict(size=cfg.size, vocab_size=cfg.vocab_size, context_length=cfg.context_length)
         return Transformer(ModelConfig(**options, **sizes)).to(cfg.device)
-    try:
-        from transformers import LlamaConfig, LlamaForCausalLM
-    except ImportError:
-        return None
+    from transformers import LlamaConfig, LlamaForCausalLM
     size = SIZES[cfg.size]
     config = LlamaConfig(
         vocab_size=cfg.vocab_size, max_position_embeddings=cfg.context_length, rms_norm_eps=1e-5,
@@ -80,8 +79,9 @@ def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module | None:
     return LlamaForCausalLM._from_config(config, attn_implementation='sdpa').to(cfg.device)
 
 
-def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that trains the model for a step on random tokens."""
+def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], float]:
+    """Return a function that trains the model for a step on random tokens and returns its time in
+    seconds."""
     ours = isinstance(model, Transformer)
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -92,7 +92,8 @@ def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], None]:
     elif cfg.compile:
         forward = torch.compile(model, dynamic=False)
 
-    def step() -> None:
+    def step() -> float:
+        start = time.perf_counter()
         with torch.autocast(cfg.device, torch.bfloat16, enabled=cfg.dtype == 'bfloat16'):
             loss = forward(x, x)[1] if ours else forward(input_ids=x, labels=x).loss
         loss.backward()
@@ -100,28 +101,19 @@ def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], None]:
         optimizer.zero_grad(set_to_none=True)
         if cfg.device == 'cuda':
             torch.cuda.synchronize()
+        return time.perf_counter() - start
     return step
-
-
-def time_step(step: Callable[[], None]) -> float:
-    """Return the seconds of a step. An untimed step before it brings the model into the caches."""
-    step()
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
     """Yield a row for each model, with the values of COLUMNS that are known."""
     on_gpu = cfg.device == 'cuda'
     llama_flops = llama_step = None
-    for name in (*MODELS, PEER):
+    for name in MODELS:
         # Make the model, and take a first step, which compiles and makes AdamW's state
         gc.collect()  # free the memory of the previous model
         memory_before = torch.cuda.memory_allocated() if on_gpu else 0
         model = make_model(cfg, name)
-        if model is None:
-            return
         step = make_step(cfg, model)
         step()
         row = {'model': name, 'parameters': sum(p.numel() for p in model.parameters())}
@@ -129,19 +121,20 @@ def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
             torch.cuda.reset_peak_memory_stats()
             step()
             row['GB'] = (torch.cuda.max_memory_allocated() - memory_before) / 1e9
-
-        # Time the model's steps, each after one of Llama's
+        # Time the model's steps, each after one of Llama's, which is the first model. An untimed
+        # step before each timed one brings the model into the caches
         llama_step = llama_step or step
         seconds, ratios = [], []
         for _ in range(cfg.repeats):
-            llama_seconds = time_step(llama_step)
-            seconds.append(time_step(step))
+            llama_step()
+            llama_seconds = llama_step()
+            step()
+            seconds.append(step())
             ratios.append(llama_seconds / seconds[-1])
         row['tokens/s'] = cfg.batch_size * cfg.context_length / statistics.median(seconds)
         row['/ Llama'] = statistics.median(ratios)
-
-        # Hugging Face's Llama has the FLOPs of ours, which is the first model
-        flops = llama_flops if name == PEER else flops_per_token(model)
+        # Count FLOPs. Hugging Face's Llama has those of ours
+        flops = llama_flops if name == HF_LLAMA else flops_per_token(model)
         llama_flops = llama_flops or flops
         row['MFLOP/token'] = flops / 1e6
         peak = peak_flops(torch.device(cfg.device), getattr(torch, cfg.dtype))
@@ -151,36 +144,29 @@ def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def describe(cfg: BenchConfig) -> str:
-    """Describe the size, the batch, the machine and the precision in a line."""
-    machine = f'CPU ({torch.backends.cpu.get_cpu_capability()}), threads: {torch.get_num_threads()}'
-    if cfg.device == 'cuda':
-        machine = torch.cuda.get_device_name()
-    return (f'{cfg.size}, {cfg.batch_size} x {cfg.context_length} tokens, vocabulary '
-            f'{cfg.vocab_size:,}; {machine}; torch {torch.__version__}, {cfg.dtype}, '
-            f'{"compiled" if cfg.compile else "not compiled"}')
-
-
-def print_row(cells: Iterable[str]) -> None:
-    first, *others = cells
-    print('| ' + ' | '.join([f'{first:<18}', *(f'{cell:>11}' for cell in others)]) + ' |',
-          flush=True)
+def print_row(name: str, *cells: str) -> None:
+    print(f'| {name:<18} | ' + ' | '.join(f'{cell:>11}' for cell in cells) + ' |', flush=True)
 
 
 @command_line
 def main(argv: list[str]) -> None:
-    # Read the options, and set up torch as train.py does
     cfg = build(BenchConfig, read_options(argv, BenchConfig))
+    # Set up torch as train.py does
     keep_freed_memory()
     torch._dynamo.config.recompile_limit = 64  # every model compiles the same code anew
+    machine = f'CPU ({torch.backends.cpu.get_cpu_capability()}), threads: {torch.get_num_threads()}'
     if cfg.device == 'cuda':
         torch.set_float32_matmul_precision('high')
-    # Measure each model, and print its row of the table
-    print(f'{describe(cfg)}\n', flush=True)
-    print_row(COLUMNS)
-    print_row(['-' * 18, *['-' * 11] * (len(COLUMNS) - 1)])
+        machine = torch.cuda.get_device_name()
+    # Print what is measured, and a row of the table for each model
+    print(f'{cfg.size}, {cfg.batch_size} x {cfg.context_length} tokens, vocabulary '
+          f'{cfg.vocab_size:,}; {machine}; torch {torch.__version__}, {cfg.dtype}, '
+          f'{"compiled" if cfg.compile else "not compiled"}\n', flush=True)
+    print_row(*COLUMNS)
+    print_row('-' * 18, *['-' * 11] * (len(COLUMNS) - 1))
     for row in measure(cfg):
-        print_row(format(row[name], spec) if name in row else '-' for name, spec in COLUMNS.items())
+        print_row(*(format(row[name], spec) if name in row else '-'
+                    for name, spec in COLUMNS.items()))
 
 
 if __name__ == '__main__':

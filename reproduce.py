@@ -7,13 +7,13 @@ Does the paper hold? Its claims with their verdicts, its figures, and the runs b
     python reproduce.py --figure=3a --size=86m --todo    print the commands of its missing runs
     python reproduce.py --publish                        append finished runs to the published ones
 
-results/tokens has the claims of the first family, models, sizes and the rule, results/tokens/second
-the second family, and results/figures the paper's figures. One's own runs are in
-out/reproduce/SIZE/ and out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains two at a
-time; the same command goes on after a stop.
+results/tokens has the first family of claims, models, sizes and the rule, results/tokens/second the
+second family, and results/figures the paper's figures. Your own runs are in out/reproduce/SIZE/ and
+out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains two at a time; the same command goes
+on after a stop.
 
-A loss y is in nats per Llama token of the held-out text, validation and test together; at sizes
-other than those of results/tokens it is in nats per token of the test text.
+A run's loss y is in nats per Llama token of the held-out text, validation and test together. At
+sizes other than those of results/tokens it is in nats per token of the test text.
 """
 import csv
 import glob
@@ -23,7 +23,7 @@ import re
 import statistics
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -33,12 +33,11 @@ import torch
 from matplotlib.axes import Axes
 from scipy.interpolate import Akima1DInterpolator
 
-from configurator import build, check, command_line, read_options
-from model import SIZES as PRESETS
-from model import ModelConfig, Transformer
-from nanocem import verdicts as rule
+from configurator import build, check, command_line, fail, read_options
+from model import SIZES, ModelConfig, Transformer
 from nanocem.files import read_json, read_json_lines, table, write_atomic
 from nanocem.loss import flops_per_token
+from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
@@ -51,13 +50,15 @@ def read_csv(path: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
+STUDY_SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
 MODELS = {row['model']: row for folder in (FIRST, SECOND)
           for row in read_csv(f'{folder}/models.csv')}
 FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
 SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
-FIGURE_SIZES = ('XS', 'S', 'M', *PRESETS)
-LAPTOP_SIZES = {*SIZES, 'nano', 'mini'}
+# train.py's options for each size: of the paper, of a laptop, and of the study
+SIZE_OPTIONS = {size: f'--size={size}' for size in SIZES}
+SIZE_OPTIONS |= {size: f'config/{size}.py --vocab_size=257' for size in ('nano', 'mini')}
+SIZE_OPTIONS |= {size: row['options'] for size, row in STUDY_SIZES.items()}
 
 
 # Models and runs
@@ -70,38 +71,33 @@ class Run(NamedTuple):
     seed: int
 
 
+Results = dict[Run, dict[str, Any]]  # y, parameters, tokens, panel; of own runs also result.json
+
+
 def read_runs(*paths: str) -> dict[Run, dict[str, str]]:
     """Read CSVs that have a run in each row."""
     return {Run(row['size'], row['model'], float(row['rate']), int(row['seed'])): row
             for path in paths for row in read_csv(path)}
 
 
-def size_options(size: str) -> str:
-    """Return train.py's options for a size: of the study, of a config file, or of the paper."""
-    if size in SIZES:
-        return SIZES[size]['options']
-    return f'config/{size}.py' if size in LAPTOP_SIZES else f'--size={size}'
-
-
-def run_options(size: str, model: str) -> str:
-    """Return train.py's options for a model at a size."""
-    options = f'{size_options(size)} {MODELS[model]["options"]}'
-    if column := MODELS[model].get('d_mlp'):  # the width that gives as many weights as another has
-        options += f' --d_mlp={SIZES[size][column]}'
-    if size == '256m' and model.startswith('cem'):
+def run_options(run: Run) -> str:
+    """Return train.py's options for a run."""
+    model = MODELS[run.model]
+    options = f'{SIZE_OPTIONS[run.size]} {model["options"]}'
+    if column := model.get('d_mlp'):  # the width that gives as many weights as another model has
+        options += f' --d_mlp={STUDY_SIZES[run.size][column]}'
+    if run.size == '256m' and run.model.startswith('cem'):
         options += ' --n_layer=16 --tokens=5.1B'  # two more layers, and the tokens of the Llama
+    options += f' --learning_rate={run.rate:g} --seed={run.seed}'
     # Of an option that is given twice keep the later value
     return ' '.join({option.partition('=')[0]: option for option in options.split()}.values())
 
 
 @cache
 def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
-    """Return what train.py makes of these options. The vocabulary is the data's, if they exist."""
+    """Return what train.py makes of these options."""
     given = read_options(options.split(), TrainConfig, ModelConfig)
-    train = build(TrainConfig, given)
-    meta = read_json(f'{train.data}/meta.json')
-    known = {'vocab_size': meta['vocab_size']} if meta else {}
-    return train, build(ModelConfig, known | given)
+    return build(TrainConfig, given), build(ModelConfig, given)
 
 
 def print_todo(runs: list[Run], root: str) -> None:
@@ -109,82 +105,74 @@ def print_todo(runs: list[Run], root: str) -> None:
     sizes, on one thread at others. Estimate the hours on an A100 at 1e14 FLOP/s, a third of its
     peak, or on a CPU core at 3e10."""
     for run in runs:
-        options = run_options(run.size, run.model)
+        options = run_options(run)
         train, cfg = configs(options)
         with torch.device('meta'):
             tokens = train.tokens or 20 * Transformer(cfg.llama()).num_params()
             flops = tokens * flops_per_token(Transformer(cfg))
         start, hours = 'torchrun --nproc_per_node=8', f'{flops / 1e14 / 3600:.2g} A100-hours'
-        if run.size in LAPTOP_SIZES:
+        if run.size in ('nano', 'mini', *STUDY_SIZES):
             start, hours = 'OMP_NUM_THREADS=1 python', f'{flops / 3e10 / 3600:.2g} core-hours'
         folder = f'{root}/{run.size}/{run.model}_rate={run.rate:g}_seed={run.seed}'
         resume = ' --init_from=resume' if os.path.exists(f'{folder}/config.json') else ''
-        print(f'{start} train.py {options} --learning_rate={run.rate:g} --seed={run.seed} '
-              f'--out_dir={folder}{resume}  # {hours}', flush=True)
-
-
-Results = dict[Run, dict[str, Any]]  # y, parameters, tokens, panel; of own runs also result.json
+        print(f'{start} train.py {options} --out_dir={folder}{resume}  # {hours}', flush=True)
 
 
 def panel(size: str, train: TrainConfig, model: ModelConfig) -> str:
-    """Name what the points of one picture share."""
+    """Describe the data of a run: only points of the same data share a picture."""
     test = f'{train.test_tokens / 1e6:g} M test tokens'
     return (f'{train.data}, vocabulary {model.vocab_size:,}, context {model.context_length:,}, '
             f'{"whole test split" if train.test_tokens >= 1e9 else test}; '
-            f'per {"Llama token" if size in SIZES else "token"}')
+            f'per {"Llama token" if size in STUDY_SIZES else "token"}')
 
 
 def read_published() -> Results:
     """Read the published runs of both families and of the figures."""
     runs = read_runs(f'{FIRST}/runs.csv', f'{FIRST}/more_seeds.csv', f'{SECOND}/runs.csv',
                      f'{FIGURE_DATA}/runs.csv')
-    return {run: {'panel': panel(run.size, *configs(size_options(run.size)))}
-            | {name: float(row.get(name) or 'nan') for name in ('y', 'parameters', 'tokens')}
+    return {run: {'panel': panel(run.size, *configs(SIZE_OPTIONS[run.size]))}
+            | {name: float(row[name]) for name in ('y', 'parameters', 'tokens')}
             for run, row in runs.items()}
 
 
 def read_own() -> Results:
     """Read the finished runs in out/. Folders that are no run, or another one than their name says,
     are left out, with a line on stderr."""
-    found = {}
+    own: Results = {}
     for folder in sorted(glob.glob('out/reproduce/*/*') + glob.glob('out/figures/*/*')):
         try:
-            match = re.fullmatch(r'out/\w+/(.+)/(.+)_rate=(.+)_seed=(\d+)', folder)
-            check(match is not None, 'expected SIZE/MODEL_rate=0.01_seed=1')
-            run = Run(match[1], match[2], float(match[3]), int(match[4]))
-            if result := read_run(folder, run):
-                found[run] = result
+            own |= read_run(folder)
         except (OSError, ValueError, TypeError, KeyError) as error:
             print(f'{folder} is left out: {error}', file=sys.stderr, flush=True)
-    return found
+    return own
 
 
-def read_run(folder: str, run: Run) -> dict[str, Any] | None:
-    """Return the results of a run, of which a failed one has infinite loss; None if it has not
-    ended. UserError, ValueError, TypeError or KeyError if it is damaged, or another run."""
+def read_run(folder: str) -> Results:
+    """Return the result of a run, whose y is infinite if it failed; nothing if it has not ended.
+    UserError, ValueError, TypeError or KeyError if it is damaged, or another run than its name."""
     # Compare what was trained with what the folder's name says
-    config = read_json(f'{folder}/config.json')
-    check(config is not None, 'it has no config.json')
+    match = (re.fullmatch(r'out/\w+/(.+)/(.+)_rate=(.+)_seed=(\d+)', folder)
+             or fail('expected SIZE/MODEL_rate=0.01_seed=1'))
+    run = Run(match[1], match[2], float(match[3]), int(match[4]))
+    config = read_json(f'{folder}/config.json') or fail('it has no config.json')
     train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
-    expected, expected_cfg = configs(
-        f'{run_options(run.size, run.model)} --vocab_size={cfg.vocab_size}')
-    expected = replace(expected, learning_rate=run.rate, seed=run.seed)
-    recipe = ('tokens', 'tokens_per_param', *RECIPE)
-    check(cfg == expected_cfg and all(getattr(train, name) == getattr(expected, name)
-                                      for name in recipe), 'its config.json is that of another run')
-    # Read the losses
-    in_panel = {'panel': panel(run.size, train, cfg)}
+    named_train, named_cfg = configs(f'{run_options(run)} --vocab_size={cfg.vocab_size}')
+    same = [getattr(train, name) == getattr(named_train, name)
+            for name in ('tokens', 'tokens_per_param', *RECIPE)]
+    check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
+    # Read the loss
+    row = {'panel': panel(run.size, train, cfg)}
     if result := read_json(f'{folder}/result.json'):
         y = float(result['test_loss'])
-        if run.size in SIZES:
+        if run.size in STUDY_SIZES:
             y = loss_per_llama_token(result, train.data)
-        return result | in_panel | {'y': y}
+        return {run: row | result | {'y': y}}
     # train.py ends a run after more than MAX_SKIPPED consecutive steps without a finite loss
     log = read_json_lines(f'{folder}/log.jsonl')
     skipped = [line['step'] for line in log if line.get('event') == 'skipped'][-MAX_SKIPPED - 1:]
     if len(skipped) <= MAX_SKIPPED or skipped[-1] - skipped[0] > MAX_SKIPPED:
-        return None
-    return in_panel | {'y': math.inf, 'parameters': math.nan, 'tokens': math.nan}
+        return {}
+    return {run: row | {'y': math.inf, 'parameters': math.nan, 'tokens': math.nan}}
 
 
 def loss_per_llama_token(result: dict[str, Any], data: str) -> float:
@@ -193,12 +181,13 @@ def loss_per_llama_token(result: dict[str, Any], data: str) -> float:
     meta = read_json(f'{data}/meta.json')
     bits, llama_tokens = 0.0, 0
     for row in read_csv(f'{FIRST}/text.csv'):
-        n = {name: int(count) for name, count in row.items() if name != 'split'}
-        known = n['bpe2048_tokens'], n['bytes'] + n['documents']
-        check(meta is None or meta['splits'][row['split']]['tokens'] in known,
+        split, n_bytes = row['split'], int(row['bytes'])
+        # The text has so many tokens with bpe2048, or as bytes with a BOS before each document
+        known = int(row['bpe2048_tokens']), n_bytes + int(row['documents'])
+        check(meta is None or meta['splits'][split]['tokens'] in known,
               f'{data} is not the text whose tokens results/tokens/text.csv counts')
-        bits += result[f'{row["split"]}_bits_per_byte'] * n['bytes']
-        llama_tokens += n['llama_tokens']
+        bits += result[f'{split}_bits_per_byte'] * n_bytes
+        llama_tokens += int(row['llama_tokens'])
     return math.log(2) * bits / llama_tokens
 
 
@@ -206,7 +195,7 @@ def publish(own: Results) -> None:
     """Append finished runs at the study's sizes to runs.csv of the second family or the figures."""
     published, second = read_published(), read_runs(f'{SECOND}/cells.csv')
     for run in own:
-        if run.size in SIZES and run not in published:
+        if run.size in STUDY_SIZES and run not in published:
             path = f'{SECOND if run in second else FIGURE_DATA}/runs.csv'
             with open(path, encoding='utf-8') as file:
                 text = file.read()
@@ -218,53 +207,48 @@ def publish(own: Results) -> None:
 
 # Verdicts
 
-Verdict = tuple[dict[str, str], list[rule.Effect], str]  # a claim, its effects, and the word
+Verdict = tuple[dict[str, str], list[Effect], str]  # a claim, its effect at each size, the word
 
 
 def judge(folder: str, found: Results) -> list[Verdict]:
-    """Return every claim in a folder with its effects and its verdict: of the largest size with two
-    seeds, or of all sizes where sizes.csv says so."""
+    """Return the verdicts on all claims in a folder, by its RULE.md."""
     claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
-    # The first family counts all of its own runs, the second also later ones, of its own models,
-    # and pools the noise of those whose MLP is CEM's or repeated, and of all others
-    runs, models, kinds = read_runs(f'{FIRST}/runs.csv'), set(MODELS), None
+    # The first family counts its own runs. The second counts later ones, too, but only of its own
+    # models, and pools noise by kind: models whose MLP is CEM's or repeated, and all others
+    runs, kinds = read_runs(f'{FIRST}/runs.csv'), {}
     if folder == SECOND:
         runs |= read_runs(f'{FIRST}/more_seeds.csv', f'{SECOND}/cells.csv')
-        models = {claim[side] for claim in claims for side in 'AB'}
-        kinds = {model: MODELS[model]['mlp'] == 'plain' for model in models}
-    # Trials do not count. Of two rates of a model the later line does: only `cem-2-normed` at XS
-    # has two, the first one by mistake (results/tokens)
-    losses: dict[str, rule.Losses] = {size: {} for size in SIZES}
+        kinds = {claim[side]: MODELS[claim[side]]['mlp'] == 'plain'
+                 for claim in claims for side in 'AB'}
+    # Collect the losses at each size, without trials. Of two rates of a model the later line
+    # counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)
+    y: dict[tuple[str, str], Losses] = defaultdict(dict)
     for run in runs:
-        if run in found and run.model in models and run.seed < TRIAL_SEEDS:
-            losses[run.size][run.model, run.seed] = found[run]['y']
+        if run in found and run.seed < TRIAL_SEEDS and (not kinds or run.model in kinds):
+            y['perplexity', run.size][run.model, run.seed] = found[run]['y']
+    # One claim compares the logs of the trials' best rates
+    for row in read_csv(f'{FIRST}/best_rates.csv'):
+        y['rate', row['size']][row['model'], int(row['seed'])] = math.log(float(row['rate']))
     verdicts = []
     for claim in claims:
         # Compare its two models at each size
-        sizes, effects = claim['sizes'].split(), []
+        unit, sizes, effects = claim['unit'], claim['sizes'].split(), []
         for size in sizes:
-            y = losses[size]
-            m = sum(size in row['sizes'].split() for row in claims if row['unit'] == 'perplexity')
-            if claim['unit'] == 'rate':  # the logs of the trials' best rates, one comparison
-                y = {(row['model'], int(row['seed'])): math.log(float(row['rate']))
-                     for row in read_csv(f'{FIRST}/best_rates.csv') if row['size'] == size}
-                m = 1
-            # Of two models, `A/B`, the trials chose one, which was trained on more seeds
-            trained = {model for model, _ in y}
-            A, B = (next((name for name in claim[side].split('/') if name in trained), '')
-                    for side in 'AB')
-            effects += filter(None, [rule.compare(y, A, B, size, m, kinds)])
-        # Decide
+            m = sum(row['unit'] == unit and size in row['sizes'].split() for row in claims)
+            # A side may name two models, of which the trials chose one: the other has no runs
+            effects += [effect for A in claim['A'].split('/') for B in claim['B'].split('/')
+                        if (effect := compare(y[unit, size], A, B, size, m, kinds))]
+        # Decide by the largest size with an interval, or by all sizes where sizes.csv says so
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
-        words = [word for effect in effects if (word := rule.decide(effect, above, below))]
-        if not claim['unit']:
+        words = [word for effect in effects if (word := decide(effect, above, below))]
+        if not sizes:
             word = 'see results/gp'
-        elif claim['unit'] == 'failed runs' and any(losses.values()):
-            failed = set.union(*(rule.split_failed(losses[size])[1] for size in sizes))
+        elif unit == 'failed runs':
+            failed = set().union(*(split_failed(y['perplexity', size])[1] for size in sizes))
             word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
         elif not words:
             word = 'one seed' if effects else 'not run'
-        elif SIZES[sizes[0]]['word'] == 'largest size' or words == [words[0]] * len(sizes):
+        elif STUDY_SIZES[sizes[0]]['word'] == 'largest size' or words == words[:1] * len(sizes):
             word = words[-1]
         else:
             word = 'undecided'
@@ -281,25 +265,25 @@ def verdict_table(verdicts: list[Verdict]) -> str:
     return table([*columns, 'A over B', 'verdict'], rows)
 
 
-def draw_rows(verdicts: list[Verdict]) -> plt.Figure:
+def draw_verdicts(verdicts: list[Verdict]) -> plt.Figure:
     """Draw the interval of every claim, at the largest size that has one, coloured by verdict."""
-    colors = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}
-    shown, seen = [], set()
+    # A claim of the second family without new runs repeats one of the first: keep the first
+    shown = {}
     for claim, effects, word in verdicts:
-        for effect in [effect for effect in effects if effect.half_width > 0][-1:]:
-            # A claim of the second family without new runs repeats one of the first
+        effect = next((effect for effect in reversed(effects) if effect.half_width > 0), None)
+        if effect and claim['unit'] == 'perplexity':
             compared = claim['A'], claim['B'], effect.size, *effect.by_seed
-            if claim['unit'] == 'perplexity' and compared not in seen:
-                seen.add(compared)
-                shown.insert(0, (claim, effect, word))
+            shown.setdefault(compared, (claim, effect, word))
+    # Draw them from bottom to top
+    colors, labels = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}, []
     figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(shown)), layout='constrained')
-    for place, (claim, effect, word) in enumerate(shown):
+    for place, (claim, effect, word) in enumerate(reversed(shown.values())):
         d, low, high = effect.percent()
         axes.errorbar(d, place, xerr=[[d - low], [high - d]], fmt='o', ms=4, color=colors[word])
         bounds = [float(claim[name]) for name in ('above_%', 'below_%') if claim[name]]
         axes.plot(bounds, [place] * len(bounds), '|', color='black', ms=12)
-    labels = [f'{"second family: " * ("question" in claim)}{claim["claim"]}, {effect.size}'
-              for claim, effect, _ in shown]
+        family = 'second family: ' if 'question' in claim else ''
+        labels.append(f'{family}{claim["claim"]}, {effect.size}')
     axes.set_yticks(range(len(shown)), labels, fontsize=7)
     axes.set_xscale('symlog', linthresh=10)
     axes.set_xticks(ticks := [-10, -5, -2, 0, 2, 5, 10, 20, 50], ticks)
@@ -313,42 +297,42 @@ class Point(NamedTuple):
     """A model's runs at one size and rate. The perplexity is that of the mean loss of the runs that
     did not fail, NaN if all did; `std` is its standard deviation over seeds."""
     series: str
-    x: str
+    x: str  # what varies within the series; `baseline`: Llama, drawn as what others compare with
     size: str
     model: str
     rate: float
     panel: str
     parameters: float
     tokens: float
-    seeds: list[int]
-    failed: list[int]
+    seeds: str
+    failed: str  # those of the seeds whose runs failed
     perplexity: float
     std: float
 
 
 def collect(figure: str, size: str | None, found: Results) -> list[Point]:
-    """Return the points of a figure: one for each series, size, rate and panel. Sweeps of the study
-    have the seeds of its trials."""
+    """Return the points of a figure, at one size or at all: one for each series, size, rate and
+    panel. A sweep of rates has the seeds of the trials, at sizes that have trials."""
     sweep = FIGURES[figure]['plot'] == 'rates'
+    trial_sizes = {name for name, row in STUDY_SIZES.items() if sweep and row['trial_seeds']}
     points = []
     for series in (row for row in SERIES if row['figure'] == figure):
         # Group the model's runs
         groups: dict[tuple[str, float, str], Results] = defaultdict(dict)
         for run, row in found.items():
-            trial = sweep and bool(SIZES.get(run.size, {}).get('trial_seeds'))
-            if (run.model == series['model'] and run.size in FIGURE_SIZES
-                    and size in (run.size, None) and (run.seed >= TRIAL_SEEDS) == trial):
+            if (run.model == series['model'] and size in (run.size, None)
+                    and (run.seed >= TRIAL_SEEDS) == (run.size in trial_sizes)):
                 groups[run.size, run.rate, row['panel']][run] = row
         # Summarize each group
-        for key, runs in sorted(groups.items()):
+        for (run_size, rate, panel_name), runs in sorted(groups.items()):
             y = {(run.model, run.seed): row['y'] for run, row in runs.items()}
-            finished, _ = rule.split_failed(y)
+            finished, _ = split_failed(y)
             losses = finished.values()
             best = min(runs.values(), key=lambda row: row['y'])
             points.append(Point(
-                series['series'], series['x'], key[0], series['model'], *key[1:],
-                best['parameters'], best['tokens'], [seed for _, seed in y],
-                [seed for model, seed in y if (model, seed) not in finished],
+                series['series'], series['x'], run_size, series['model'], rate, panel_name,
+                best['parameters'], best['tokens'], ' '.join(str(seed) for _, seed in y),
+                ' '.join(str(seed) for model, seed in y if (model, seed) not in finished),
                 math.exp(statistics.fmean(losses)) if losses else math.nan,
                 statistics.stdev(map(math.exp, losses)) if len(losses) > 1 else 0))
     return points
@@ -359,9 +343,9 @@ def planned(figure: str, size: str) -> list[Run]:
     other figures a model has its published rate, or that of the model that models.csv names, or
     Llama's, as in the paper."""
     sweep = FIGURES[figure]['plot'] == 'rates'
-    study = SIZES.get(size, {})
+    study = STUDY_SIZES.get(size, {})
     seeds = study.get('trial_seeds' if sweep else 'seeds') or '1'
-    middle = float(study.get('middle_rate') or configs(size_options(size))[0].learning_rate)
+    middle = float(study.get('middle_rate') or configs(SIZE_OPTIONS[size])[0].learning_rate)
     published = {run.model: run.rate for run in read_runs(f'{FIRST}/runs.csv')
                  if run.size == size and run.seed < TRIAL_SEEDS}
     runs = []
@@ -375,9 +359,8 @@ def planned(figure: str, size: str) -> list[Run]:
 
 def figure_table(figure: str, points: list[Point], found: Results) -> str:
     """Format the points, and the planned runs of their sizes that are missing."""
-    rows = [[p.model, p.size, f'{p.parameters:,.0f}', f'{p.tokens:,.0f}', f'{p.rate:g}',
-             ' '.join(map(str, p.seeds)), f'{p.perplexity:.2f}',
-             'failed: ' + ' '.join(map(str, p.failed)) if p.failed else ''] for p in points]
+    rows = [[p.model, p.size, f'{p.parameters:,.0f}', f'{p.tokens:,.0f}', f'{p.rate:g}', p.seeds,
+             f'{p.perplexity:.2f}', p.failed and f'failed: {p.failed}'] for p in points]
     rows += [[run.model, run.size, '', '', f'{run.rate:g}', str(run.seed), '', 'missing']
              for size in dict.fromkeys(p.size for p in points) for run in planned(figure, size)
              if run not in found]
@@ -404,14 +387,13 @@ def plot_bars(axes: Axes, points: list[Point]) -> None:
     dashed."""
     shown = [p for p in points if p.x != 'baseline']
     for series in dict.fromkeys(p.series for p in shown):
-        places = [place for place, p in enumerate(shown) if p.series == series]
-        axes.bar(places, [shown[place].perplexity for place in places], label=series,
-                 yerr=[shown[place].std for place in places], capsize=2)
-    before = {p.series: p.perplexity for p in shown if p.x == 'T = 1'}
-    for place, p in enumerate(shown):
-        if p.x == 'T = 2' and p.series in before:
-            axes.bar(place, before[p.series] - p.perplexity, bottom=p.perplexity, color='gray',
-                     alpha=0.4)
+        bars = {place: p for place, p in enumerate(shown) if p.series == series}
+        axes.bar(bars.keys(), [p.perplexity for p in bars.values()], label=series,
+                 yerr=[p.std for p in bars.values()], capsize=2)
+        before = {p.x: p.perplexity for p in bars.values()}.get('T = 1')
+        for place, p in bars.items():
+            if before and p.x == 'T = 2':
+                axes.bar(place, before - p.perplexity, bottom=p.perplexity, color='gray', alpha=0.4)
     for p in points:
         if p.x == 'baseline':
             axes.axhline(p.perplexity, ls='--', color='hotpink', label=p.series)
@@ -464,9 +446,8 @@ class ReproduceConfig:
     """What to print."""
     todo: bool = False  # print the commands of missing runs
     figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
-    size: Literal[FIGURE_SIZES] | None = None  # for --figure: this size only; for --todo: XS
-    publish: bool = False  # append finished runs of the published lists to results/
-    anew: bool = False  # leave the published runs out
+    size: Literal[('XS', 'S', 'M', *SIZES)] | None = None  # for --figure: only this; --todo: XS
+    publish: bool = False  # append your finished runs to the published ones
 
 
 @command_line
@@ -474,34 +455,34 @@ def main(argv: list[str]) -> None:
     cfg = build(ReproduceConfig, read_options(argv, ReproduceConfig))
     check(cfg.size is None or cfg.figure is not None, f'size={cfg.size} is for --figure')
     own = read_own()
-    found = own if cfg.anew else own | read_published()
-    figures = list(FIGURES) if cfg.figure == 'all' else [cfg.figure]
+    found = own | read_published()
+    figures = FIGURES if cfg.figure == 'all' else [cfg.figure]
     if cfg.publish:
         publish(own)
-    elif cfg.todo and cfg.figure:
-        runs = [run for figure in figures for run in planned(figure, cfg.size or 'XS')]
-        print_todo([run for run in dict.fromkeys(runs) if run not in found], 'out/figures')
     elif cfg.todo:
-        runs = read_runs(f'{FIRST}/runs.csv', f'{SECOND}/cells.csv')
-        print_todo([run for run in runs if run not in found], 'out/reproduce')
+        runs, root = read_runs(f'{FIRST}/runs.csv', f'{SECOND}/cells.csv'), 'out/reproduce'
+        if cfg.figure:
+            runs = dict.fromkeys(run for f in figures for run in planned(f, cfg.size or 'XS'))
+            root = 'out/figures'
+        print_todo([run for run in runs if run not in found], root)
     elif cfg.figure:
         os.makedirs('out/figures', exist_ok=True)
         for figure in figures:
             points = collect(figure, cfg.size, found)
-            if not points:
+            if points:
+                print(figure_table(figure, points, found), flush=True)
+                draw_figure(figure, points).savefig(f'out/figures/{figure}.png')
+                print(f'out/figures/{figure}.png\n', flush=True)
+            else:
                 print(f'Figure {figure} has no finished runs: --figure={figure} '
                       f'--size={cfg.size or "XS"} --todo prints their commands\n', flush=True)
-                continue
-            print(figure_table(figure, points, found), flush=True)
-            draw_figure(figure, points).savefig(f'out/figures/{figure}.png')
-            print(f'out/figures/{figure}.png\n', flush=True)
     else:
         os.makedirs('out/results', exist_ok=True)
         first, second = judge(FIRST, found), judge(SECOND, found)
         print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
               'the interval over seeds, and each seed alone.\n\n'
               f'{verdict_table(first)}\n\n{verdict_table(second)}\n', flush=True)
-        draw_rows(first + second).savefig('out/results/rows.png')
+        draw_verdicts(first + second).savefig('out/results/rows.png')
         print('out/results/rows.png shows all effects', flush=True)
 
 

@@ -55,20 +55,20 @@ def split_failed(y: Losses) -> tuple[Losses, set[str]]:
 
 
 def residual_error(y: Losses, means_of_seeds: bool) -> tuple[float, int]:
-    """Fit a mean for each model, and for each seed, too. Return the standard deviation of the
-    residuals, and its degrees of freedom."""
+    """Fit a mean for each model and, with means_of_seeds, one for each seed. Return the standard
+    deviation of the residuals and its degrees of freedom."""
     columns = sorted({(n, cell[n]) for cell in y for n in range(1 + means_of_seeds)})
     design = np.array([[float(cell[n] == name) for n, name in columns] for cell in y])
     values = np.array(list(y.values()))
     fit, _, rank, _ = np.linalg.lstsq(design, values)
     freedom = len(y) - int(rank)
-    return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom or math.nan), freedom
+    return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom), freedom
 
 
 def compare(y: Losses, A: str, B: str, size: str, m: int,
-            kinds: Mapping[str, Any] | None = None) -> Effect | None:
-    """Compare two models at a size, one of m comparisons. None if no seed has both. Without the
-    models' kinds, the rule is that of the first family."""
+            kinds: Mapping[str, Any]) -> Effect | None:
+    """Compare two models at a size, one of m comparisons. None if no seed has both. `kinds` has the
+    kind of each model for the rule of the second family; without them it is that of the first."""
     finished, failed = split_failed(y)
     if {A, B} & failed:
         return Effect(size, math.inf)
@@ -76,15 +76,16 @@ def compare(y: Losses, A: str, B: str, size: str, m: int,
          if model == A and (B, seed) in finished}
     if len(d) < 2:
         return Effect(size, *d.values()) if d else None
-    # Estimate the noise of the models, in the second family from those of the same kind
+
+    # Estimate the noise of A and of B from all models of their kinds
     noise = []
-    for kind in (kinds[A], kinds[B]) if kinds else [None]:
-        pooled = {cell: finished[cell] for cell in finished if not kinds or kinds[cell[0]] == kind}
+    for kind in kinds.get(A), kinds.get(B):
+        pooled = {cell: loss for cell, loss in finished.items() if kinds.get(cell[0]) == kind}
         noise.append(residual_error(pooled, means_of_seeds=not kinds))
-    (s_A, f_A), (s_B, f_B) = noise[0], noise[-1]
-    variance = s_A ** 2 + s_B ** 2
-    same = not kinds or kinds[A] == kinds[B]  # else by Welch and Satterthwaite
-    freedom = f_A if same else variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
+    (s_A, f_A), (s_B, f_B) = noise
+    variance, freedom = s_A ** 2 + s_B ** 2, f_A
+    if kinds.get(A) != kinds.get(B):  # Welch and Satterthwaite
+        freedom = variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
     half_width = student.ppf(1 - 0.025 / m, freedom) * math.sqrt(variance / len(d))
     return Effect(size, statistics.fmean(d.values()), float(half_width), d)
 

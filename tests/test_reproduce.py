@@ -4,13 +4,13 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from running import ROOT, write_data
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
@@ -19,11 +19,11 @@ from scipy.stats import ttest_ind, ttest_rel
 import reproduce
 from model import Transformer
 from nanocem.verdicts import Effect, compare, decide, split_failed
-from reproduce import FIGURES, FIRST, MODELS, SECOND, SIZES, Run, configs, run_options
+from reproduce import FIGURES, FIRST, MODELS, SECOND, STUDY_SIZES, Run, configs, run_options
 
 
-@pytest.mark.parametrize('kinds', [None, {'A': 1, 'B': 1}, {'A': 1, 'B': 2}])
-def test_intervals_are_scipys(kinds: dict[str, int] | None) -> None:
+@pytest.mark.parametrize('kinds', [{}, {'A': 1, 'B': 1}, {'A': 1, 'B': 2}])
+def test_intervals_are_scipys(kinds: dict[str, int]) -> None:
     """Two models make a paired t-test by the first family's rule, Student's or Welch's by the
     second's."""
     rng = np.random.default_rng(1)
@@ -48,11 +48,11 @@ def test_failed_missing_and_single_runs() -> None:
     for loss in (math.inf, y['m4', 0] + 9.0):  # a failed run makes a verdict and no noise
         spoiled = y | {('m4', 0): loss}
         assert split_failed(spoiled)[1] == {'m4'}
-        assert math.isinf(compare(spoiled, 'm0', 'm4', 'XS', 1).d)
-        assert 0 < compare(spoiled, 'm1', 'm0', 'XS', 1).half_width < 0.1
+        assert math.isinf(compare(spoiled, 'm0', 'm4', 'XS', 1, {}).d)
+        assert 0 < compare(spoiled, 'm1', 'm0', 'XS', 1, {}).half_width < 0.1
     one_seed = {cell: value for cell, value in y.items() if cell[1] == 0}
-    assert math.isnan(compare(one_seed, 'm1', 'm0', 'M', 1).half_width)
-    assert compare(y, 'm9', 'm0', 'XS', 1) is None
+    assert math.isnan(compare(one_seed, 'm1', 'm0', 'M', 1, {}).half_width)
+    assert compare(y, 'm9', 'm0', 'XS', 1, {}) is None
 
 
 # What the first family's runs said when they were published
@@ -95,24 +95,21 @@ def test_published_words_pages_and_models(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert shown and [each for each in shown if each not in computed] == [], page
 
 
-def test_all_options_build_models_of_the_kinds_and_widths_that_the_lists_say() -> None:
-    for model, row in MODELS.items():
-        size = 'scarce-83k' if row.get('d_mlp') == 'equal_mlp' else 'XS'
-        _, cfg = configs(run_options(size, model))
+def test_options_are_those_of_the_published_runs() -> None:
+    runs = reproduce.read_runs(f'{SECOND}/cells.csv', f'{FIRST}/runs.csv', f'{SECOND}/runs.csv')
+    for (size, model), row in {run[:2]: row for run, row in runs.items()}.items():
+        _, cfg = configs(run_options(Run(size, model, 0.01, 1)))
+        with torch.device('meta'):
+            parameters = Transformer(cfg).num_params()
+        assert int(row.get('parameters', parameters)) == parameters, model
         special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1 or cfg.loops > 1
-        assert (row['mlp'] != 'plain') == special, model
+        assert (MODELS[model]['mlp'] != 'plain') == special, model
     for figure, size in itertools.product(FIGURES, ('nano', 'XS', '86m', '256m')):
         for run in reproduce.planned(figure, size):
-            configs(run_options(size, run.model))
+            configs(run_options(run))
     for size in ('xs', 's'):
         assert configs(f'config/{size}.py --learning_rate=1') == configs(
-            f'{SIZES[size.upper()]["options"]} --learning_rate=1')
-    for size, models in (('XS', 'llama-alibi-narrow cem-1'), ('S', 'llama-alibi-narrow cem-1'),
-                         ('scarce-25k', 'llama-alibi cem-2-equal cem-1-equal-twice'),
-                         ('scarce-83k', 'llama-alibi cem-2-equal cem-1-equal-twice')):
-        weights = [sum(p.numel() for p in Transformer(cfg).blocks.parameters())
-                   for _, cfg in (configs(run_options(size, model)) for model in models.split())]
-        assert max(weights) / min(weights) < 1.004
+            f'{STUDY_SIZES[size.upper()]["options"]} --learning_rate=1')
 
 
 def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -120,10 +117,9 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Then it is read and published once; folders that are none, damaged or other runs are not."""
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path / 'data')
-    tiny = ('--n_layer=1 --d_model=8 --d_mlp=8 --n_head=1 --context_length=8 --batch_size=2 '
-            '--micro_batch_size=2 --tokens=160 --data=data --vocab_size=257 --compile=False')
-    monkeypatch.setitem(SIZES, 'XS',
-                        SIZES['XS'] | {'options': f'{SIZES["XS"]["options"]} {tiny}'})
+    monkeypatch.setitem(reproduce.SIZE_OPTIONS, 'XS', (
+        '--n_layer=1 --d_model=8 --d_mlp=8 --n_head=1 --context_length=8 --batch_size=2 '
+        '--tokens=160 --data=data --vocab_size=257 --compile=False --tensorboard=False'))
     run = Run('XS', 'cem-1-twice', 0.014, 1)
     reproduce.print_todo([run], 'out/reproduce')
     line = capsys.readouterr().out.replace('python train.py', f'{sys.executable} {ROOT}/train.py')
@@ -150,21 +146,20 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert '' not in row.values() and float(row['y']) == result['y']
     # Leave strange folders out, and take a run that train.py has given up as failed
     (good,) = Path('out/reproduce/XS').iterdir()
-    log = [json.dumps({'step': n, 'event': 'skipped'}) for n in range(11)]
+    config = (good / 'config.json').read_text()
     for name, file, content in (
-            ('notes', 'x', ''), ('cem-9_rate=0.014_seed=1', 'x', ''),
-            ('cem-1-twice_rate=0.014_seed=2', 'x', ''), ('llama_rate=0.014_seed=1', 'x', ''),
+            ('notes', 'config.json', config), ('cem-9_rate=0.014_seed=1', 'config.json', config),
+            ('llama_rate=0.014_seed=1', 'config.json', config), ('llama_rate=1_seed=2', 'x', ''),
             (good.name, 'result.json', '{"tokens": 1}'), (good.name, 'result.json', '{')):
-        if name != good.name:
-            shutil.copytree(good, good.parent / name)
+        (good.parent / name).mkdir(exist_ok=True)
         (good.parent / name / file).write_text(content)
         reproduce.read_own()
         assert f'{good.parent}/{name} is left out: ' in capsys.readouterr().err
     (good / 'result.json').unlink()
     assert reproduce.read_own() == {}
+    log = [json.dumps({'step': n, 'event': 'skipped'}) for n in range(11)]
     (good / 'log.jsonl').write_text('\n'.join(log))
     assert math.isinf(reproduce.read_own()[run]['y'])
-    configs.cache_clear()
 
 
 # The paper's figures
@@ -176,9 +171,9 @@ def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> N
     for figure in FIGURES:
         for point in reproduce.collect(figure, 'XS', found):
             cell = ('XS', point.model, point.rate)
-            y = [float(row['y']) for row in rows if int(row['seed']) in point.seeds
+            y = [float(row['y']) for row in rows if row['seed'] in point.seeds.split()
                  and (row['size'], row['model'], float(row['rate'])) == cell]
-            assert len(y) == len(point.seeds)
+            assert len(y) == len(point.seeds.split())
             assert point.perplexity == pytest.approx(math.exp(np.mean(y)))
     points = reproduce.collect('3a', 'XS', found)
     axes = reproduce.draw_figure('3a', points).axes[0]
@@ -192,18 +187,17 @@ def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> N
 def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                              capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    row = {'parameters': 1.0, 'tokens': 1.0}
-    found = {Run('nano', model, 0.016, seed): row | {'y': y, 'panel': panel}
+    found = {Run('nano', model, 0.016, seed):
+             {'y': y, 'panel': f'{panel}; per token', 'parameters': 1.0, 'tokens': 1.0}
              for model, seed, y, panel in (
-                 ('llama', 1, 4.0, 'a; per token'), ('attn-1-none', 1, 4.1, 'a; per token'),
-                 ('attn-1-plain', 1, math.inf, 'a; per token'),
-                 ('llama', 2, 5.0, 'b; per token'), ('attn-1-none', 2, 5.1, 'b; per token'))}
+                 ('llama', 1, 4.0, 'a'), ('attn-1-none', 1, 4.1, 'a'), ('llama', 2, 5.0, 'b'),
+                 ('attn-1-none', 2, 5.1, 'b'), ('attn-1-plain', 1, math.inf, 'a'))}
     points = reproduce.collect('2a', 'nano', found)
     picture = reproduce.draw_figure('2a', points)
     assert [ax.get_title() for ax in picture.axes] == ['2a: a; per token', '2a: b; per token']
     table = reproduce.figure_table('2a', points, found)
     assert re.search(r'attn-1-plain .* nan +\| failed: 1 ', table)
-    del found[Run('nano', 'attn-1-plain', 0.016, 1)]
+    found.popitem()
     assert re.search(r'attn-1-plain .* missing ', reproduce.figure_table('2a', points, found))
     reproduce.main(['--figure=2b', '--size=nano'])
     assert '--figure=2b --size=nano --todo prints' in capsys.readouterr().out
