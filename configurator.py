@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import io
 import os
 import re
 import sys
@@ -43,6 +44,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     with one line on stderr and exit code 1."""
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
+            sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
         except (UserError, OSError) as error:
@@ -113,7 +116,7 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
         fail(f'{where}{key}: no such option{suggestion} (--help lists all)')
     try:
         parsed = parse_value(value, hints[key])
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, ArithmeticError):
         fail(f'{where}{key}={value}: expected {describe(hints[key])}')
     if key in PATHS and parsed is not None:
         check(parsed != '', f'{where}{key}= is empty: expected a path')

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from configurator import build, check, command_line, read_options
+from configurator import build, check, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.files import read_json, read_json_lines, table
@@ -58,6 +58,9 @@ class EvaluateConfig:
     export: str | None = None  # a new folder for the model in transformers' format
     export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the exported weights
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
+
+    def __post_init__(self) -> None:
+        in_range(self, 1, 10**15, 'tokens')
 
 
 def cem_kinds(model: Transformer) -> list[str]:

@@ -122,10 +122,15 @@ def find_split(name: str) -> str | None:
 
 def list_files(root: str) -> list[str]:
     """List the files of a folder and then those of its subfolders, by name and without hidden ones,
-    as paths below root. Links to folders are not followed. UserError if a folder is unreadable."""
+    as paths below root. Links are followed. UserError if a folder is unreadable."""
     paths = []
-    for folder, subfolders, files in os.walk(root, onerror=lambda error: fail(str(error))):
-        subfolders[:] = sorted(name for name in subfolders if name[0] != '.')
+    for folder, subfolders, files in os.walk(root, onerror=lambda error: fail(str(error)),
+                                             followlinks=True):
+        # Leave out links to a folder that holds this one
+        here = os.path.realpath(folder) + os.sep
+        subfolders[:] = sorted(
+            name for name in subfolders if name[0] != '.'
+            and not here.startswith(os.path.realpath(os.path.join(folder, name)) + os.sep))
         paths += [os.path.join(folder, name) for name in sorted(files) if name[0] != '.']
     return [os.path.relpath(path, root) for path in paths]
 
@@ -328,11 +333,11 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
 def prepare(o: PrepareConfig) -> None:
     """Make the data folder o.out_dir unless it exists. It is written to a hidden folder beside it,
     which is renamed when it is complete. UserError, OSError."""
-    folder = Path(o.out_dir).absolute()
+    folder = Path(o.out_dir).resolve()
     partial = folder.with_name(f'.{folder.name}.partial')
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f'.{folder.name}.lock')):
-        if folder.exists():
+        if folder.exists() and any(folder.iterdir()):
             meta = read_json(f'{folder}/meta.json') or {}
             check(meta.get('config') == o.content_options(), f'{o.out_dir} holds other files, or '
                   'data made with other options: choose another --out_dir')
@@ -384,7 +389,7 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
               checkpoint: dict[str, Any] | None = None) -> str:
     """Return the data folder: `folder`, or that of a user's `text`. That of a text, and
     data/builtin, are made on first use. The default tokenizer of a text is that of `checkpoint`,
-    from which training starts, or else chosen by size. UserError, OSError."""
+    from which training goes on, or else chosen by size. UserError, OSError."""
     if not text:
         if Path(folder) == Path('data/builtin') and not os.path.exists(f'{folder}/meta.json'):
             print(f"Preparing {folder} from the source of this Python's library", flush=True)

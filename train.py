@@ -93,7 +93,9 @@ class TrainConfig:
         in_range(self, 1, 10**15, 'eval_interval log_interval checkpoint_interval stop_step')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip')
         in_range(self, 0, 10**6, 'learning_rate weight_decay sample_tokens')
-        in_range(self, 0, 1, 'warmup final_lr beta1 beta2')
+        in_range(self, 0, 0.9999, 'warmup beta1 beta2')
+        in_range(self, 0, 1, 'final_lr')
+        in_range(self, 0, 2**63 - 1, 'seed')
 
 
 # Options that must stay the same when a run is resumed; so must its model and its data
@@ -114,11 +116,17 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 
 @command_line
 def main(argv: list[str]) -> int:
+    # torchrun starts a process for each GPU, and sets its rank. Only rank 0 prints
+    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    if rank > 0:
+        sys.stdout = None
+
     # Read the options. They override those of the run to resume, or of the model to start from
     given = read_options(argv, TrainConfig, ModelConfig)
     init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
     resume = init_from == 'resume'
-    saved, pretrained = {}, None  # the saved options, and the checkpoint to start from
+    saved: dict[str, Any] = {}  # options
+    state = pretrained = None  # the checkpoint to resume from, and the one to start from
     if resume:
         out_dir = out_dir or runs.newest_run()
         config = runs.read_config(out_dir)
@@ -126,30 +134,28 @@ def main(argv: list[str]) -> int:
         must_equal = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
         runs.check_match(saved, must_equal, out_dir)
         init_from = given['init_from'] = saved['init_from']
-    elif init_from != 'scratch':
+        state = runs.last_checkpoint(out_dir)  # None if the run was stopped before its first one
+    if init_from != 'scratch' and not state:
         pretrained = runs.best_checkpoint(init_from)
-        saved = pretrained['model_config']
+        saved = saved or pretrained['model_config']
         must_equal = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
         runs.check_match(saved, must_equal, init_from)
     options = merge(saved, given)
     cfg = build(TrainConfig, options)
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
 
-    # Choose the device. torchrun starts a process for each GPU and sets its rank; rank 0 prints
-    rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    # Choose the device
     device = runs.find_device(cfg.device)
     on_gpu = device.type == 'cuda'
     if on_gpu:
         device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')  # float32 products by TF32
-    if rank > 0:
-        sys.stdout = None
     keep_freed_memory()
 
     # Find the data. A text, or data/builtin, is prepared on first use; a resumed run has its data
     if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, pretrained)
+        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, state or pretrained)
     meta = read_meta(cfg.data)
     if pretrained:
         runs.check_match(pretrained['data'], meta, init_from)  # the tokenizer
@@ -158,6 +164,8 @@ def main(argv: list[str]) -> int:
 
     # Open the sequences of each split, and draw a random order of those for training
     model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
+    check(model_cfg.vocab_size >= meta['vocab_size'],
+          f'vocab_size={model_cfg.vocab_size}: {cfg.data} needs {meta["vocab_size"]} or more')
     length = model_cfg.context_length
     data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
@@ -212,11 +220,10 @@ def main(argv: list[str]) -> int:
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    # Load the last checkpoint of the run to resume, if there is one, or the weights to start from
+    # Load the checkpoint of the run to resume, or the weights to start from
     must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
-    state = runs.last_checkpoint(out_dir) if resume else None
     if state:
         runs.check_match(state.get('must_match'), must_match, out_dir)
         raw_model.load_state_dict(state['model'])
@@ -226,8 +233,7 @@ def main(argv: list[str]) -> int:
         skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
-    elif init_from != 'scratch':
-        pretrained = pretrained or runs.best_checkpoint(init_from)  # a resumed run reads it here
+    elif pretrained:
         raw_model.load_state_dict(pretrained['model'])
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
@@ -293,7 +299,7 @@ def main(argv: list[str]) -> int:
         nats, tokens, text_nats, text_bytes = sum_over_processes(sums).tolist()
         return nats / tokens, text_nats / text_bytes / math.log(2) if text_bytes else None
 
-    # Let SIGTERM and Ctrl-C stop the run after the current step, a second one at once
+    # Let SIGTERM, SIGHUP and Ctrl-C stop the run after the current step, a second one at once
     signals: list[int] = []
 
     def on_signal(number: int, frame: Any) -> None:
@@ -301,8 +307,10 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError):  # stderr may be a pipe to a program that has ended
             os.write(2, b'\nstopping after this step; a second signal ends the process at once\n')
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    for number in signal.Signals:
+        asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
+        if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, on_signal)
 
     # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
@@ -401,6 +409,7 @@ def main(argv: list[str]) -> int:
         return STOPPED
 
     # Write the results and a sample of text
+    check(math.isfinite(test_loss), f'test loss {test_loss}: try a lower learning_rate or init_std')
     print(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
           f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token', flush=True)
     if rank == 0:
@@ -466,7 +475,7 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
 def keep_freed_memory() -> None:
     """Let new tensors on a CPU reuse the memory of freed ones. glibc would return it to Linux,
     which clears every page that it hands out again. Other C libraries are left as they are."""
-    if platform.libc_ver()[0] == 'glibc':
+    if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
         trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(mmap_threshold, 2**25)  # bytes, the largest that glibc accepts

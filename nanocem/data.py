@@ -34,8 +34,12 @@ class TokenDataset:
         self.length = length
         # Map the tokens of each shard, (n,), into memory
         dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
-        shards = [np.memmap(os.path.join(folder, shard['file']), dtype, 'r', shape=shard['tokens'])
-                  for shard in self.meta['splits'][split]['shards']]
+        shards = []
+        for shard in self.meta['splits'][split]['shards']:
+            path = os.path.join(folder, shard['file'])
+            check(os.path.getsize(path) >= shard['tokens'] * dtype.itemsize,
+                  f'{path} is cut off: copy it or prepare the data again')
+            shards.append(np.memmap(path, dtype, 'r', shape=shard['tokens']))
         self.shards = [tokens for tokens in shards if len(tokens) > length]
         check(len(self.shards) > 0, f'{folder}: no shard of the {split} split holds a sequence of '
               f'context_length + 1 = {length + 1} tokens')

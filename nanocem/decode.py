@@ -29,9 +29,10 @@ class Cache:
 
     def begin(self, idx: Tensor) -> int:
         """Begin a pass over new ids (B, I), and return how many tokens precede them. UserError if
-        they do not fit."""
-        check(self.length + idx.shape[1] <= self.max_length,
-              f'{idx.shape[1]} new tokens do not fit: {self.length} of {self.max_length} are taken')
+        they do not fit, or have another batch size."""
+        fits = not self.buffers or len(idx) == len(self.buffers[0])
+        check(fits and self.length + idx.shape[1] <= self.max_length,
+              f'ids {tuple(idx.shape)} do not fit: {self.length} of {self.max_length} are taken')
         self.past = self.length
         self.length += idx.shape[1]
         self.next = 0

@@ -33,7 +33,7 @@ def read_config(out_dir: str) -> dict[str, Any]:
     """Read a run's config.json. UserError if there is none or if it is another program's,
     ValueError if it is damaged."""
     config = read_json(f'{out_dir}/config.json') or {}
-    check({'train', 'model'} <= config.keys(), f'no run in {out_dir}')
+    check({'train', 'model'} <= {*config}, f'no run in {out_dir}')
     return config
 
 
@@ -44,7 +44,7 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
         name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
         names = itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2)))
         out_dir = next(path for path in names if not os.path.exists(path))
-    check(not os.path.exists(f'{out_dir}/config.json'),
+    check(not os.path.exists(f'{out_dir}/config.json') and not glob.glob(f'{out_dir}/*.pt'),
           f'out_dir={out_dir} holds a run already: --init_from=resume continues it, another '
           '--out_dir starts a new one')
     os.makedirs(out_dir, exist_ok=True)
@@ -53,11 +53,14 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
 
 def lock_folder(out_dir: str) -> Any:
     """Lock a run's folder until the returned lock is deleted. UserError if another process trains
-    there."""
+    there. None on a file system without locks."""
     try:
         return FileLock(f'{out_dir}/.lock').acquire(timeout=0)
     except Timeout:
         fail(f'out_dir={out_dir}: another process is training there; give another --out_dir')
+    except OSError as error:
+        print(f'WARNING: {out_dir} cannot be locked ({error}): start no second run there',
+              flush=True)
 
 
 def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: str) -> None:

@@ -295,7 +295,12 @@ def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         write(folder / name, [text])
     for name in ('README.md', '.hidden.txt'):
         (folder / name).write_text('not read')
-    (folder / 'link').symlink_to(folder)
+    (tmp_path / 'elsewhere').mkdir()
+    (folder / 'a' / 'd.parquet').rename(tmp_path / 'elsewhere' / 'd.parquet')
+    (folder / 'a').rmdir()
+    (folder / 'a').symlink_to(tmp_path / 'elsewhere')
+    (folder / 'link').symlink_to(folder)  # it holds itself
+    (tmp_path / 'out').symlink_to(tmp_path / 'disk')  # which is not there yet
     made = prepare(folder, tmp_path / 'out', '--held_out=0')
     assert made['files'] == ['B.JSONL', 'c.jsonl.gz', 'a/d.parquet']
     assert made['shards'] == expected(texts, 0)

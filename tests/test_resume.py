@@ -84,6 +84,23 @@ def test_a_text_may_be_named_again_and_must_be_the_same(tmp_path: Path) -> None:
     assert run.codes == [1] and 'the run in o has text=a.txt (now b.txt)' in run.text, run.text
 
 
+def test_fine_tuning_keeps_its_tokenizer(tmp_path: Path) -> None:
+    """Also if it is resumed without a checkpoint, and without its data."""
+    there = partial(os.chdir, tmp_path)
+    shutil.copy(running.ROOT / 'README.md', tmp_path / 'a.txt')
+    first = ['--text=a.txt', '--tokenizer=bpe400', '--out_dir=first', steps(1)]
+    assert Run(tmp_path, *first, damage=there).wait().codes == [0]
+    tuned = ['--text=a.txt', '--init_from=first', '--out_dir=o', steps(2), '--stop_step=1']
+    assert Run(tmp_path, *tuned, damage=there).wait().codes == [train.STOPPED]
+    for path in (tmp_path / 'o').glob('*.pt'):
+        path.unlink()
+    shutil.rmtree(tmp_path / 'data')
+    run = Run(tmp_path, '--out_dir=o', RESUME, damage=there).wait()
+    assert run.codes == [0], run.text
+    read = [runs.best_checkpoint(str(tmp_path / name))['data'] for name in ('first', 'o')]
+    assert read[0]['tokenizer_sha256'] == read[1]['tokenizer_sha256'] is not None
+
+
 def test_a_run_of_an_older_version_is_named(halves: tuple[Path, Path], tmp_path: Path) -> None:
     out = copied(halves[1], tmp_path)
     for path in [*checkpoints(str(out)), out / 'best.pt']:

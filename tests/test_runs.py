@@ -112,6 +112,9 @@ def test_new_folders_and_the_newest(
     assert runs.new_folder(None, ModelConfig(size='nano')) == 'out/nano-cem1-cem1-5'
     assert runs.newest_run() == 'out/nano-cem1-cem1'
     assert capsys.readouterr().out.count('is left out') == 2
+    (tmp_path / 'best.pt').touch()
+    with pytest.raises(UserError, match='holds a run already'):
+        runs.new_folder(str(tmp_path), ModelConfig())
 
 
 def test_a_resumed_log_drops_later_steps_and_a_half_line(tmp_path: Path) -> None:
