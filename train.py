@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
     given = read_options(argv, TrainConfig, ModelConfig)
     init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
     resume = init_from == 'resume'
-    saved: dict[str, Any] = {}  # options
+    saved: dict[str, Any] = {}  # the options to override
     state = pretrained = None  # the checkpoint to resume from, and the one to start from
     if resume:
         out_dir = out_dir or runs.newest_run()
