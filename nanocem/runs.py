@@ -44,9 +44,9 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
         name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
         names = itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2)))
         out_dir = next(path for path in names if not os.path.exists(path))
-    check(not os.path.exists(f'{out_dir}/config.json') and not glob.glob(f'{out_dir}/*.pt'),
-          f'out_dir={out_dir} holds a run already: --init_from=resume continues it, another '
-          '--out_dir starts a new one')
+    files = glob.glob('config.json', root_dir=out_dir) + glob.glob('*.pt', root_dir=out_dir)
+    check(not files, f'out_dir={out_dir} holds a run already: --init_from=resume '
+          'continues it, another --out_dir starts a new one')
     os.makedirs(out_dir, exist_ok=True)
     return out_dir
 
