@@ -9,8 +9,7 @@ Evaluate a trained model.
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
-Tables are printed. The pictures of --energies, --attention and --compare go into
-out/results.
+Tables are printed. Pictures of --energies, --attention and --compare go into out/results.
 """
 import math
 import os
