@@ -21,7 +21,11 @@ from typing import Any, NoReturn
 
 UNITS = {'K': 10**3, 'M': 10**6, 'B': 10**9}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}
-EXCLUSIVE = ('text', 'data'), ('tokens', 'tokens_per_param')  # pairs that set the same thing
+# Pairs of options that set the same thing
+EXCLUSIVE = ('text', 'data'), ('tokens', 'tokens_per_param'), ('prompt', 'prompt_file')
+# A later value of an option takes the place of earlier values of these
+REPLACES = {'text': ('data',), 'data': ('text', 'tokenizer'), 'tokens': ('tokens_per_param',),
+            'tokens_per_param': ('tokens',), 'size': ('d_model', 'n_layer', 'n_head', 'd_mlp')}
 # Options that are paths. They must not be empty, and ~ at their beginning is the home folder
 PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export', 'prompt_file')
 
@@ -78,13 +82,13 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
 
 
 def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` overridden by `later`. If `later` has one of an exclusive pair, the other
-    goes, too: --text replaces a config file's data. UserError if `later` has both."""
-    for pair in EXCLUSIVE:
-        given = [name for name in pair if later.get(name) is not None]
-        check(len(given) < 2, f'{" and ".join(given)} exclude each other: give one')
-        options = {key: value for key, value in options.items() if not given or key not in pair}
-    return options | later
+    """Return `options` overridden by `later`. What a later option replaces goes, too: --text
+    replaces a config file's data. UserError if `later` has both of an exclusive pair."""
+    given = [name for name, value in later.items() if value is not None]
+    for a, b in EXCLUSIVE:
+        check(a not in given or b not in given, f'{a} and {b} exclude each other: give one')
+    replaced = {other for name in given for other in REPLACES.get(name, ())}
+    return {name: value for name, value in options.items() if name not in replaced} | later
 
 
 def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +97,11 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     found = path if os.path.exists(path) else beside_scripts
     check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
     with open(found, encoding='utf-8-sig') as file:  # -sig: Notepad writes a byte-order mark
-        tree = ast.parse(file.read(), path)
+        try:
+            tree = ast.parse(file.read(), path)
+        except (SyntaxError, ValueError) as error:  # ValueError: it is not UTF-8
+            fail(f'{path} is no config file, of lines of the form: name = plain value ({error}). '
+                 'A text is given as --text=FILE, a run as --out_dir=RUN')
     given = {}
     statements = tree.body if ast.get_docstring(tree) is None else tree.body[1:]
     for node in statements:

@@ -32,7 +32,7 @@ from nanocem.files import read_json, read_json_lines, table
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.runs import load_model, newest_run, perplexity, read_config
-from nanocem.tokenizers import find_llama, spelled_bytes, tokenizer_of
+from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 from prepare_slimpajama import text_documents
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -60,6 +60,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         in_range(self, 1, 10**15, 'tokens')
+        check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
 
 
 def cem_kinds(model: Transformer) -> list[str]:
@@ -71,32 +72,39 @@ def cem_kinds(model: Transformer) -> list[str]:
 
 def read_text(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequences:
     """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document. Each
-    token but the first is a target once. Llama's tokens are counted if its tokenizer is at
-    $LLAMA_TOKENIZER or in data_dir."""
+    token but the first is a target once. Bytes and Llama's tokens are not counted if the tokenizer
+    loses text. Llama's need its tokenizer, at $LLAMA_TOKENIZER or in data_dir."""
     documents = list(text_documents(path))
     check(any(documents), f'text={path} is empty')
-    ids = [i for document in documents for i in [tokenizer.bos, *tokenizer.encode(document)]]
+    encoded = [tokenizer.encode(document) for document in documents]
+    ids = [i for of_document in encoded for i in [tokenizer.bos, *of_document]]
     length = min(length, len(ids) - 1)
     padding = -(len(ids) - 1) % length  # up to a multiple of length
     padded = F.pad(torch.tensor(ids), (0, padding), value=NO_TARGET)
+    sequences = padded.unfold(0, length + 1, length)
+    lossless = all(keeps_text(tokenizer, *pair) for pair in zip(encoded, documents, strict=True))
+    if spelled_bytes(tokenizer, {'lossless': lossless}) is None:
+        return sequences, None, None
     text_bytes = sum(len(document.encode()) for document in documents)
     llama_tokens = None
     if llama := find_llama(data_dir):
         llama_tokens = sum(len(llama.encode(document)) for document in documents)
-    return padded.unfold(0, length + 1, length), text_bytes, llama_tokens
+    return sequences, text_bytes, llama_tokens
 
 
 def read_shards(cfg: EvaluateConfig, state: dict[str, Any], folder: str, tokenizer: Any,
                 length: int) -> Sequences:
     """Read evenly spaced sequences of token shards, with at most cfg.tokens targets. UserError if
-    the shards are not there, or were made with another tokenizer."""
+    the shards are not there, were made with another tokenizer, or, in the run's own folder, have
+    changed."""
     check(os.path.exists(folder), f'{folder}, the data to evaluate on, is not here: --text=FILE '
           'evaluates on a text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
-    for name in TOKENIZER_KEYS:
-        check(data.meta.get(name) == state['data'][name],
-              f'data={folder}: its {name} is {data.meta.get(name)}, that of the run '
-              f'{state["data"][name]}; expected data of the same tokenizer')
+    for name, value in data.must_match.items():
+        saved = state['data'].get(name, value)
+        check(value == saved or bool(cfg.data and name not in TOKENIZER_KEYS),
+              f'data={folder}: its {name} is {value}, that of the run {saved}; expected '
+              'data of the same tokenizer, or the same data as in training unless --data is given')
     x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
     token_bytes = spelled_bytes(tokenizer, data.meta)
     text_bytes = None if token_bytes is None else int(token_bytes[y].sum())
@@ -281,9 +289,11 @@ def compare(folders: list[str]) -> tuple[str, Figure]:
     for folder in folders:
         # Collect the settings in which runs must agree to be comparable
         config = read_config(folder)
-        options = config['train'] | config['model']
-        for name in ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens'):
-            settings[name].add(str(options.get(name)))
+        options = config.get('must_match', {}) | config['train'] | config['model']
+        for name in ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
+                     'test fingerprint'):
+            if name in options:
+                settings[name].add(str(options[name]))
         # Add a row of results. There are none before the run ends
         result = read_json(f'{folder}/result.json') or {}
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
@@ -330,7 +340,8 @@ def main(argv: list[str]) -> None:
         return print(f'{cfg.export}: transformers loads it, as its README.md says', flush=True)
     check(bool(cem_kinds(model)) or not (cfg.steps or cfg.energies),
           f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
-    with_loss = bool(cfg.steps) or not (cfg.energies or cfg.attention)
+    with_attention = cfg.attention is not None
+    with_loss = bool(cfg.steps) or not (cfg.energies or with_attention)
 
     # Read the text or the shards
     tokenizer, length = tokenizer_of(state), model.cfg.context_length
@@ -348,7 +359,7 @@ def main(argv: list[str]) -> None:
         show(subject, *report, 'energies.png')
     if with_loss:
         show(subject, report_loss(model, sequences, tokenizer.bos, cfg.steps))
-    if cfg.attention:
+    if with_attention:
         report = report_attention(model, tokenizer, cfg.attention)
         show(f'{out_dir}; {cfg.attention!r:.80}', *report, 'attention.png')
 

@@ -63,6 +63,7 @@ class PrepareConfig:
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
 
     def __post_init__(self) -> None:
+        in_range(self, 1, 10**15, 'tokens')
         in_range(self, 0, 0.49, 'held_out')  # train gets what val and test leave
         if self.input == 'builtin':
             resolve_defaults(self, tokenizer='byte', held_out=0.05)
@@ -173,7 +174,8 @@ def read_parquet(path: str, column: str) -> Iterator[str | None]:
     with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
         names = table.schema_arrow.names
         check(column in names,
-              f'{path} has no "{column}" column, only {", ".join(names)} (--column chooses)')
+              f'{path} has no "{column}" column, only {", ".join(names)} '
+              '(prepare_slimpajama.py --column=NAME reads another one)')
         for batch in table.iter_batches(batch_size=64, columns=[column], use_threads=False):
             yield from batch.column(0).to_pylist()
 
@@ -190,7 +192,8 @@ def read_jsonl(path: str, column: str) -> Iterator[str]:
                 text = text.encode('utf-8', 'replace').decode()
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 fail(f'{path}, line {number}: expected {{"{column}": "..."}} in UTF-8 on each line '
-                     f'(--column names another field), not {line[:60]!r} ({error})')
+                     '(prepare_slimpajama.py --column=NAME reads another field), '
+                     f'not {line[:60]!r} ({error})')
             yield text
 
 

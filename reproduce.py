@@ -158,7 +158,7 @@ def read_run(folder: str) -> Results:
     train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
     named_train, named_cfg = configs(f'{run_options(run)} --vocab_size={cfg.vocab_size}')
     same = [getattr(train, name) == getattr(named_train, name)
-            for name in ('tokens', 'tokens_per_param', *RECIPE)]
+            for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
     # Read the loss
     row = {'panel': panel(run.size, train, cfg)}

@@ -101,6 +101,9 @@ class TrainConfig:
 # Options that must stay the same when a run is resumed; so must its model and its data
 RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1',
           'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
+# Options that decide which weights a model has, and must be those of the weights to start from
+WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
+           'positions', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank', 'mlp_match')
 
 
 def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
@@ -138,7 +141,7 @@ def main(argv: list[str]) -> int:
     if init_from != 'scratch' and not state:
         pretrained = runs.best_checkpoint(init_from)
         saved = saved or pretrained['model_config']
-        must_equal = {name: given[name] for name in ('size', 'attn', 'mlp') if name in given}
+        must_equal = {name: given.pop(name) for name in WEIGHTS if name in given}
         runs.check_match(saved, must_equal, init_from)
     options = merge(saved, given)
     cfg = build(TrainConfig, options)
@@ -224,8 +227,10 @@ def main(argv: list[str]) -> int:
     must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
+    if resume:
+        began_with = (state or config).get('must_match')  # config.json has it, too
+        runs.check_match(began_with, must_match, out_dir)
     if state:
-        runs.check_match(state.get('must_match'), must_match, out_dir)
         raw_model.load_state_dict(state['model'])
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
@@ -246,7 +251,7 @@ def main(argv: list[str]) -> int:
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
     if rank == 0:
         cfg.out_dir = out_dir
-        config = {'train': asdict(cfg), 'model': asdict(model_cfg)}
+        config = {'train': asdict(cfg), 'model': asdict(model_cfg), 'must_match': must_match}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
         if tokenizer.path:
             write_atomic(f'{out_dir}/{MODEL_FILE}', Path(tokenizer.path).read_bytes())

@@ -88,7 +88,7 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> None:
     try:
         write_atomic(path, buffer.getbuffer())
         # Do not count those of later steps: they are damaged, since the run was resumed before them
-        for old in [old for old in checkpoints(out_dir) if old <= path][:-2]:
+        for old in [old for old in checkpoints(out_dir) if os.path.basename(old) <= name][:-2]:
             os.remove(old)
     except OSError as error:
         print(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier '

@@ -81,9 +81,9 @@ class SentencePieceTokenizer:
         self.bos = next(i for i in special if i >= 0)
         # SentencePiece writes a space as U+2581. A text's own U+2581 is encoded as its three bytes:
         # these ids, or None if the model has no bytes or puts a space before every text.
-        adds_space = self.model.encode('a', out_type=str)[0].startswith('\u2581')
+        self.adds_space = self.model.encode('a', out_type=str)[0].startswith('\u2581')
         ids = [self.model.piece_to_id(f'<0x{byte:02X}>') for byte in '\u2581'.encode()]
-        self.u2581_ids = ids if not adds_space and all(map(self.model.is_byte, ids)) else None
+        self.u2581_ids = ids if not self.adds_space and all(map(self.model.is_byte, ids)) else None
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
         if self.u2581_ids is not None:
@@ -104,6 +104,8 @@ class SentencePieceTokenizer:
                 counts[i] = 1
             elif not (self.model.is_control(i) or self.model.is_unknown(i)):
                 counts[i] = len(self.model.id_to_piece(i).replace('\u2581', ' ').encode())
+        if self.adds_space:
+            counts[self.bos] = -1  # the space that the model adds to the document is not its text
         return counts
 
 

@@ -11,7 +11,7 @@ from running import MODEL_FILES, ROOT, SIZE_FILES
 from bench import BenchConfig
 from configurator import UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
-from model import ModelConfig
+from model import SIZES, ModelConfig
 from prepare_slimpajama import PrepareConfig
 from reproduce import ReproduceConfig
 from sample import SampleConfig
@@ -51,6 +51,12 @@ def test_an_option_replaces_its_rival_of_an_earlier_level(tmp_path: Path) -> Non
         assert not {'data', 'tokens'} & options.keys()
     with pytest.raises(UserError, match='tokens and tokens_per_param exclude each other: give one'):
         options_of('--tokens=1', '--tokens_per_param=2')
+    # A size replaces the widths of an earlier file, and data replaces a text and its tokenizer
+    assert options_of('config/xs.py', '--size=mini', '--n_layer=1').keys() & SIZES['mini'].keys(
+        ) == {'n_layer'}
+    assert options_of('config/nano.py', 'config/xs.py')['d_model'] == 48
+    assert merge({'text': 'b.txt', 'tokenizer': 'byte', 'seed': 1}, {'data': 'd'}) == {
+        'data': 'd', 'seed': 1}
 
 
 @pytest.mark.parametrize('script', SCRIPTS)

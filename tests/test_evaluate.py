@@ -167,22 +167,34 @@ class LossyTokenizer(ByteTokenizer):
 @pytest.mark.parametrize('tokenizer', [ByteTokenizer(), LossyTokenizer()], ids=['bytes', 'lossy'])
 def test_a_text_is_read_whole(tokenizer: ByteTokenizer, place: Path, report: Report,
                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token but the first is a target, once. Bits per byte count the bytes of the text, which
-    a tokenizer may lose, and not BOS, which begins each document."""
+    """Each token but the first is a target, once. Bits per byte do not count BOS, which begins each
+    document. There are none if the tokenizer loses text."""
     monkeypatch.setattr(evaluate, 'tokenizer_of', lambda state: tokenizer)
     documents = [TEXT, 'and another']
     Path('two.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in documents))
     page = report('--text=two.jsonl', '--out_dir=out/run/best.pt')
-    assert page.startswith('out/run/best.pt, step 2; two.jsonl\n')
-    _, tokens, loss, _, bits = cells(page)[0]
+    assert 'out/run/best.pt, step 2; two.jsonl\n' in page
+    _, tokens, loss, _, *bits = cells(page)[0]
     ids = torch.tensor([i for text in documents for i in [256, *tokenizer.encode(text)]])
     parts = [ids[at:at + LENGTH + 1] for at in range(0, len(ids) - 1, LENGTH)]
     losses = torch.cat([F.cross_entropy(model_of()(part[None, :-1])[0][0], part[1:],
                                         reduction='none') for part in parts])
     assert int(tokens) == len(losses) == len(ids) - 1
     assert float(loss) == pytest.approx(float(losses.mean()), abs=1e-4)
+    if type(tokenizer) is LossyTokenizer:
+        assert bits == [] and 'the tokenizer of this data loses text' in page
+        return
     nats, n_bytes = float(losses[ids[1:] != 256].sum()), len(''.join(documents).encode())
-    assert float(bits) == pytest.approx(nats / math.log(2) / n_bytes, abs=1e-3)
+    assert float(bits[0]) == pytest.approx(nats / math.log(2) / n_bytes, abs=1e-3)
+
+
+def test_data_that_have_changed_are_refused(place: Path, report: Report) -> None:
+    state = torch.load('out/run/best.pt')
+    known = state['data'] | {'test tokens': 1}
+    torch.save(state | {'data': known}, 'out/run/best.pt')
+    with pytest.raises(SystemExit, match=r'its test tokens is .*, that of the run 1; expected'):
+        evaluate.main(['--device=cpu'])
+    assert report('--data=data') and report('--split=val')  # given, or not known
 
 
 def test_shards_of_a_tokenizer_that_loses_text_have_no_bits_per_byte(
@@ -249,3 +261,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
     assert 'compared' not in evaluate.compare(['out/run', 'out/run'])[0]
+    for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
+        config = json.loads(Path(f'out/{run}/config.json').read_text())
+        Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))
+    assert 'test fingerprint (1, 2).' in evaluate.compare(['out/run', 'out/bpe'])[0]

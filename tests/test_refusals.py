@@ -24,6 +24,8 @@ train               --size                                 --size=VALUE, no spac
 train               --out_dir=                             --out_dir= is empty: expected a path
 train               config/none.py                         no config file config/none.py
 train               code.py                                code.py:1: only lines of the form
+train               a.txt --size=nano                      a.txt is no config file
+train               latin1.txt                             A text is given as --text=FILE
 train               wrong.py                               attn_steps=[1]: expected a whole number
 train               --device=cuda                          finds no GPU of this kind
 train               --data=none                            python train.py config/mini.py trains
@@ -35,14 +37,19 @@ train               --tokenizer=byte                       tokenizer is for --te
 train               --init_from=resume                     no run in out/: python train.py
 train               --init_from=resume --out_dir=none      no run in none
 train               --init_from=none                       no checkpoint in none
-train               --init_from=llama --attn=cem           llama has attn=llama (now cem)
+train               --init_from=llama --attn=cem           attn=llama (now cem)
+train               --init_from=llama config/cem_t2.py     preconditioner=none (now diag_lowrank)
+train               --init_from=llama --tie=kv             tie=none (now kv)
 train               --out_dir=data                         data holds a run already
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
+sample              --prompt=a --prompt_file=a.txt         prompt and prompt_file exclude each other
 sample              --out_dir=llama --prompt_file=latin1.txt   latin1.txt: not UTF-8
 evaluate            --out_dir=llama --data=none            none, the data to evaluate on, is not
 evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2, that of the run
 evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
+evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expected 1, 2, 3
+evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --tokens=5                             no run in out/: python train.py makes one
 bench               --device=cuda                          finds no GPU
 reproduce           --figure=3d                            figure=3d: expected one of 2a
@@ -53,6 +60,7 @@ prepare_slimpajama  --input=data                           holds no .parquet, .j
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
+prepare_slimpajama  --input=a.txt --tokens=0               tokens=0: expected 1 to
 prepare_slimpajama  --input=a.txt --held_out=0.5           held_out=0.5: expected 0 to 0.49
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100 --held_out=0   does not suit this text
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
@@ -65,7 +73,7 @@ CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 @pytest.fixture(scope='module')
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('refusals')
-    for name, text in (('a.txt', 'w'), ('empty.txt', ''), ('code.py', 'import os'),
+    for name, text in (('a.txt', 'w 1'), ('empty.txt', ''), ('code.py', 'import os'),
                        ('latin1.txt', 'é'), ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
     short, old = (write_data(path / name) for name in ('short', 'old'))

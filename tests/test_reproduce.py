@@ -148,6 +148,12 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
         (good.parent / name / file).write_text(content)
         reproduce.read_own()
         assert f'{good.parent}/{name} is left out: ' in capsys.readouterr().err
+    for option in '"test_tokens": 10000000', '"init_from": "scratch"':
+        other = config.replace(option, option.replace('10000000', '300').replace('scratch', 'run'))
+        (good / 'config.json').write_text(other)
+        reproduce.read_own()
+        assert 'is that of another run' in capsys.readouterr().err
+    (good / 'config.json').write_text(config)
     (good / 'result.json').unlink()
     assert reproduce.read_own() == {}
     log = [json.dumps({'step': n, 'event': 'skipped'}) for n in range(11)]

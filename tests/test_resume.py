@@ -64,6 +64,14 @@ def test_another_recipe_is_refused_by_name(change: str, halves: tuple[Path, Path
         train.main([f'--out_dir={halves[1]}', RESUME, f'--{change}'])
 
 
+def test_before_the_first_checkpoint_too(halves: tuple[Path, Path], tmp_path: Path) -> None:
+    out = copied(halves[1], tmp_path)
+    for path in out.glob('*.pt'):
+        path.unlink()
+    with pytest.raises(SystemExit, match=r'has learning_rate=.*, attn_steps='):
+        train.main([f'--out_dir={out}', RESUME, '--attn_steps=3', '--learning_rate=0.5'])
+
+
 def test_other_data_are_refused(halves: tuple[Path, Path], tmp_path: Path) -> None:
     data = Path(shutil.copytree(halves[0].parent / 'data', tmp_path / 'data'))
     content = (data / 'val.bin').read_bytes()

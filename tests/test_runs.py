@@ -64,7 +64,7 @@ def test_the_last_checkpoints_stay_and_the_best_apart(
     best = read_checkpoint(str(halves[0] / 'best.pt'))
     evaluated = {line['step']: line['val_loss'] for line in log(halves[0]) if 'val_loss' in line}
     assert best['best'] == min(evaluated.values()) == evaluated[best['step']]
-    out = str(tmp_path)
+    out = f'{tmp_path}/'  # as tab completion writes it
     for name in ('step_mine.pt', 'step_1.pt'):
         (tmp_path / name).write_bytes(b'x')
     (tmp_path / 'step_00000099.pt').write_bytes(b'damaged')  # it does not count
