@@ -62,7 +62,7 @@ class Interaction(Descent):
     derivative of log-sum-exp is softmax, so minus the gradient is W_Q^T sum_j alpha_j k_j."""
     def __init__(self, D: int, K: int, T: int):
         super().__init__(D, T)
-        self.K, self.tau = K, D ** 0.5  # the paper's tau; Llama's is sqrt(D / K)
+        self.K, self.tau = K, D ** 0.5  # Algorithm 1's tau; Llama's is sqrt(D / K)
         self.W_Q = nn.Parameter(torch.randn(D, D) / D ** 0.5)
         self.W_K = nn.Parameter(torch.randn(D, D) / D ** 0.5)
 

@@ -38,6 +38,9 @@ from prepare_slimpajama import text_documents
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
 # Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
 Sequences = tuple[Tensor, int | None, int | None]
+# Options in which runs must agree if their losses are to be compared
+MUST_AGREE = ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
+              'test fingerprint')
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
 
@@ -50,7 +53,7 @@ class EvaluateConfig:
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: str | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
-    steps: tuple[int, ...] = ()  # each T to test; energies take the largest, attention the last
+    steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
     compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
@@ -278,37 +281,40 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> tuple[str
 # Runs side by side
 
 def compare(folders: list[str]) -> tuple[str, Figure]:
-    """Report the results of runs, and plot their training losses. A line names what makes the
-    losses incomparable. UserError if a folder has no run."""
-    names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_bits_per_byte', 'seconds')
+    """Report the results of runs and the options in which they differ, and plot their training
+    losses. A line names what makes the losses incomparable. UserError if a folder has no run."""
+    names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
+             'test_bits_per_byte', 'seconds')
     rows = []
-    settings: dict[str, set[str]] = defaultdict(set)  # the values of each setting in the runs
+    all_options = []
     figure = Figure((7, 4), layout='constrained')
     axes = figure.subplots()
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
     for folder in folders:
-        # Collect the settings in which runs must agree to be comparable
         config = read_config(folder)
-        options = config.get('must_match', {}) | config['train'] | config['model']
-        for name in ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
-                     'test fingerprint'):
-            if name in options:
-                settings[name].add(str(options[name]))
+        options = config['train'] | config['model']
+        if known := config.get('must_match'):
+            options['test fingerprint'] = known['test fingerprint']  # of the data
+        all_options.append(options)
         # Add a row of results. There are none before the run ends
         result = read_json(f'{folder}/result.json') or {}
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
-        rows.append([folder, *cells, options['data']])
+        rows.append([folder, *cells])
         # Plot the training loss
         log = [line for line in read_json_lines(f'{folder}/log.jsonl')
                if line.get('loss') and 'tokens' in line]
         axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], lw=1,
                   label=f'run {folder}')
     axes.legend(fontsize=7)
-    text = table(['run', *names, 'data'], rows)
-    different = [f'{name} ({", ".join(sorted(values))})'
-                 for name, values in settings.items() if len(values) > 1]
+    text = table(['run', *names], rows)
+    # Find the options in which the runs differ. Some of them make losses incomparable
+    known = [name for name in all_options[0] if all(name in options for options in all_options)]
+    values = [[name, *(str(options[name]) for options in all_options)] for name in known]
+    different = [row for row in values if len(set(row[1:])) > 1 and row[0] != 'out_dir']
     if different:
-        text += f'\n\nLosses cannot be compared: the runs differ in {"; ".join(different)}.'
+        text += f'\n\n{table(["option", *folders], different)}'
+    if reasons := [name for name, *_ in different if name in MUST_AGREE]:
+        text += f'\n\nLosses cannot be compared: the runs differ in {", ".join(reasons)}.'
     return text, figure
 
 
@@ -318,6 +324,7 @@ def show(subject: str, text: str, figure: Figure | None = None, name: str = '') 
     """Print a report's subject and text, and write its picture, if any, to out/results."""
     print(f'{subject}\n\n{text}', flush=True)
     if figure is not None:
+        figure.supxlabel(subject, fontsize=7)
         os.makedirs('out/results', exist_ok=True)
         figure.savefig(f'out/results/{name}', dpi=100)
         print(f'out/results/{name}', flush=True)

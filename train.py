@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
         state = runs.last_checkpoint(out_dir)  # None if the run was stopped before its first one
     if init_from != 'scratch' and not state:
         pretrained = runs.best_checkpoint(init_from)
-        saved = saved or pretrained['model_config']
+        saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
         must_equal = {name: given.pop(name) for name in WEIGHTS if name in given}
         runs.check_match(saved, must_equal, init_from)
     options = merge(saved, given)

@@ -1,7 +1,11 @@
 """README, docs and results: short pages whose code runs and whose links lead somewhere."""
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import running
 import torch
 from running import ROOT
 
@@ -40,6 +44,16 @@ def test_the_layer_in_ones_own_code_runs() -> None:
     names: dict = {}
     exec(code, names)
     assert names['block'](torch.randn(2, 10, 64)).shape == (2, 10, 64)
+
+
+def test_an_energy_of_ones_own_trains_and_descends(tmp_path: Path) -> None:
+    data = running.write_data(tmp_path / 'data')
+    for script in (['train', *running.TINY, running.steps(2), f'--data={data}', '--out_dir=o'],
+                   ['evaluate', '--out_dir=o', '--energies', '--steps=2']):
+        done = subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', *script],
+                              cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert re.search(r'mlp 1 .*\| 1.00 ', done.stdout), done.stdout  # the cosine
 
 
 @pytest.mark.parametrize('page', PAGES + RESULTS)

@@ -1,0 +1,48 @@
+"""
+Train an energy of your own. Here it is the MLP's, and autograd takes its gradient.
+
+    python docs/new_energy.py train config/mini.py --compile=False
+    python docs/new_energy.py evaluate --energies        # the other scripts, with the same energy
+    python docs/new_energy.py sample
+
+torch.compile cannot take the second derivatives that training needs here.
+"""
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # model.py is in the folder above
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+import model
+
+
+class ReluMLP(model.CEMMLP):
+    """T steps down xi(u | h) = -gamma . phi(V u + b), phi(z) = relu(z)^3 / 3, without P. phi' is
+    the squared ReLU. b is learned; the other scripts alone refuse to load a model that has it."""
+    def __init__(self, cfg: model.ModelConfig):
+        super().__init__(cfg)
+        self.b = nn.Parameter(torch.zeros(self.V.shape[0]))
+
+    def energy(self, u: Tensor, h: Tensor) -> Tensor:
+        gamma = F.linear(h, self.W)
+        return -(gamma * F.linear(u, self.V, self.b).relu() ** 3 / 3).sum(dim=-1)
+
+    @torch.enable_grad()  # evaluation runs under no_grad, and steps need the gradient there, too
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        h = self.norm(x)
+        for _ in range(self.T):
+            u = self.norm(x)
+            gradient, = torch.autograd.grad(self.energy(u, h).sum(), u, create_graph=True)
+            x = x - self.eta * gradient
+        return x
+
+
+if __name__ == '__main__':
+    model.CEMMLP = ReluMLP  # what a Block takes for mlp=cem
+    importlib.import_module(sys.argv[1]).main(sys.argv[2:])
