@@ -142,11 +142,11 @@ def test_weights_of_another_run_start_a_new_one(
     halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Also if a loop of one's own, compiled and with DDP, has saved them."""
-    data, out, source = halves[0].parent / 'data', tmp_path / 'tuned', tmp_path / 'own.pt'
+    out, source = tmp_path / 'tuned', tmp_path / 'own.pt'
     best = read_checkpoint(str(halves[0] / 'best.pt'))
     prefixed = {f'module._orig_mod.{name}': w for name, w in best['model'].items()}
     torch.save({**best, 'model': prefixed}, source)
-    run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', f'--init_from={source}', steps(2),
+    run = Run(tmp_path, f'--out_dir={out}', f'--init_from={source}', steps(2),  # on its data
               '--learning_rate=0', '--attn_steps=3', '--stop_step=1').wait()
     assert run.codes == [train.STOPPED], run.text
     for path in [*out.glob('*.pt')]:  # a run that was stopped before its first checkpoint
