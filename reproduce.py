@@ -267,13 +267,12 @@ def verdict_table(verdicts: list[Verdict]) -> str:
 
 def draw_verdicts(verdicts: list[Verdict]) -> plt.Figure:
     """Draw the interval of every claim, at the largest size that has one, coloured by verdict."""
-    # A claim of the second family without new runs repeats one of the first: keep the first
+    # A later claim about the same models repeats an earlier one with fewer seeds: leave it out
     shown = {}
     for claim, effects, word in verdicts:
         effect = next((effect for effect in reversed(effects) if effect.half_width > 0), None)
         if effect and claim['unit'] == 'perplexity':
-            compared = claim['A'], claim['B'], effect.size, *effect.by_seed
-            shown.setdefault(compared, (claim, effect, word))
+            shown.setdefault((claim['A'], claim['B'], effect.size), (claim, effect, word))
     # Draw them from bottom to top
     colors, labels = {'holds': 'C2', 'does not hold': 'C3', 'undecided': 'gray'}, []
     figure, axes = plt.subplots(figsize=(10, 1 + 0.28 * len(shown)), layout='constrained')
@@ -282,12 +281,13 @@ def draw_verdicts(verdicts: list[Verdict]) -> plt.Figure:
         axes.errorbar(d, place, xerr=[[d - low], [high - d]], fmt='o', ms=4, color=colors[word])
         bounds = [float(claim[name]) for name in ('above_%', 'below_%') if claim[name]]
         axes.plot(bounds, [place] * len(bounds), '|', color='black', ms=12)
-        family = 'second family: ' if 'question' in claim else ''
-        labels.append(f'{family}{claim["claim"]}, {effect.size}')
+        text = claim['claim'].replace('d_k', 'key-query diagonal')
+        labels.append(f'{text}; {effect.size}, {len(effect.by_seed)} seeds')
     axes.set_yticks(range(len(shown)), labels, fontsize=7)
     axes.set_xscale('symlog', linthresh=10)
     axes.set_xticks(ticks := [-10, -5, -2, 0, 2, 5, 10, 20, 50], ticks)
-    axes.set_xlabel('A over B, %; black: bounds, green: holds, red: does not hold')
+    axes.set_xlabel('change in perplexity, %; black: bounds of the claim\n'
+                    'green: the claim holds, red: it does not hold, grey: undecided')
     return figure
 
 
@@ -482,7 +482,7 @@ def main(argv: list[str]) -> None:
         print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
               'the interval over seeds, and each seed alone.\n\n'
               f'{verdict_table(first)}\n\n{verdict_table(second)}\n', flush=True)
-        draw_verdicts(first + second).savefig('out/results/rows.png')
+        draw_verdicts(second + first).savefig('out/results/rows.png')
         print('out/results/rows.png shows all effects', flush=True)
 
 

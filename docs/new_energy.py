@@ -24,7 +24,8 @@ import model
 
 class ReluMLP(model.CEMMLP):
     """T steps down xi(u | h) = -gamma . phi(V u + b), phi(z) = relu(z)^3 / 3, without P. phi' is
-    the squared ReLU. b is learned; the other scripts alone refuse to load a model that has it."""
+    the squared ReLU. b is learned. The other scripts know no b, and refuse to load such a model
+    unless they run through this file."""
     def __init__(self, cfg: model.ModelConfig):
         super().__init__(cfg)
         self.b = nn.Parameter(torch.zeros(self.V.shape[0]))
