@@ -308,8 +308,8 @@ def compare(folders: list[str]) -> tuple[str, Figure]:
     axes.legend(fontsize=7)
     text = table(['run', *names], rows)
     # Find the options in which the runs differ. Some of them make losses incomparable
-    known = [name for name in all_options[0] if all(name in options for options in all_options)]
-    values = [[name, *(str(options[name]) for options in all_options)] for name in known]
+    shared = [name for name in all_options[0] if all(name in options for options in all_options)]
+    values = [[name, *(str(options[name]) for options in all_options)] for name in shared]
     different = [row for row in values if len(set(row[1:])) > 1 and row[0] != 'out_dir']
     if different:
         text += f'\n\n{table(["option", *folders], different)}'
