@@ -3,7 +3,8 @@ Compute CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, 
 
 flex_attention would need 18 lines. But its backward pass runs on CUDA alone, and it adds gradients
 of captured tensors atomically: results differ from run to run, and some 200 million numbers are
-added to the biases of twelve heads. So these kernels stay until a GPU has timed both.
+added to the biases of twelve heads. At 134m an H100 takes 377 ms for a layer's attention that way,
+and 2.9 ms with these kernels. Without the biases' gradient flex_attention takes 3.1 ms.
 
 For head k, with values = keys and everything causal (j <= i),
 
@@ -263,15 +264,14 @@ def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: 
 
 
 # For each kernel and head width (up to 64, up to 128): a tile's rows BM and columns BN, warps,
-# pipeline stages. They fit in 99 KB of shared memory and keep sums in registers. BM and BN divide
-# one another and PAD. None has been timed. Candidates for the first run on an A100: forward
-# (128, 64, 8, 3), (64, 64, 4, 3); dq (64, 64, 4, 2); dk (64, 64, 8, 2), (32, 64, 4, 3). On an H100
-# also, above 64: dq (128, 64, 8, 2), dk (64, 128, 8, 2), dbias (64, 64, 8, 2).
+# pipeline stages. Of five to ten tried at widths 64, 72 and 84 these are the fastest on an H100; on
+# an A100, where none has been timed, dbias_kernel spills registers above 64. BM and BN divide PAD;
+# BN divides BM, and in dk_kernel BM divides BN, or tiles would reach beyond the bias.
 TILES: dict[Any, dict[int, tuple[int, int, int, int]]] = {
-    forward_kernel: {64: (128, 32, 4, 3), 128: (128, 64, 8, 3)},
-    dq_kernel: {64: (128, 32, 4, 3), 128: (128, 32, 8, 2)},
-    dk_kernel: {64: (32, 128, 4, 3), 128: (64, 64, 8, 2)},
-    dbias_kernel: {64: (128, 64, 8, 2), 128: (128, 32, 8, 2)},
+    forward_kernel: {64: (64, 64, 4, 3), 128: (64, 64, 4, 3)},
+    dq_kernel: {64: (64, 32, 4, 3), 128: (64, 64, 4, 2)},
+    dk_kernel: {64: (64, 64, 4, 2), 128: (64, 64, 4, 2)},
+    dbias_kernel: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
 }
 
 
