@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Size L: 10 layers x 192, 3 heads 64 wide, MLP 512; 4.4 M weights in Llama's layers; one GPU.
+# Size L: 10 layers x 192, 3 heads 64 wide, MLP 512; 4.4 M weights in Llama's layers; one GPU. On an
+# H100, under CUDA's multi-process service, five of the first six runs ended within ten minutes.
 #
 #     bash results/tokens/size_l.sh text FOLDER     makes size_l_text/ of FOLDER's english.jsonl.zst
 #                                                   and english_large.jsonl.zst; no GPU is needed
