@@ -124,6 +124,15 @@ def test_kernels_compile_ahead_within_a_gpus_means(arch: int, width: int) -> Non
         assert int(spilled) <= 256, name  # bytes a thread, written and read; a few at odd widths
 
 
+def test_no_tile_reaches_beyond_the_bias() -> None:
+    """A forward tile of 64 x 128 ended a GPU's process with an illegal memory access."""
+    for kernel, tiles in TILES.items():
+        for BM, BN, *_ in tiles.values():
+            assert triton_attention.PAD % BM == triton_attention.PAD % BN == 0
+            outer, inner = (BN, BM) if kernel is triton_attention.dk_kernel else (BM, BN)
+            assert outer % inner == 0 or kernel is triton_attention.dbias_kernel
+
+
 # The check before the kernels' first use on a GPU; here Triton's interpreter runs it
 
 HALF = (CPU, torch.float16, 2, 16, 1, True)
