@@ -195,12 +195,12 @@ def resolve_defaults(options: Any, **defaults: Any) -> None:
 
 
 def only_with(options: Any, setting: str, **values: Any) -> None:
-    """UserError unless these options have these values. Other values have an effect only with
-    `setting`, such as attn=cem."""
+    """UserError unless these options have these values. Other values are only for `setting`, such
+    as attn=cem."""
     for name, value in values.items():
         given = getattr(options, name)
         check(given == value,
-              f'{name}={given} has no effect: set {setting}, or else {name}={value}')
+              f'{name}={given} is only for {setting}: set that, or else {name}={value}')
 
 
 def in_range(options: Any, low: float, high: float, names: str) -> None:

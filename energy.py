@@ -39,21 +39,21 @@ class Phi(torch.autograd.Function):
 
 
 class Descent(nn.Module):
-    """Move the state x of each token down an energy, in T steps: (B, J, D) -> (B, J, D)."""
+    """Move the state x of each token down an energy, in T steps: (B, J, D) -> (B, J, D). A step is
+    the gradient by u = norm(x). The norm's own derivative is left out, as in the paper."""
     def __init__(self, D: int, T: int):
         super().__init__()
-        self.T = T
+        self.T, self.eta = T, 1 / T  # the number of steps, and their length
         self.norm = nn.RMSNorm(D, eps=1e-5)
 
+    @torch.enable_grad()  # the layer needs a gradient, even where nothing is trained
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)  # the context, which stays as it is
-        self.path = []    # the mean energy before each step, to look at
         for _ in range(self.T):
             u = self.norm(x)
             energy = self.energy(u, h).sum()  # each token's own; no energy reads another token's u
             gradient, = torch.autograd.grad(energy, u, create_graph=True)  # by u alone, not by h
-            x = x - gradient / self.T         # added to x: the residual connection
-            self.path.append(energy.item() / u[..., 0].numel())
+            x = x - self.eta * gradient       # added to x: the residual connection
         return x
 
 
@@ -121,19 +121,24 @@ def main(path: str = f'{Path(__file__).parent}/pretrained/held_out.txt', J: int 
         loss.backward()
         optimizer.step()
         if step == 1 or step % 100 == 0:
-            print(f'step {step}: loss {loss:.3f} nats a byte', flush=True)
+            print(f'step {step}: training loss {loss:.3f} nats a byte', flush=True)
     # Continue the text from its first J bytes
     written = text[:J].tolist()
     for _ in range(200):
         logits = model(torch.tensor([written[-J:]]))[0, -1]
         written.append(int(torch.multinomial((logits / 0.7).softmax(-1), 1)))
     print(bytes(written[J:]).decode(errors='replace'))
-    # Divide each layer's step into four, and print how its energy has changed before each of them
+    # Divide each layer's step into four, and print the change of its energy after each of them
+    x = model.embedding[batch[:, :-1]]
     for layer in model.layers:
-        layer.T = 4
-    model(batch[:, :-1])
-    for layer in model.layers:
-        print(type(layer).__name__, 'energy:', [round(e - layer.path[0], 2) for e in layer.path])
+        layer.eta = 1 / 4
+        path = []
+        for T in range(5):
+            layer.T = T
+            u, h = layer.norm(layer(x)), layer.norm(x)
+            path.append(layer.energy(u, h).mean().item())
+        print(type(layer).__name__, 'energy:', [round(energy - path[0], 2) for energy in path])
+        x = layer(x)
 
 
 if __name__ == '__main__':

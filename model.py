@@ -14,9 +14,10 @@ the key-query diagonal d_k of Eq. 12 are options of the paper. Algorithm 1 leave
 of the diagonal's part of the energy, and exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1, except that its g includes V^T, which
-is in W_d here. RoPE is not in Algorithm 1: its lines begin with "rope:". docs/paper.md lists our
-choices where the paper is silent. nanocem/attention.py computes the same attention faster.
+Comments at the ends of lines are the formulas of Algorithm 1. That one adds its steps to norm(x), and
+diverged at the paper's width, so by default we add them to x. RoPE is not in it: its lines begin
+with "rope:". docs/paper.md lists our choices where the paper is silent. nanocem/attention.py
+computes the same attention faster.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -35,8 +36,8 @@ from energy import Phi
 from nanocem.attention import attend, choose_impl
 from nanocem.loss import cross_entropy
 
-# 86m to 162m are the paper's (Table 1). 256m is our choice. There CEM gets two more layers, but the
-# token budget of the Llama of 14 layers: --size=256m --n_layer=16 --tokens=5.1B.
+# 86m to 162m are the paper's (Table 1), the shape of 256m is our choice. CEM has 16 layers there,
+# and the token budget of the Llama of 14: --size=256m --n_layer=16 --tokens=5.1B.
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -70,15 +71,15 @@ class ModelConfig:
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
     mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
     loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
-    attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps
-    mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps
+    attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps, or init_from's
+    mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps, or init_from's
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
-    residual: Literal['raw', 'normed'] = 'raw'  # steps start from x or from h = norm(x)
+    residual: Literal['raw', 'normed'] = 'raw'  # start from x, or norm(x) as in Algorithm 1
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # match Llama's MLP in width or parameters
@@ -98,7 +99,7 @@ class ModelConfig:
             attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps,
             positions='alibi' if self.attn == 'cem' else 'rope',
             score_scale='model' if self.attn == 'cem' else 'head')
-        # Refuse options that have no effect
+        # Refuse options of another kind of layer
         if self.attn == 'cem':
             only_with(self, 'attn=llama', tie='none')
         else:
@@ -206,7 +207,7 @@ class BaseAttention(nn.Module):
         self.norm = RMSNorm(D)
         self.W_Q = normal_param(D, D, std=cfg.init_std)  # W_k^Q is its k-th block of R rows
         self.W_K = normal_param(D, D, std=cfg.init_std)
-        if cfg.positions == 'alibi':
+        if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
 
@@ -291,19 +292,19 @@ class CEMAttention(BaseAttention):
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Insert the new h or keys into the cache, and get those of all tokens so far. A cache may
-        # hold h instead of keys. Then k is None, and the implementation below is h_cache
+        # Insert the new h or keys into the cache, and get those of all tokens so far. It may hold h
+        # alone (nanocem/decode.py): then k is None, and attend works from h
         if cache is not None:
             h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
         # Fold the preconditioners into the output projection: its blocks are W_k^Q P_k
         W_O = self.output_weight() if cache is None else cache.output_weight(self)  # (D, D)
+        impl = choose_impl(self, k, pos)  # how to compute attention
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
-            impl = choose_impl(self, k, pos)
             if impl == 'readable':
                 a = self.scores(q, k, pos, u, h)                 # a_ijk, (B, K, I, J)
                 alpha = a.softmax(dim=-1).type_as(k)             # softmax_j(a_ijk)
@@ -381,7 +382,7 @@ class CEMMLP(nn.Module):
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Fold the preconditioner into the down projection
+        # Fold the preconditioner into the down projection. Algorithm 1 has V^T in its g, not here
         W_d = self.output_weight() if cache is None else cache.output_weight(self)  # (P V^T)^T
         for _ in range(self.T):
             # Project the current state up

@@ -2,7 +2,7 @@
 Generate text with a trained model.
 
     python sample.py                                         with the newest run
-    python sample.py --out_dir=out/mini-cem1-cem1 --prompt="def " --temperature=0.7 --attn_steps=4
+    python sample.py --out_dir=out/RUN --prompt="def " --temperature=0.7 --attn_steps=4
     python sample.py --prompt_file=intro.txt                 continue the text in a file
 """
 import sys

@@ -312,7 +312,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError):  # stderr may be a pipe to a program that has ended
             os.write(2, b'\nstopping after this step; a second signal ends the process at once\n')
-    for number in signal.Signals:
+    for number in signal.Signals:  # Windows has no SIGHUP
         asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
         if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, on_signal)
@@ -372,20 +372,20 @@ def main(argv: list[str]) -> int:
         if step % cfg.log_interval == 0 or is_last:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
                 tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
-                memory_gb=torch.cuda.max_memory_allocated() / 1e9,
+                memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
             last_logged, step_seconds = step, 0.0
 
         # Validate, and keep the best weights
         if step % cfg.eval_interval == 0 or is_last:
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
-            eta = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
+            left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
             speed = f'{tokens_per_s:,.0f} tok/s'
             if math.isfinite(mfu):
                 speed += f', MFU {mfu:.1%}'
             bar.clear()
             print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation loss '
-                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | {speed} | ETA {eta}',
+                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | {speed} | ETA {left}',
                   flush=True)
             log(step, val_loss=val_loss)
             if val_loss < best:

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from configurator import UserError, build, check, fail
-from model import ModelConfig, Transformer
+from model import SIZES, ModelConfig, Transformer
 from nanocem import hf
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.tokenizers import MODEL_FILE
@@ -41,7 +41,9 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
     """Make the folder of a new run: `out_dir`, or the first free one of out/NAME, out/NAME-2, ...,
     where NAME describes the model. UserError if `out_dir` holds a run."""
     if not out_dir:
-        name = f'out/{cfg.size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}'
+        is_preset = all(getattr(cfg, name) == value for name, value in SIZES[cfg.size].items())
+        size = cfg.size if is_preset else f'{cfg.n_layer}x{cfg.d_model}'
+        name = f'out/{size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}-{cfg.positions}'
         names = itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2)))
         out_dir = next(path for path in names if not os.path.exists(path))
     files = glob.glob('config.json', root_dir=out_dir) + glob.glob('*.pt', root_dir=out_dir)

@@ -105,12 +105,14 @@ def test_new_folders_and_the_newest(
     monkeypatch.chdir(tmp_path)
     config = '{"train": {}, "model": {}}'
     for n, (name, text) in enumerate([('-2', config), ('', config), ('-3', '{}'), ('-4', '')]):
-        folder = runs.new_folder(f'out/nano-cem1-cem1{name}', ModelConfig(size='nano'))
+        folder = runs.new_folder(f'out/nano-cem1-cem1-alibi{name}', ModelConfig(size='nano'))
         path = Path(folder, 'config.json')
         path.write_text(text)
         os.utime(path, (n, n))
-    assert runs.new_folder(None, ModelConfig(size='nano')) == 'out/nano-cem1-cem1-5'
-    assert runs.newest_run() == 'out/nano-cem1-cem1'
+    assert runs.new_folder(None, ModelConfig(size='nano')) == 'out/nano-cem1-cem1-alibi-5'
+    assert runs.newest_run() == 'out/nano-cem1-cem1-alibi'
+    llama = ModelConfig(size='nano', n_layer=3, attn='llama', mlp='llama')
+    assert runs.new_folder(None, llama) == 'out/3x32-llama1-llama1-rope'
     assert capsys.readouterr().out.count('is left out') == 2
     (tmp_path / 'best.pt').touch()
     with pytest.raises(UserError, match='holds a run already'):
