@@ -14,7 +14,7 @@ the key-query diagonal d_k of Eq. 12 are options of the paper. Algorithm 1 leave
 of the diagonal's part of the energy, and exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1. That one adds its steps to norm(x), and
+Comments at the ends of lines are the formulas of Algorithm 1. Its steps are added to norm(x), which
 diverged at the paper's width, so by default we add them to x. RoPE is not in it: its lines begin
 with "rope:". docs/paper.md lists our choices where the paper is silent. nanocem/attention.py
 computes the same attention faster.
