@@ -62,7 +62,7 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     """Read config files in their order, then --key=value flags. Later ones override earlier ones.
-    Return the given options, which must be fields of `classes`. UserError."""
+    Return the given options, which must be fields of `classes`. Raises UserError."""
     if '--help' in argv or '-h' in argv:
         print_help(classes)
     hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
@@ -92,7 +92,7 @@ def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """Read a config file, looked up in the current folder, then beside the scripts. UserError."""
+    """Read a config file of this folder, or else one beside the scripts. Raises UserError."""
     beside_scripts = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) else beside_scripts
     check(os.path.isfile(found), f'no config file {path}; options are written --key=value')

@@ -138,7 +138,7 @@ def list_files(root: str) -> list[str]:
 
 def list_hub(where: str) -> tuple[str, list[str]]:
     """Return a dataset of the Hub at its current commit, and the names of its files below `where`.
-    UserError."""
+    Raises UserError."""
     from huggingface_hub import HfFileSystem, dataset_info, parse_hf_uri
     try:
         uri = parse_hf_uri(where.rstrip('/'))
@@ -198,7 +198,7 @@ def read_jsonl(path: str, column: str) -> Iterator[str]:
 
 
 def text_documents(path: str) -> Iterator[str]:
-    """Yield the documents of a file or folder, as train.py --text reads them. UserError."""
+    """Yield the documents of a file or folder, as train.py --text reads them. Raises UserError."""
     source = find_source(os.path.abspath(path))
     for file in source.files:
         yield from read_documents(source.path(file))
@@ -255,7 +255,7 @@ def split_by_position(path: str, splits: list[str],
 
 def find_tokenizer(o: PrepareConfig, source: Source, folder: str) -> Any:
     """Load or train the tokenizer that the options name. If it is a SentencePiece model, its file
-    is written to the folder. UserError."""
+    is written to the folder. Raises UserError."""
     model = os.path.join(folder, tokenizers.MODEL_FILE)
     if o.tokenizer in tokenizers.WITHOUT_FILE:
         return tokenizers.WITHOUT_FILE[o.tokenizer]()
@@ -335,7 +335,7 @@ def tokenize(o: PrepareConfig, source: Source, tokenizer: Any, writer: Writer) -
 
 def prepare(o: PrepareConfig) -> None:
     """Make the data folder o.out_dir unless it exists. It is written to a hidden folder beside it,
-    which is renamed when it is complete. UserError, OSError."""
+    which is renamed when it is complete. Raises UserError, OSError."""
     folder = Path(o.out_dir).resolve()
     partial = folder.with_name(f'.{folder.name}.partial')
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -356,7 +356,7 @@ def prepare(o: PrepareConfig) -> None:
 
 
 def write_folder(o: PrepareConfig, folder: str) -> None:
-    """Write tokenizer, shards and meta.json to an empty folder. UserError, OSError."""
+    """Write tokenizer, shards and meta.json to an empty folder. Raises UserError, OSError."""
     source = find_source(o.input)
     for split in SPLITS:
         if files := [file for file, named in source.files.items() if named == split]:
@@ -392,7 +392,7 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
               checkpoint: dict[str, Any] | None = None) -> str:
     """Return the data folder: `folder`, or that of a user's `text`. That of a text, and
     data/builtin, are made on first use. The default tokenizer of a text is that of `checkpoint`,
-    from which training goes on, or else chosen by size. UserError, OSError."""
+    from which training goes on, or else chosen by size. Raises UserError, OSError."""
     if not text:
         if Path(folder) == Path('data/builtin') and not os.path.exists(f'{folder}/meta.json'):
             print(f"Preparing {folder} from the source of this Python's library", flush=True)

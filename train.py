@@ -131,14 +131,16 @@ def main(argv: list[str]) -> int:
     saved: dict[str, Any] = {}  # the options to override
     state = pretrained = None  # the checkpoint to resume from, and the one to start from
     if resume:
+        # Take the options of the run, whose text and tokenizer cannot change, and its checkpoint
         out_dir = out_dir or runs.newest_run()
-        config = runs.read_config(out_dir)
-        saved = {**config['model'], **config['train'], 'stop_step': None}
+        old_config = runs.read_config(out_dir)
+        saved = {**old_config['model'], **old_config['train'], 'stop_step': None}
         must_equal = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
         runs.check_match(saved, must_equal, out_dir)
-        init_from = given['init_from'] = saved['init_from']
-        state = runs.last_checkpoint(out_dir)  # None if the run was stopped before its first one
+        init_from = given['init_from'] = saved['init_from']  # where the run itself started
+        state = runs.last_checkpoint(out_dir)  # None if it was stopped before its first one
     if init_from != 'scratch' and not state:
+        # Take the model of another run, whose weights must fit
         pretrained = runs.best_checkpoint(init_from)
         saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
         must_equal = {name: given.pop(name) for name in WEIGHTS if name in given}
@@ -228,7 +230,7 @@ def main(argv: list[str]) -> int:
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     if resume:
-        began_with = (state or config).get('must_match')  # config.json has it, too
+        began_with = (state or old_config).get('must_match')  # config.json has it, too
         runs.check_match(began_with, must_match, out_dir)
     if state:
         raw_model.load_state_dict(state['model'])
@@ -245,8 +247,8 @@ def main(argv: list[str]) -> int:
     checksum = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
     local = torch.tensor([step, checksum])
     check(torch.equal(sum_over_processes(local.clone()).cpu(), local * world_size),
-          f'process {rank} has read another checkpoint than the others, of step {step}: all need '
-          'the same files')
+          f'the processes have read different checkpoints, process {rank} one of step {step}: all '
+          'need the same files')
 
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
     if rank == 0:

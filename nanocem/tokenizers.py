@@ -162,7 +162,7 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
 
 def tokenizer_of(state: dict[str, Any]) -> Any:
     """Load the tokenizer of a checkpoint or export. Its model file is beside it, or in the data
-    folder. UserError."""
+    folder. Raises UserError."""
     return load_tokenizer(state.get('folder', state['data_dir']), state['data'])
 
 
@@ -219,5 +219,5 @@ def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[s
 
 
 def read_text(path: str) -> str:
-    """Read a text file. UserError if it is not UTF-8, OSError."""
+    """Read a text file. Raises UserError if it is not UTF-8, OSError."""
     return ''.join(read_blocks(path))
