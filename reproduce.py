@@ -122,7 +122,7 @@ def panel(size: str, train: TrainConfig, model: ModelConfig) -> str:
     """Describe the data of a run: only points of the same data share a picture."""
     test = f'{train.test_tokens / 1e6:g} M test tokens'
     return (f'{train.data}, vocabulary {model.vocab_size:,}, context {model.context_length:,}, '
-            f'{"whole test split" if train.test_tokens >= 1e9 else test}; '
+            f'{"all held-out text" if train.test_tokens >= 1e9 else test}; '
             f'per {"Llama token" if size in STUDY_SIZES else "token"}')
 
 

@@ -1,5 +1,5 @@
 """
-Train an energy of your own. Here it is the MLP's, and autograd takes its gradient.
+Train an energy of your own. Here it takes the place of the MLP's, and autograd its gradient.
 
     python docs/new_energy.py train config/mini.py --compile=False
     python docs/new_energy.py evaluate --energies        # the other scripts, with the same energy
@@ -23,9 +23,9 @@ import model
 
 
 class ReluMLP(model.CEMMLP):
-    """T steps down xi(u | h) = -gamma . phi(V u + b), phi(z) = relu(z)^3 / 3, without P. phi' is
-    the squared ReLU. b is learned. The other scripts know no b, and refuse to load such a model
-    unless they run through this file."""
+    """T steps down xi(u | h) = -gamma . phi(V u + b), phi(z) = relu(z)^3 / 3. phi' is the squared
+    ReLU, and b is learned. P and other options of the MLP have no part in it. The other scripts
+    know no b, and fail to load such a model unless they run through this file."""
     def __init__(self, cfg: model.ModelConfig):
         super().__init__(cfg)
         self.b = nn.Parameter(torch.zeros(self.V.shape[0]))
