@@ -8,7 +8,8 @@ Train Llama and CEM language models: on a laptop, a GPU, or many.
     python train.py --init_from=resume                       continue the newest run
 
 Later config files override earlier ones, and --key=value flags override files. A run's folder,
-out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at the end, result.json.
+out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at the end, result.json,
+the test of the last weights. sample.py and evaluate.py take the weights of the best validation.
 """
 import atexit
 import contextlib
