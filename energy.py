@@ -39,14 +39,14 @@ class Phi(torch.autograd.Function):
 
 
 class Descent(nn.Module):
-    """Move the state x of each token down an energy, in T steps: (B, J, D) -> (B, J, D). A step is
-    the gradient by u = norm(x). The norm's own derivative is left out, as in the paper."""
+    """Move the state x of each token down an energy, in T steps: (B, J, D) -> (B, J, D). The
+    gradient is by u = norm(x): the norm's own derivative is left out, as in the paper."""
     def __init__(self, D: int, T: int):
         super().__init__()
         self.T, self.eta = T, 1 / T  # the number of steps, and their length
         self.norm = nn.RMSNorm(D, eps=1e-5)
 
-    @torch.enable_grad()  # the layer needs a gradient, even where nothing is trained
+    @torch.enable_grad()  # the layer needs a gradient, also under torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)  # the context, which stays as it is
         for _ in range(self.T):

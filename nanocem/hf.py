@@ -72,8 +72,8 @@ def convert_layout(name: str, w: Tensor, cfg: ModelConfig) -> Tensor:
 
 def export(model: Transformer, folder: str, state: dict[str, Any],
            dtype: torch.dtype = torch.float32) -> None:
-    """Write the model to a new or empty folder that transformers loads. A plain Llama becomes a
-    LlamaForCausalLM. Its checkpoint `state` names tokenizer and data. May raise OSError."""
+    """Write the model to a folder that transformers loads; a plain Llama as a LlamaForCausalLM. Its
+    checkpoint `state` names tokenizer and data. UserError if the folder is not empty."""
     path = Path(folder)
     check(not path.exists() or not any(path.iterdir()),
           f'export={folder} is not empty: give a new folder')

@@ -15,9 +15,9 @@ model               --d_model=0                            d_model=0: expected 1
 model               --d_model=65                           multiple of n_head
 model               --exact_update --kq_diag=none          needs the diagonal
 model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none
-model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   set attn=cem or
-model               config/cem_t2.py config/llama.py       set attn=cem, or else attn_steps=1
-model               --preconditioner=diag --mlp_rank=3     set preconditioner=diag_lowrank, or else
+model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   for attn=cem or
+model               config/cem_t2.py config/llama.py       set that, or else attn_steps=1
+model               --preconditioner=diag --mlp_rank=3     only for preconditioner=diag_lowrank: set
 model               --d_model=12 --n_head=4 --positions=rope     is odd
 train               --atn_steps=2                          no such option; near: attn_steps
 train               --size                                 --size=VALUE, no space
