@@ -31,6 +31,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, fail, read_options
@@ -381,6 +382,10 @@ def plot_parameters(axes: Axes, points: list[Point]) -> None:
         shown = [p for p in points if p.series == name]
         axes.plot([p.parameters for p in shown], [p.perplexity for p in shown], marker, label=name)
     axes.set(xscale='log', xlabel='parameters', yscale='log')
+    for axis in (axes.xaxis, axes.yaxis):  # a few plain numbers
+        axis.set_major_locator(MaxNLocator(4))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(EngFormatter())
 
 
 def plot_bars(axes: Axes, points: list[Point]) -> None:
@@ -417,6 +422,9 @@ def plot_rates(axes: Axes, points: list[Point]) -> None:
             axes.plot(x[y.argmin()], y.min(), '*', color=dots.get_color(), ms=14,
                       label=f'{y.min():.2f} at {x[y.argmin()]:.3g}')
     axes.set(xscale='log', xlabel='learning rate')
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter('{x:g}')
 
 
 PLOTS = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates}
