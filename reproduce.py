@@ -287,7 +287,7 @@ def draw_verdicts(verdicts: list[Verdict]) -> plt.Figure:
     axes.set_yticks(range(len(shown)), labels, fontsize=7)
     axes.set_xscale('symlog', linthresh=10)
     axes.set_xticks(ticks := [-10, -5, -2, 0, 2, 5, 10, 20, 50], ticks)
-    axes.set_xlabel('change in perplexity, %; black: bounds of the claim\n'
+    axes.set_xlabel('change in perplexity, %, logarithmic beyond 10; black: bounds of the claim\n'
                     'green: the claim holds, red: it does not hold, grey: undecided\n'
                     'a Llama without ALiBi has RoPE')
     return figure
