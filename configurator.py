@@ -92,7 +92,7 @@ def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
-    """Read a config file of the current folder, or one beside the scripts. UserError if none."""
+    """Read a config file from the current folder, or from beside the scripts. Raises UserError."""
     beside_scripts = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) else beside_scripts
     check(os.path.isfile(found), f'no config file {path}; options are written --key=value')

@@ -135,10 +135,10 @@ def main(path: str = f'{Path(__file__).parent}/pretrained/held_out.txt', J: int 
         path = []
         for T in range(5):
             layer.T = T
-            u, h = layer.norm(layer(x)), layer.norm(x)
-            path.append(layer.energy(u, h).mean().item())
+            after = layer(x)
+            path.append(layer.energy(layer.norm(after), layer.norm(x)).mean().item())
         print(type(layer).__name__, 'energy:', [round(energy - path[0], 2) for energy in path])
-        x = layer(x)
+        x = after
 
 
 if __name__ == '__main__':

@@ -121,10 +121,11 @@ def print_todo(runs: list[Run], root: str) -> None:
 
 def panel(size: str, train: TrainConfig, model: ModelConfig) -> str:
     """Describe the data of a run: only points of the same data share a picture."""
-    test = f'{train.test_tokens / 1e6:g} M test tokens'
+    measured = f'{train.test_tokens / 1e6:g} M test tokens; per token'
+    if size in STUDY_SIZES:
+        measured = 'all held-out text; per Llama token'
     return (f'{train.data}, vocabulary {model.vocab_size:,}, context {model.context_length:,}, '
-            f'{"all held-out text" if train.test_tokens >= 1e9 else test}; '
-            f'per {"Llama token" if size in STUDY_SIZES else "token"}')
+            f'{measured}')
 
 
 def read_published() -> Results:

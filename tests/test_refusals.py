@@ -16,8 +16,8 @@ model               --d_model=65                           multiple of n_head
 model               --exact_update --kq_diag=none          needs the diagonal
 model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none
 model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   for attn=cem or
-model               config/cem_t2.py config/llama.py       set that, or else attn_steps=1
-model               --preconditioner=diag --mlp_rank=3     only for preconditioner=diag_lowrank: set
+model               config/cem_t2.py config/llama.py   for attn=cem: set that, or else attn_steps=1
+model             --preconditioner=diag --mlp_rank=3  preconditioner=diag_lowrank: set that, or else
 model               --d_model=12 --n_head=4 --positions=rope     is odd
 train               --atn_steps=2                          no such option; near: attn_steps
 train               --size                                 --size=VALUE, no space
