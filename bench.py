@@ -26,9 +26,8 @@ import torch
 from configurator import build, command_line, in_range, read_options, resolve_defaults
 from model import SIZES, ModelConfig, Transformer
 from nanocem.attention import describe_attention
-from nanocem.loss import flops_per_token, peak_flops
-from nanocem.runs import find_device
-from train import compile_for, keep_freed_memory
+from nanocem.flops import flops_per_token
+from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
 
 # The config files of each model. The defaults are all-CEM, one step
 MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py']}

@@ -31,12 +31,13 @@ from tqdm import tqdm
 from configurator import build, check, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.files import read_json, read_json_lines, table
+from nanocem.documents import text_documents
+from nanocem.files import read_json, read_json_lines
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
-from nanocem.runs import check_match, load_model, newest_run, perplexity, read_config
+from nanocem.metrics import markdown_table, perplexity, sum_losses
+from nanocem.runs import check_match, load_model, newest_run, read_config
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
-from prepare_slimpajama import text_documents
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
 # Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
@@ -80,7 +81,7 @@ def cem_kinds(model: Transformer) -> list[str]:
 
 # What the loss is measured on
 
-def read_text(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequences:
+def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequences:
     """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document. Each
     token but the first is a target once. Bytes and Llama's tokens are not counted if the tokenizer
     loses text. Llama's need its tokenizer, at $LLAMA_TOKENIZER or in data_dir."""
@@ -130,11 +131,8 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     device = model.embedding.device
     sums = torch.zeros(3, dtype=torch.float64)
     for block in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1])):
-        x, y = block[:, :-1].clamp(min=0), block[:, 1:].flatten()
-        logits = model(x.to(device))[0].float().flatten(0, 1)
-        losses = F.cross_entropy(logits, y.to(device), reduction='none', ignore_index=NO_TARGET)
-        losses = losses.cpu().double()
-        sums += torch.stack([(y != NO_TARGET).sum(), losses.sum(), losses[y != bos].sum()])
+        x, y = block[:, :-1].clamp(min=0), block[:, 1:]
+        sums += sum_losses(model(x.to(device))[0], y.to(device), is_text=y != bos)
     return sums.tolist()
 
 
@@ -155,7 +153,7 @@ def report_loss(model: Transformer, sequences: Sequences, bos: int,
         if llama_tokens:
             row['perplexity per Llama token'] = f'{perplexity(text_nats / llama_tokens):.6g}'
         rows.append(row)
-    return table([*row], [[*row.values()] for row in rows])
+    return markdown_table([*row], [[*row.values()] for row in rows])
 
 
 # Copying
@@ -229,7 +227,8 @@ def report_copying(runs: dict[str, Transformer], ids: Tensor, bos: int, n_before
         gains.append(f'{gain:+.1%} in {name}')
         found.append(losses)
     header = ['run', 'targets', 'number', 'share', 'loss, nats a token', 'perplexity']
-    text = f'{table(header, rows)}\n\nA second reading changes perplexity by {", ".join(gains)}.'
+    text = markdown_table(header, rows)
+    text += f'\n\nA second reading changes perplexity by {", ".join(gains)}.'
     if len(runs) == 1:
         return text
     # Divide the gap between the two runs
@@ -306,7 +305,7 @@ def report_energies(model: Transformer, ids: Tensor, steps: int) -> tuple[str, F
         axes.set(xlabel='step', ylabel='energy minus that at step 0')
         axes.legend(fontsize=7)
     header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    return f'{table(header, rows)}\n\n{DESCENT}', figure
+    return f'{markdown_table(header, rows)}\n\n{DESCENT}', figure
 
 
 # Attention
@@ -369,12 +368,12 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> tuple[str
     for name, alpha in zip(names, maps, strict=True):  # (T, K, J, J)
         moved = alpha.diff(dim=0).abs().sum(dim=-1).mean(dim=(1, 2)) / 2  # (T - 1,)
         rows.append([name, *(f'{fraction:.2%}' for fraction in moved.tolist())])
-    return table(header, rows), figure
+    return markdown_table(header, rows), figure
 
 
 # Runs side by side
 
-def compare(folders: list[str]) -> tuple[str, Figure]:
+def compare_runs(folders: list[str]) -> tuple[str, Figure]:
     """Report the results of runs and the options in which they differ, and plot their training
     losses. A line names what makes the losses incomparable. UserError if a folder has no run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
@@ -400,13 +399,13 @@ def compare(folders: list[str]) -> tuple[str, Figure]:
         axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], lw=1,
                   label=f'run {folder}')
     axes.legend(fontsize=7)
-    text = table(['run', *names], rows)
+    text = markdown_table(['run', *names], rows)
     # Find the options in which the runs differ. Some of them make losses incomparable
     shared = [name for name in all_options[0] if all(name in options for options in all_options)]
     values = [[name, *(str(options[name]) for options in all_options)] for name in shared]
     different = [row for row in values if len(set(row[1:])) > 1 and row[0] != 'out_dir']
     if different:
-        text += f'\n\n{table(["option", *folders], different)}'
+        text += f'\n\n{markdown_table(["option", *folders], different)}'
     if reasons := [name for name, *_ in different if name in MUST_AGREE]:
         text += f'\n\nLosses cannot be compared: the runs differ in {", ".join(reasons)}.'
     return text, figure
@@ -431,7 +430,7 @@ def main(argv: list[str]) -> None:
     cfg = build(EvaluateConfig, read_options([a for a in argv if a not in runs], EvaluateConfig))
     if cfg.compare:
         check(bool(runs), 'compare: expected folders of runs, as --compare out/a out/b')
-        return show('Runs', *compare(runs), 'compare.png')
+        return show('Runs', *compare_runs(runs), 'compare.png')
 
     # Load the model, and export it if that is asked for
     out_dir = cfg.out_dir or newest_run()
@@ -459,7 +458,7 @@ def main(argv: list[str]) -> None:
     source = cfg.text or f'{cfg.split} split of {data_dir}'
     subject = f'{out_dir}, step {state["step"]}; {source}'
     if cfg.text:
-        sequences = read_text(cfg.text, tokenizer, length, data_dir)
+        sequences = read_text_sequences(cfg.text, tokenizer, length, data_dir)
     elif with_loss or cfg.energies or cfg.copying:
         sequences = read_shards(cfg, state, data_dir, tokenizer, length)
 

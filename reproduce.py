@@ -36,8 +36,9 @@ from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, fail, read_options
 from model import SIZES, ModelConfig, Transformer
-from nanocem.files import read_json, read_json_lines, table, write_atomic
-from nanocem.loss import flops_per_token
+from nanocem.files import read_json, read_json_lines, write_atomic
+from nanocem.flops import flops_per_token
+from nanocem.metrics import markdown_table
 from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
@@ -264,7 +265,7 @@ def verdict_table(verdicts: list[Verdict]) -> str:
                if name in verdicts[0][0]]
     rows = [[*map(claim.get, columns), '; '.join(map(str, effects)), word]
             for claim, effects, word in verdicts]
-    return table([*columns, 'A over B', 'verdict'], rows)
+    return markdown_table([*columns, 'A over B', 'verdict'], rows)
 
 
 def draw_verdicts(verdicts: list[Verdict]) -> plt.Figure:
@@ -368,7 +369,8 @@ def figure_table(figure: str, points: list[Point], found: Results) -> str:
              for size in dict.fromkeys(p.size for p in points) for run in planned(figure, size)
              if run not in found]
     header = ['model', 'size', 'parameters', 'tokens', 'rate', 'seeds', 'perplexity', 'lacks']
-    return f'Figure {figure}. The paper: {FIGURES[figure]["paper"]}.\n\n{table(header, rows)}\n'
+    paper = FIGURES[figure]['paper']
+    return f'Figure {figure}. The paper: {paper}.\n\n{markdown_table(header, rows)}\n'
 
 
 def plot_parameters(axes: Axes, points: list[Point]) -> None:

@@ -7,14 +7,13 @@ Generate text with a trained model.
 """
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import Literal
 
 from configurator import build, check, command_line, convert_types, in_range, read_options
-from nanocem.decode import generate
+from nanocem.documents import read_text
 from nanocem.runs import load_model, newest_run
-from nanocem.tokenizers import read_text, tokenizer_of
+from nanocem.sampling import sample_text
+from nanocem.tokenizers import tokenizer_of
 
 
 @dataclass
@@ -37,20 +36,6 @@ class SampleConfig:
         in_range(self, 1, 10**6, 'tokens num_samples top_k attn_steps mlp_steps')
         check(self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
               f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
-
-
-@torch.no_grad()
-def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
-                top_k: int | None, seed: int, n: int = 1) -> str:
-    """Return n texts that begin with `prompt`, joined by lines of ---. UserError if the model's
-    logits are not finite."""
-    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
-    idx = torch.tensor([ids] * n, device=model.embedding.device)
-    finite = bool(model(idx[:1, -model.cfg.context_length:])[0].isfinite().all())
-    check(finite, 'the logits of the model are not finite: it cannot be sampled from')
-    generator = torch.Generator(idx.device).manual_seed(seed)
-    idx = generate(model, idx, tokens, temperature, top_k, generator)
-    return '\n---\n'.join(tokenizer.decode(row.tolist()) for row in idx)
 
 
 @command_line

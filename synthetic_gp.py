@@ -34,7 +34,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from configurator import build, check, command_line, in_range, read_options
-from nanocem.files import table, write_atomic
+from nanocem.files import write_atomic
+from nanocem.metrics import markdown_table
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
@@ -320,7 +321,7 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
     header = ['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE', 'paper',
               "off by (paper's std)"]
     within = [sum(deviation <= limit for deviation in deviations) for limit in (1, 2)]
-    text = (f'Mean ± std over repeats: {options}.\n\n{table(header, lines)}\n\n'
+    text = (f'Mean ± std over repeats: {options}.\n\n{markdown_table(header, lines)}\n\n'
             "- Train and test RMSE both within one of the paper's std: "
             f'{within[0]} of {len(deviations)} rows; within two: {within[1]}.')
     print(text, flush=True)

@@ -13,23 +13,19 @@ the test of the last weights. sample.py and evaluate.py take the weights of the 
 """
 import atexit
 import contextlib
-import ctypes
 import math
 import os
-import platform
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch._functorch.config
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -40,12 +36,13 @@ from nanocem import runs
 from nanocem.attention import describe_attention
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.files import to_json, write_atomic
-from nanocem.loss import flops_per_token, peak_flops
+from nanocem.flops import flops_per_token
+from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
+from nanocem.metrics import perplexity, sum_losses
 from nanocem.optim import make_optimizers
-from nanocem.runs import perplexity
+from nanocem.prepare import find_data
+from nanocem.sampling import sample_text
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
-from prepare_slimpajama import find_data
-from sample import sample_text
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute
@@ -125,33 +122,15 @@ def main(argv: list[str]) -> int:
     if rank > 0:
         sys.stdout = None
 
-    # Read the options. They override those of the run to resume, or of the model to start from
+    # Read the options, and what the run starts from
     given = read_options(argv, TrainConfig, ModelConfig)
-    init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
-    resume = init_from == 'resume'
-    saved: dict[str, Any] = {}  # the options to override
-    state = pretrained = None  # the checkpoint to resume from, and the one to start from
-    if resume:
-        # Take the options of the run, whose text and tokenizer cannot change, and its checkpoint
-        out_dir = out_dir or runs.newest_run()
-        old_config = runs.read_config(out_dir)
-        saved = {**old_config['model'], **old_config['train'], 'stop_step': None}
-        must_equal = {name: given.pop(name) for name in ('text', 'tokenizer') if name in given}
-        runs.check_match(saved, must_equal, out_dir)
-        init_from = given['init_from'] = saved['init_from']  # where the run itself started
-        state = runs.last_checkpoint(out_dir)  # None if it was stopped before its first one
-    if init_from != 'scratch' and not state:
-        # Take the model of another run, whose weights must fit
-        pretrained = runs.best_checkpoint(init_from)
-        saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
-        must_equal = {name: given.pop(name) for name in WEIGHTS if name in given}
-        runs.check_match(saved, must_equal, init_from)
-    options = merge(saved, given)
+    resume = given.get('init_from') == 'resume'
+    options, out_dir, began_with, state, pretrained = start_from(given)
     cfg = build(TrainConfig, options)
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
 
     # Choose the device
-    device = runs.find_device(cfg.device)
+    device = find_device(cfg.device)
     on_gpu = device.type == 'cuda'
     if on_gpu:
         device = torch.device('cuda', int(os.environ.get('LOCAL_RANK', 0)))
@@ -164,7 +143,7 @@ def main(argv: list[str]) -> int:
         cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, state or pretrained)
     meta = read_meta(cfg.data)
     if pretrained:
-        runs.check_match(pretrained['data'], meta, init_from)  # the tokenizer
+        runs.check_match(pretrained['data'], meta, cfg.init_from)  # the tokenizer
     tokenizer = load_tokenizer(cfg.data)
     token_bytes = spelled_bytes(tokenizer, meta)
 
@@ -231,7 +210,6 @@ def main(argv: list[str]) -> int:
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     if resume:
-        began_with = (state or old_config).get('must_match')  # config.json has it, too
         runs.check_match(began_with, must_match, out_dir)
     if state:
         raw_model.load_state_dict(state['model'])
@@ -289,7 +267,7 @@ def main(argv: list[str]) -> int:
         """Return a split's mean loss in nats a token, and in bits a byte (None if the tokenizer
         loses text), always over the same evenly spaced sequences. BOS counts as a token only."""
         raw_model.eval()
-        sums = torch.zeros(4, dtype=torch.float64)  # nats, tokens, nats of text, bytes of text
+        sums = torch.zeros(4, dtype=torch.float64)  # tokens, nats, nats of text, bytes of text
         indices = evenly_spaced(len(data[split]), max_tokens // length)[rank::world_size]
         for i in range(0, len(indices), micro_batch_size):
             x, y = batch(split, indices[i:i + micro_batch_size])
@@ -297,14 +275,13 @@ def main(argv: list[str]) -> int:
             stance = 'force_eager' if len(x) < micro_batch_size else 'default'
             with autocast, torch.compiler.set_stance(stance):
                 logits, _ = model(x)
-            # Compute each token's loss, a sequence at a time: float32 logits take much memory
-            losses = torch.stack([F.cross_entropy(row.float(), targets, reduction='none')
-                                  for row, targets in zip(logits, y, strict=True)]).cpu().double()
-            n_bytes = torch.zeros_like(losses) if token_bytes is None else token_bytes[y.cpu()]
-            sums += torch.stack([losses.sum(), torch.tensor(losses.numel()),
-                                 losses[n_bytes > 0].sum(), n_bytes.sum()])
+            n_bytes = torch.zeros_like(y, device='cpu')
+            if token_bytes is not None:
+                n_bytes = token_bytes[y.cpu()]
+            sums[:3] += sum_losses(logits, y, n_bytes > 0)
+            sums[3] += n_bytes.sum()
         raw_model.train()
-        nats, tokens, text_nats, text_bytes = sum_over_processes(sums).tolist()
+        tokens, nats, text_nats, text_bytes = sum_over_processes(sums).tolist()
         return nats / tokens, text_nats / text_bytes / math.log(2) if text_bytes else None
 
     # Let SIGTERM, SIGHUP and Ctrl-C stop the run after the current step, a second one at once
@@ -438,6 +415,47 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+class Start(NamedTuple):
+    """What a run starts from."""
+    options: dict[str, Any]  # those given, and those of the run to resume or of the weights
+    out_dir: str | None  # the run's folder; None: a new one
+    began_with: dict[str, Any] | None = None  # what must be as when the run to resume began
+    state: dict[str, Any] | None = None  # the run's last checkpoint; None: it has none yet
+    pretrained: dict[str, Any] | None = None  # the weights that the first step starts from
+
+
+def start_from(given: dict[str, Any]) -> Start:
+    """Read what init_from names: nothing (scratch), a run to resume, or other weights. The given
+    options override those read, but for a few that must be equal. Raises UserError."""
+    init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
+    saved: dict[str, Any] = {}  # the options to override
+    began_with = state = pretrained = None
+    if init_from == 'resume':
+        # Take the options of the run, whose text and tokenizer cannot change, and its checkpoint
+        out_dir = out_dir or runs.newest_run()
+        config = runs.read_config(out_dir)
+        saved = {**config['model'], **config['train'], 'stop_step': None}
+        given = must_equal(saved, given, ('text', 'tokenizer'), out_dir)
+        state = runs.last_checkpoint(out_dir)
+        began_with = (state or config).get('must_match')
+        # Where the run itself started
+        init_from = saved['init_from']
+        given = given | {'init_from': init_from}
+    if init_from != 'scratch' and not state:
+        # Take the model of another run, whose weights must fit
+        pretrained = runs.best_checkpoint(init_from)
+        saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
+        given = must_equal(saved, given, WEIGHTS, init_from)
+    return Start(merge(saved, given), out_dir, began_with, state, pretrained)
+
+
+def must_equal(saved: dict[str, Any], given: dict[str, Any], names: tuple[str, ...],
+               path: str) -> dict[str, Any]:
+    """Return the given options without these names. UserError if one is not as `saved` in path."""
+    runs.check_match(saved, {name: given[name] for name in names if name in given}, path)
+    return {name: value for name, value in given.items() if name not in names}
+
+
 def choose_precision(cfg: TrainConfig, device: torch.device,
                      flops: float) -> tuple[torch.dtype, bool]:
     """Return the dtype of matrix products, and whether to compile, for a run of so many FLOPs. With
@@ -457,38 +475,6 @@ def choose_precision(cfg: TrainConfig, device: torch.device,
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
         dtype = 'bfloat16' if bf16 else 'float32'
     return getattr(torch, dtype), compiled
-
-
-def compile_for(device: torch.device, model: Any, attention: str) -> Any:
-    """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
-    compilation serves all. `attention` is what attention.describe_attention returns."""
-    # Let a later run reuse the traced graph, though it holds the loss's own backward pass
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    if device.type == 'cuda':
-        biased = model.cfg.positions == 'alibi' or model.cfg.kq_diag != 'none'
-        # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
-        # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
-        keep_bias = not (biased and attention.startswith('sdpa'))
-        torch._functorch.config.ban_recompute_materialized_backward = keep_bias
-        torch._functorch.config.ban_recompute_used_far_apart = keep_bias
-        # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.
-        # This saves milliseconds a step, but costs memory: nothing is recomputed across a cut
-        torch._dynamo.config.optimize_ddp = False
-        return torch.compile(model, dynamic=False)
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    return model
-
-
-def keep_freed_memory() -> None:
-    """Let new tensors on a CPU reuse the memory of freed ones. glibc would return it to Linux,
-    which clears every page that it hands out again. Other C libraries are left as they are."""
-    if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
-        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(mmap_threshold, 2**25)  # bytes, the largest that glibc accepts
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(top_pad, 2**28)
 
 
 if __name__ == '__main__':

@@ -1,17 +1,10 @@
-"""Tables, JSON, and files that are written completely or not at all."""
+"""JSON, and files that are written completely or not at all."""
 import contextlib
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Format a Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, ['-' * width for width in widths], *rows]
-    return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
 
 
 def write_atomic(path: str, data: bytes) -> None:

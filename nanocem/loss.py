@@ -1,5 +1,4 @@
-"""The loss, and FLOPs of a model and of a GPU."""
-import math
+"""The loss of many logits, in parts."""
 from typing import Any
 
 import torch
@@ -11,9 +10,6 @@ LOGITS_AT_ONCE = 2 ** 26  # on a GPU
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: they fit into its cache
 ROW_TILE = 128  # on a GPU a part's rows are a multiple of this: whole tiles of a matrix product
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
-# FLOPs per second in dense bfloat16, from data sheets, for the first key found in the GPU's name
-DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
-              'B200': 2250e12}
 
 
 def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
@@ -80,37 +76,3 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dW, n = ctx.saved_tensors
         grad = grad / n.clamp(min=1)
         return grad * dx, grad * dW, None, None, None
-
-
-def flops_per_token(model: Any) -> float:
-    """Count the FLOPs of training per token, at full context. A multiply-add counts as two, a
-    backward pass as two forward passes. Every step of CEM counts its projections, scores, values
-    and diagonal. The output head counts once, and attention's masked half does not count."""
-    cfg, D = model.cfg, model.cfg.d_model
-    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
-    mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
-    if cfg.attn == 'cem':
-        diagonals = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
-        # A step multiplies by W_Q and W_O, by keys for scores, by the diagonals, and by values
-        step = 2 * D * D + (2 + diagonals) * mean_context * D
-        if cfg.exact_update:
-            rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
-            step += cfg.n_head * (mean_context * D + 4 * rank * D)
-        attn_macs = D * D + attn.T * step
-    else:
-        projections = 3 if cfg.tie in ('kv', 'both') else 4
-        attn_macs = projections * D * D + 2 * mean_context * D
-    mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
-    layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs
-    macs = cfg.loops * cfg.n_layer * layer + cfg.vocab_size * D
-    return 3 * 2.0 * macs  # 3: a forward and a backward pass; 2: a multiplication and an addition
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return a GPU's peak FLOPs per second in dense bfloat16; NaN if it is unknown."""
-    if device.type == 'cuda' and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for known, flops in DENSE_BF16.items():
-            if known in name:
-                return flops
-    return math.nan

@@ -2,7 +2,6 @@
 import glob
 import io
 import itertools
-import math
 import os
 import re
 import zipfile
@@ -15,6 +14,7 @@ from configurator import UserError, build, check, fail
 from model import SIZES, ModelConfig, Transformer
 from nanocem import hf
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
+from nanocem.hardware import find_device
 from nanocem.tokenizers import MODEL_FILE
 
 
@@ -149,24 +149,6 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     model = Transformer(build(ModelConfig, state['model_config']))
     model.load_state_dict(state['model'])
     return model.to(find_device(device)).eval(), state
-
-
-def find_device(kind: str) -> torch.device:
-    """Return the device that auto, cpu, cuda or mps names. auto is cuda if there is a GPU, or else
-    cpu. UserError if this machine has no such device."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if kind == 'auto':
-        if mps:
-            print('An Apple GPU is there: --device=mps, untried, uses it', flush=True)
-        kind = 'cuda' if cuda else 'cpu'
-    check({'cpu': True, 'cuda': cuda, 'mps': mps}[kind],
-          f'device={kind}: torch finds no GPU of this kind on this machine; set device=cpu')
-    return torch.device(kind)
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss); infinity above a loss of 50, which only a diverged model has."""
-    return math.exp(loss) if loss < 50 else math.inf
 
 
 class Log:

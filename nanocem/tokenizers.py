@@ -1,11 +1,10 @@
 """Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, or one trained
-here). Text files, which are read in blocks."""
-import codecs
+here)."""
 import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,6 @@ from nanocem.data import read_meta
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
 LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
-BLOCK = 1 << 16  # A text file is read in blocks of at most this many bytes.
-# Matches a text up to its last word that a space or line end follows. No token spans that place, so
-# the two parts can be encoded separately. (A user's model may differ.)
-WHOLE_WORDS = re.compile('.*[^\\s\u2581](?=[ \\n])', re.DOTALL)
 
 
 class UnsuitedVocabulary(UserError):
@@ -195,29 +190,3 @@ def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
         return tokenizer.token_bytes()
     print('No bits per byte: the tokenizer of this data loses text', flush=True)
     return None
-
-
-def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[str]:
-    """Yield the text from byte `begin` to byte `end` of a UTF-8 file, in blocks that end with a
-    word if possible. UserError if it is not UTF-8."""
-    end = os.path.getsize(path) if end is None else end
-    with open(path, 'rb') as file:
-        while begin < end:
-            file.seek(begin)
-            data = file.read(min(BLOCK, end - begin))
-            is_last = begin + len(data) >= end
-            try:
-                text, _ = codecs.utf_8_decode(data, 'strict', is_last)
-            except UnicodeDecodeError as error:
-                fail(f'{path}: not UTF-8 at byte {begin + error.start:,} ({error.reason}). If it '
-                     'has another encoding, iconv -f ENCODING -t utf-8 converts it; if a few '
-                     'characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them out')
-            if not is_last and (words := WHOLE_WORDS.match(text)):
-                text = words[0]
-            yield text
-            begin += len(text.encode())
-
-
-def read_text(path: str) -> str:
-    """Read a text file. Raises UserError if it is not UTF-8, OSError."""
-    return ''.join(read_blocks(path))

@@ -12,7 +12,7 @@ from bench import BenchConfig
 from configurator import UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
 from model import SIZES, ModelConfig
-from prepare_slimpajama import PrepareConfig
+from nanocem.prepare import PrepareConfig
 from reproduce import ReproduceConfig
 from sample import SampleConfig
 from synthetic_gp import GPConfig

@@ -258,16 +258,16 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     assert cells(capsys.readouterr().out) == [
         ['out/run', '', '', '', '', '', '', ''],
         ['out/bpe', '1,234,567', '3.5', '', '', '', '', ''], ['data', 'data', 'bpe']]
-    text, figure = evaluate.compare(['out/run', 'out/bpe'])
+    text, figure = evaluate.compare_runs(['out/run', 'out/bpe'])
     assert text.endswith('differ in data.')
     line, _ = figure.axes[0].lines
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
-    assert 'compared' not in evaluate.compare(['out/run', 'out/run'])[0]
+    assert 'compared' not in evaluate.compare_runs(['out/run', 'out/run'])[0]
     for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
         config = json.loads(Path(f'out/{run}/config.json').read_text())
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))
-    assert 'differ in data, test fingerprint.' in evaluate.compare(['out/run', 'out/bpe'])[0]
+    assert 'differ in data, test fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
 
 
 def test_repeated_targets_are_those_of_a_slow_search() -> None:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocem.files import read_json, read_json_lines, table, to_json, write_atomic
+from nanocem.files import read_json, read_json_lines, to_json, write_atomic
+from nanocem.metrics import markdown_table
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
@@ -26,5 +27,5 @@ def test_json_has_null_for_nan_and_damaged_lines_are_left_out(tmp_path: Path) ->
 
 
 def test_a_table_is_aligned() -> None:
-    assert table(['a', 'name'], [['1.25', 'b'], ['2', 'long name']]) == (
+    assert markdown_table(['a', 'name'], [['1.25', 'b'], ['2', 'long name']]) == (
         '| a    | name      |\n| ---- | --------- |\n| 1.25 | b         |\n| 2    | long name |')

@@ -22,6 +22,7 @@ from nanocem import hf
 from nanocem.decode import generate
 from nanocem.hf import WEIGHTS_FILE, export
 from nanocem.runs import load_model
+from nanocem.sampling import sample_text
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, train_bpe
 
 transformers = pytest.importorskip('transformers')
@@ -247,7 +248,7 @@ def test_an_exported_folder_is_read_as_a_run_is(
         ByteTokenizer().decode(ids) + '\n---\n')
     assert sampled('--prompt_file=text.txt') == sampled('--prompt=A text')
     model.set_steps(3, 1)
-    text = sample.sample_text(model, ByteTokenizer(), '', 9, 0.8, 5, 3)
+    text = sample_text(model, ByteTokenizer(), '', 9, 0.8, 5, 3)
     assert sampled('--top_k=5', '--seed=3', '--attn_steps=3', '--mlp_steps=1') == text + '\n---\n'
 
 

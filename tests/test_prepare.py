@@ -21,8 +21,10 @@ import pytest
 from running import ROOT
 from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
-import prepare_slimpajama as prep
+import prepare_slimpajama
 from configurator import UserError
+from nanocem import documents as docs
+from nanocem import prepare as prep
 from nanocem.data import TokenDataset
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
 
@@ -46,7 +48,8 @@ def prepare(where: Path | str, out: Path, *options: str) -> dict[str, Any]:
     """Run the command, by default with the byte tokenizer. Return meta.json, with the bytes of the
     shards and what was printed."""
     with redirect_stdout(io.StringIO()) as printed:
-        prep.main([f'--input={where}', f'--out_dir={out}', '--tokenizer=byte', *options])
+        prepare_slimpajama.main(
+            [f'--input={where}', f'--out_dir={out}', '--tokenizer=byte', *options])
     meta = json.loads((out / 'meta.json').read_text())
     return {**meta, 'shards': {path.name: path.read_bytes() for path in out.glob('*.bin')},
             'printed': printed.getvalue()}
@@ -191,7 +194,7 @@ def test_a_tokenizer_is_trained_on_an_even_sample_of_the_train_split(
     monkeypatch.setattr(prep, 'BPE_TEXT', 100_000)
     texts = [f'{n:04d}' + 'x' * 996 for n in range(1000)]
     o = prep.PrepareConfig(input=str(write(tmp_path / 'a.jsonl', texts)), tokenizer='byte')
-    sample = prep.sample_train(o, prep.find_source(o.input))
+    sample = prep.sample_train(o, docs.find_source(o.input))
     assert {prep.split_by_hash(text, 0.005) for text in sample} == {'train'}
     numbers = [int(text[:4]) for text in sample]
     assert 95 <= len(numbers) <= 100 and set(np.diff(numbers)) <= {10, 11}  # 1% are held out
@@ -307,7 +310,7 @@ def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     unreadable = Mock(side_effect=PermissionError(13, 'Permission denied'))
     monkeypatch.setattr('os.scandir', unreadable)
     with pytest.raises(UserError, match='Permission denied'):
-        prep.list_files(str(folder))
+        docs.list_files(str(folder))
 
 
 @pytest.mark.parametrize('name, content, message', [
@@ -331,15 +334,15 @@ def test_the_documents_of_a_text(tmp_path: Path) -> None:
     """evaluate.py --text reads what train.py --text reads."""
     texts = [*documents(5, seed=1), 'last']
     for name in ('a.jsonl', 'a.parquet'):
-        assert list(prep.text_documents(str(write(tmp_path / name, [*texts, ''])))) == texts
+        assert list(docs.text_documents(str(write(tmp_path / name, [*texts, ''])))) == texts
     (tmp_path / 'a.txt').write_text(texts[0])
-    assert list(prep.text_documents(str(tmp_path / 'a.txt'))) == texts[:1]
+    assert list(docs.text_documents(str(tmp_path / 'a.txt'))) == texts[:1]
 
 
 def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's Python without its tests and installed packages, split by hash."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prep, 'LIBRARY', str(tmp_path / 'lib'))
+    monkeypatch.setattr(docs, 'LIBRARY', str(tmp_path / 'lib'))
     texts = documents(600, seed=1)
     Path('lib/test').mkdir(parents=True)
     Path('lib/site-packages').mkdir()

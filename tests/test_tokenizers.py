@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from running import ROOT
 
 from configurator import UserError
-from nanocem import tokenizers as module
+from nanocem import documents as reading
+from nanocem.documents import read_blocks, read_text
 from nanocem.tokenizers import (
     ByteTokenizer,
     Gpt2Tokenizer,
     SentencePieceTokenizer,
     find_llama,
-    read_blocks,
-    read_text,
     train_bpe,
 )
 
@@ -106,7 +105,7 @@ def test_a_text_in_blocks_has_the_ids_of_the_whole(
     path = Path(bpe.path).with_name('text.txt')
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, 'BLOCK', size)
+        patch.setattr(reading, 'BLOCK', size)
         blocks = list(read_blocks(str(path)))
     assert ''.join(blocks) == text and all(len(block.encode()) <= size for block in blocks)
     for tokenizer in tokenizers:

@@ -25,8 +25,9 @@ from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
 from nanocem import runs
 from nanocem.data import TokenDataset
+from nanocem.hardware import compile_for
 from nanocem.runs import checkpoints, read_checkpoint
-from train import TrainConfig, choose_precision, compile_for, learning_rate
+from train import TrainConfig, choose_precision, learning_rate
 
 CPU = torch.device('cpu')
 SMALL = dict(d_model=8, n_layer=2, n_head=2, d_mlp=8, vocab_size=30, context_length=20)

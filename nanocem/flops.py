@@ -1,0 +1,26 @@
+"""FLOPs of training a model."""
+from typing import Any
+
+
+def flops_per_token(model: Any) -> float:
+    """Count the FLOPs of training per token, at full context. A multiply-add counts as two, a
+    backward pass as two forward passes. Every step of CEM counts its projections, scores, values
+    and diagonal. The output head counts once, and attention's masked half does not count."""
+    cfg, D = model.cfg, model.cfg.d_model
+    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
+    mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
+    if cfg.attn == 'cem':
+        diagonals = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
+        # A step multiplies by W_Q and W_O, by keys for scores, by the diagonals, and by values
+        step = 2 * D * D + (2 + diagonals) * mean_context * D
+        if cfg.exact_update:
+            rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
+            step += cfg.n_head * (mean_context * D + 4 * rank * D)
+        attn_macs = D * D + attn.T * step
+    else:
+        projections = 3 if cfg.tie in ('kv', 'both') else 4
+        attn_macs = projections * D * D + 2 * mean_context * D
+    mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
+    layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs
+    macs = cfg.loops * cfg.n_layer * layer + cfg.vocab_size * D
+    return 3 * 2.0 * macs  # 3: a forward and a backward pass; 2: a multiplication and an addition

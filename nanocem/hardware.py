@@ -1,0 +1,70 @@
+"""The device: find it, know its peak speed, compile a model for it, and keep its memory."""
+import ctypes
+import math
+import platform
+import sys
+from typing import Any
+
+import torch
+import torch._functorch.config
+
+from configurator import check
+
+# FLOPs per second in dense bfloat16, from data sheets, for the first key found in the GPU's name
+DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
+              'B200': 2250e12}
+
+
+def find_device(kind: str) -> torch.device:
+    """Return the device that auto, cpu, cuda or mps names. auto is cuda if there is a GPU, or else
+    cpu. UserError if this machine has no such device."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if kind == 'auto':
+        if mps:
+            print('An Apple GPU is there: --device=mps, untried, uses it', flush=True)
+        kind = 'cuda' if cuda else 'cpu'
+    check({'cpu': True, 'cuda': cuda, 'mps': mps}[kind],
+          f'device={kind}: torch finds no GPU of this kind on this machine; set device=cpu')
+    return torch.device(kind)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return a GPU's peak FLOPs per second in dense bfloat16; NaN if it is unknown."""
+    if device.type == 'cuda' and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for known, flops in DENSE_BF16.items():
+            if known in name:
+                return flops
+    return math.nan
+
+
+def compile_for(device: torch.device, model: Any, attention: str) -> Any:
+    """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
+    compilation serves all. `attention` is what attention.describe_attention returns."""
+    # Let a later run reuse the traced graph, though it holds the loss's own backward pass
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    if device.type == 'cuda':
+        biased = model.cfg.positions == 'alibi' or model.cfg.kq_diag != 'none'
+        # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
+        # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
+        keep_bias = not (biased and attention.startswith('sdpa'))
+        torch._functorch.config.ban_recompute_materialized_backward = keep_bias
+        torch._functorch.config.ban_recompute_used_far_apart = keep_bias
+        # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.
+        # This saves milliseconds a step, but costs memory: nothing is recomputed across a cut
+        torch._dynamo.config.optimize_ddp = False
+        return torch.compile(model, dynamic=False)
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    return model
+
+
+def keep_freed_memory() -> None:
+    """Let new tensors on a CPU reuse the memory of freed ones. glibc would return it to Linux,
+    which clears every page that it hands out again. Other C libraries are left as they are."""
+    if sys.platform == 'linux' and platform.libc_ver()[0] == 'glibc':
+        trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # numbers of malloc.h
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(mmap_threshold, 2**25)  # bytes, the largest that glibc accepts
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(top_pad, 2**28)

@@ -1,0 +1,32 @@
+"""Losses summed over tokens, perplexity, and tables of such numbers."""
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanocem.loss import NO_TARGET
+
+
+def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
+    """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
+    loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
+    Targets of -100 count in none."""
+    # Compute each token's loss, a sequence at a time: float32 logits take much memory
+    losses = torch.stack([
+        F.cross_entropy(row.float(), y, reduction='none', ignore_index=NO_TARGET)
+        for row, y in zip(logits, targets, strict=True)]).cpu().double()
+    n_targets = (targets != NO_TARGET).sum().cpu()
+    return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); infinity above a loss of 50, which only a diverged model has."""
+    return math.exp(loss) if loss < 50 else math.inf
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Format a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ['-' * width for width in widths], *rows]
+    return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
