@@ -530,8 +530,8 @@ def plot_parameters(axes: Axes, points: list[Point]) -> None:
     # Models that hardly differ stay apart: later ones are smaller, or hollow and larger
     shapes = [('D', 7, 'full'), ('v', 8, 'full'), ('o', 5, 'full'), ('s', 11, 'none'),
               ('^', 11, 'none')]
-    for (name, model), (marker, ms, fill) in zip(
-            dict.fromkeys((p.series, p.model) for p in points), shapes, strict=False):
+    for n, (name, model) in enumerate(dict.fromkeys((p.series, p.model) for p in points)):
+        marker, ms, fill = shapes[n % len(shapes)]
         shown = [p for p in points if p.series == name]
         axes.errorbar([p.parameters for p in shown], [p.perplexity for p in shown],
                       [p.std for p in shown], fmt=marker, ms=ms, fillstyle=fill, capsize=3,
@@ -631,13 +631,14 @@ PLOTS = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates}
 
 
 def draw_figure(figure: str, points: list[Point]) -> Figure:
-    """Draw the points: a picture for each panel, and for each size of bars. UserError if all runs
-    have failed."""
+    """Draw the points, not all of which may have failed: a picture for each panel, and for each
+    size of bars."""
     plot = FIGURES[figure]['plot']
-    check(not all(math.isnan(p.perplexity) for p in points), f'all runs of figure {figure} failed')
     panels: dict[str, list[Point]] = defaultdict(list)
     for p in points:
         panels[f'{p.size}, {p.panel}' if plot == 'bars' else p.panel].append(p)
+    panels = {name: group for name, group in panels.items()
+              if not all(math.isnan(p.perplexity) for p in group)}
     # Leave out pictures without a comparison: with Llamas or a bar alone, unless all are such
     panels = {name: group for name, group in panels.items()
               if {p.model for p in group} - {*LLAMA_COLORS}
@@ -645,7 +646,7 @@ def draw_figure(figure: str, points: list[Point]) -> Figure:
     columns = min(2, len(panels))
     rows = math.ceil(len(panels) / columns)
     picture = Figure((WIDTH, 1 + 4 * rows), layout='constrained')
-    all_axes = picture.subplots(rows, columns, squeeze=False).flat
+    all_axes = list(picture.subplots(rows, columns, squeeze=False).flat)
     handles = {}
     for axes, (name, group) in zip(all_axes, panels.items(), strict=False):
         PLOTS[plot](axes, group)
@@ -655,7 +656,7 @@ def draw_figure(figure: str, points: list[Point]) -> Figure:
             unit += '\n(the axis does not start at zero)'
         axes.set_ylabel(unit)
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    for axes in list(all_axes)[len(panels):]:
+    for axes in all_axes[len(panels):]:
         axes.remove()
     picture.legend(handles.values(), handles.keys(), loc='outside lower center', ncols=2,
                    fontsize=9)
@@ -689,6 +690,9 @@ def main(argv: list[str]) -> None:
             points = collect(figure, cfg.size, found)
             if points:
                 print(figure_table(figure, points, found), flush=True)
+            if points and all(math.isnan(p.perplexity) for p in points):
+                print(f'All runs of figure {figure} failed: it is not drawn\n', flush=True)
+            elif points:
                 draw_figure(figure, points).savefig(f'out/figures/{figure}.png', dpi=DPI)
                 print(f'out/figures/{figure}.png\n', flush=True)
             else:
