@@ -643,7 +643,7 @@ def draw_figure(figure: str, points: list[Point]) -> Figure:
     panels = {name: group for name, group in panels.items()
               if {p.model for p in group} - {*LLAMA_COLORS}
               and (plot != 'bars' or sum(p.x != 'baseline' for p in group) > 1)} or panels
-    columns = min(2, len(panels))
+    columns = min(2, len(panels)) if plot == 'bars' else 1
     rows = math.ceil(len(panels) / columns)
     picture = Figure((WIDTH, 1 + 4 * rows), layout='constrained')
     all_axes = list(picture.subplots(rows, columns, squeeze=False).flat)
