@@ -27,8 +27,7 @@ def descend(values: str, tau: float, eta: float, T: int) -> tuple[Tensor, Tensor
     page.eval(MATHEMATICS)
     paths = json.loads(page.eval(
         f'const keys = {KEYS.tolist()}, tau = {tau}, eta = {eta}, T = {T}, values = {values}; '
-        'JSON.stringify(starts(40).map('
-        'x => descend(x, {keys, values, tau, eta, T, normed: true})))'))
+        'JSON.stringify(starts(40).map(x => descend(x, {keys, values, tau, eta, T})))'))
     x, energy = (torch.tensor([[step[name] for step in path] for path in paths]).double()
                  for name in ('x', 'energy'))
     return x, energy
