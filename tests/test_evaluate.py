@@ -15,6 +15,7 @@ from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
 from model import ModelConfig, Transformer, make_positions
+from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
@@ -125,7 +126,7 @@ def test_a_step_that_leaves_out_the_diagonal_is_not_the_gradient() -> None:
     (dict(attn_reuse=2, loops=2), 2, 4)], ids=str)
 def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int, uses: int) -> None:
     model = model_of(**options)
-    model.set_attn_impl('sdpa')
+    plug_in(model, 'sdpa')
     idx = torch.randint(257, (1, 9))
     before = model(idx)[0]
     maps = evaluate.attention_maps(model, idx)
