@@ -314,12 +314,13 @@ def test_a_model_has_one_rate_at_a_size() -> None:
     assert [cell for cell, values in rates.items() if len(values) > 1] == [('XS', 'cem-2-normed')]
 
 
-def test_the_claims_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It has the rows of claims.csv, the last family's where it has an interval; no text is cut off
-    or small."""
+def test_the_claims_picture() -> None:
+    """It has the rows of claims.csv, which are in the page's table: the last family's if it has
+    an interval; no text is cut off or small."""
     found = reproduce.read_published()
     families = [reproduce.judge(folder, found) for folder in FAMILIES]
     rows = reproduce.claim_rows(families)
+    page = (ROOT / 'results/README.md').read_text(encoding='utf-8')
     assert len(rows) == len(reproduce.read_csv(f'{reproduce.RESULTS}/claims.csv')) <= 24
     for _, (claim, _, _), effect in rows:
         later = [each.d for verdicts in families for other, effects, _ in verdicts
@@ -327,6 +328,8 @@ def test_the_claims_picture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
                  == (claim['A'], claim['B'], 'perplexity')
                  for each in effects if each.half_width > 0]
         assert effect.d == later[-1]
+        d, low, high = effect.percent()
+        assert f'{d:+.1f} ({low:+.1f} to {high:+.1f})' in page, claim['claim']
     for shown in rows, reproduce.all_rows(families):
         figure = reproduce.draw_verdicts(shown)
         figure.draw_without_rendering()
