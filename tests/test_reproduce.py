@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.text import Text
+from PIL import Image
 from running import ROOT, write_data
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
@@ -469,3 +470,11 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
     assert [re.search(r'rate=(\S+)', line)[1] for line in lines] == [
         '0.0005', '0.001', '0.002', '0.004', '0.008'] * 2
     assert all(line.startswith('torchrun') and 'A100-hours' in line for line in lines)
+
+
+def test_pages_show_pictures_830_pixels_wide() -> None:
+    pictures = sorted((ROOT / 'results').rglob('*.png'))
+    assert len(pictures) == len(FIGURES) + 2
+    for path in pictures:
+        with Image.open(path) as picture:
+            assert picture.width == 2 * 830, path
