@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
-from configurator import build, check, command_line, in_range, read_options
+from configurator import UserError, build, check, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_json_lines
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.metrics import markdown_table, perplexity, sum_losses
-from nanocem.runs import check_match, load_model, newest_run, read_config
+from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -44,7 +44,7 @@ TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 lo
 Sequences = tuple[Tensor, int | None, int | None]
 # Options in which runs must agree if their losses are to be compared
 MUST_AGREE = ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
-              'test fingerprint')
+              'test fingerprint', 'rescheduled steps')
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
 COPYING = {'repeated': 'repeated: their pair stood earlier', 'other': 'other',
            'first': 'half a context, read once', 'second': 'the same, read again'}
@@ -380,6 +380,7 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
              'test_bits_per_byte', 'seconds')
     rows = []
     all_options = []
+    notes = []
     figure = Figure((7, 4), layout='constrained')
     axes = figure.subplots()
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
@@ -388,9 +389,14 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         options = config['train'] | config['model']
         if known := config.get('must_match'):
             options['test fingerprint'] = known['test fingerprint']  # of the data
+        options['rescheduled steps'] = config.get('rescheduled', 0)
         all_options.append(options)
         # Add a row of results. There are none before the run ends
-        result = read_json(f'{folder}/result.json') or {}
+        result = {}
+        try:
+            result = read_result(folder, config)
+        except UserError as error:
+            notes.append(f'No result of {folder}: {error}.')
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells])
         # Plot the training loss
@@ -407,8 +413,8 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
     if different:
         text += f'\n\n{markdown_table(["option", *folders], different)}'
     if reasons := [name for name, *_ in different if name in MUST_AGREE]:
-        text += f'\n\nLosses cannot be compared: the runs differ in {", ".join(reasons)}.'
-    return text, figure
+        notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
+    return '\n\n'.join([text, *notes]), figure
 
 
 # The command line

@@ -47,7 +47,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
     torch.save({'model': model.state_dict(), 'model_config': cfg, 'step': 2, 'data_dir': str(data),
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
-    config = {'train': {'data': str(data)}, 'model': cfg}
+    config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
@@ -252,18 +252,22 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
-    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 3.5}')
+    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 64}')
     evaluate.main(['--compare', 'out/run', 'out/bpe'])
     assert Path('out/results/compare.png').exists()
     assert cells(capsys.readouterr().out) == [
         ['out/run', '', '', '', '', '', '', ''],
-        ['out/bpe', '1,234,567', '3.5', '', '', '', '', ''], ['data', 'data', 'bpe']]
+        ['out/bpe', '1,234,567', '64', '', '', '', '', ''], ['data', 'data', 'bpe']]
     text, figure = evaluate.compare_runs(['out/run', 'out/bpe'])
     assert text.endswith('differ in data.')
     line, _ = figure.axes[0].lines
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
     assert 'compared' not in evaluate.compare_runs(['out/run', 'out/run'])[0]
+    (bpe / 'result.json').write_text('{"test_loss": 1.5, "tokens": 32}')  # of a shorter run
+    text, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
+    assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
+    (bpe / 'result.json').unlink()
     for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
         config = json.loads(Path(f'out/{run}/config.json').read_text())
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))
