@@ -253,8 +253,10 @@ def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
     uses: dict[Any, list[tuple]] = defaultdict(list)
     hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
-    model.hidden(x)
-    hook.remove()
+    try:
+        model.hidden(x)
+    finally:
+        hook.remove()
     found = []
     for kind in cem_kinds(model):
         for n, block in enumerate(model.blocks, 1):
@@ -272,10 +274,12 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     # Take the steps: states x_0 to x_steps, (B, J, D) each
     trained_T = sublayer.T
     states = []
-    for t in range(steps + 1):
-        sublayer.T = t
-        states.append(sublayer(*inputs))
-    sublayer.T = trained_T
+    try:
+        for t in range(steps + 1):
+            sublayer.T = t
+            states.append(sublayer(*inputs))
+    finally:
+        sublayer.T = trained_T
     # Compare the first step with the gradient at its beginning
     h = sublayer.norm(inputs[0])
     with torch.enable_grad():
@@ -327,9 +331,11 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     impl = model.blocks[0].attn.impl
     model.set_attn_impl('readable')
     attention.scores = record_scores
-    model.hidden(idx)
-    attention.scores = scores
-    model.set_attn_impl(impl)
+    try:
+        model.hidden(idx)
+    finally:
+        attention.scores = scores
+        model.set_attn_impl(impl)
     # Divide all steps of each layer into its uses
     uses = model.cfg.attn_reuse * model.cfg.loops
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]

@@ -415,7 +415,7 @@ def main(argv: list[str]) -> int:
         if cfg.sample_tokens:
             with torch.compiler.set_stance('force_eager'):
                 text = sample_text(raw_model.eval(), tokenizer, '', cfg.sample_tokens,
-                                   temperature=0.8, top_k=None, seed=cfg.seed)
+                                   temperature=0.8, top_k=None, seed=cfg.seed, go_on=True)
             print(text, flush=True)
             log(step, sample=text)
     return 0

@@ -232,6 +232,23 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
     assert float(last[2]) == pytest.approx(right, abs=1e-4)
 
 
+def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, idx = model_of(), torch.zeros(1, 3, dtype=torch.long)
+    attn = model.blocks[0].attn
+    before = attn.T, attn.impl, type(attn).scores, model(idx)[0]
+    x, pos = torch.ones(1, 3, 16), make_positions(model.cfg, torch.ones(1, 3, 16))
+    monkeypatch.setattr(torch.Tensor, 'softmax', lambda *args, **options: 1 / 0)
+    for fails in (lambda: evaluate.attention_maps(model, idx),
+                  lambda: evaluate.measure_steps(attn, (x, pos), 2)):
+        model.set_attn_impl('readable')
+        with pytest.raises(ZeroDivisionError):
+            fails()
+        model.set_attn_impl(before[1])
+    monkeypatch.undo()
+    assert (attn.T, attn.impl, type(attn).scores) == before[:3]
+    assert torch.equal(model(idx)[0], before[3])
+
+
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     energies, attention = report('--energies', '--attention=word').split('out/run; ')
     assert [len(row) for row in cells(energies)] == [12] * 4
