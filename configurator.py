@@ -6,6 +6,7 @@ of its line is its --help text. Later config files override earlier ones, and fl
 Config files assign plain values; they are parsed, never executed.
 """
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -49,7 +50,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
-            sys.stdout.reconfigure(errors='backslashreplace')
+            with contextlib.suppress(OSError):  # its terminal may have gone
+                sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
         except (UserError, OSError) as error:

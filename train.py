@@ -12,10 +12,8 @@ out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at t
 the test of the last weights. sample.py and evaluate.py take the weights of the best validation.
 """
 import atexit
-import contextlib
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -41,6 +39,7 @@ from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_f
 from nanocem.metrics import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
+from nanocem.process import note_signals, process_of_a_run
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
@@ -116,6 +115,7 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 
 
 @command_line
+@process_of_a_run()
 def main(argv: list[str]) -> int:
     # torchrun starts a process for each GPU, and sets its rank. Only rank 0 prints
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
@@ -290,18 +290,8 @@ def main(argv: list[str]) -> int:
         tokens, nats, text_nats, text_bytes = sum_over_processes(sums).tolist()
         return nats / tokens, text_nats / text_bytes / math.log(2) if text_bytes else None
 
-    # Let SIGTERM, SIGHUP and Ctrl-C stop the run after the current step, a second one at once
-    signals: list[int] = []
-
-    def on_signal(number: int, frame: Any) -> None:
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        with contextlib.suppress(OSError):  # stderr may be a pipe to a program that has ended
-            os.write(2, b'\nstopping after this step; a second signal ends the process at once\n')
-    for number in signal.Signals:  # Windows has no SIGHUP
-        asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
-        if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    # Let a signal such as SIGTERM, or Ctrl-C, stop the run after the current step
+    signals = note_signals()
 
     # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
