@@ -20,6 +20,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
 
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
+
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,5 @@
 """README, docs and results: short pages whose code runs and whose links lead somewhere."""
+import os
 import re
 import subprocess
 import sys
@@ -61,3 +62,14 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r'\]\(([^)]+)\)|^\[\w+\]: (\S+)$', read(page), re.MULTILINE)
     paths = [link.partition('#')[0] for link in map(''.join, links) if not link.startswith('http')]
     assert [path for path in paths if not (ROOT / page).parent.joinpath(path).exists()] == []
+
+
+@pytest.mark.parametrize('script', ['evaluate', 'reproduce', 'synthetic_gp', 'bench',
+                                    'docs/new_energy'])
+def test_scripts_that_write_files_need_no_backend(script: str) -> None:
+    """A notebook's environment names one that a fresh environment lacks."""
+    env = os.environ | {'MPLBACKEND': 'nonsense'}
+    argv = ['evaluate', '--help'] if script == 'docs/new_energy' else ['--help']
+    done = subprocess.run([sys.executable, ROOT / f'{script}.py', *argv], env=env,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and '--' in done.stdout, done.stderr
