@@ -12,7 +12,7 @@ from running import ROOT
 
 from model import ModelConfig, Transformer
 
-# The most lines that each page has; other pages of docs have 90.
+# The most lines that each page has; other pages have 95.
 LINES = {'README.md': 130, 'results/README.md': 110, 'results/notes.md': 260,
          'results/tokens/README.md': 40, 'results/gp/README.md': 45,
          'results/figures/README.md': 60, 'docs/paper.md': 100}
@@ -27,7 +27,7 @@ def read(page: str) -> str:
 @pytest.mark.parametrize('page', PAGES + [page for page in RESULTS if page in LINES])
 def test_pages_are_short(page: str) -> None:
     lines = (ROOT / page).read_text(encoding='utf-8').splitlines()
-    assert len(lines) <= LINES.get(page, 90)
+    assert len(lines) <= LINES.get(page, 95)
     assert max(map(len, lines)) <= (100 if page == 'README.md' else 120)
 
 
