@@ -25,7 +25,7 @@ import torch
 
 from configurator import build, command_line, in_range, read_options, resolve_defaults
 from model import SIZES, ModelConfig, Transformer
-from nanocem.attention import describe_attention
+from nanocem.fast import plug_in
 from nanocem.flops import flops_per_token
 from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
 
@@ -85,9 +85,9 @@ def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], float]:
     x = torch.randint(cfg.vocab_size, (cfg.batch_size, cfg.context_length), device=cfg.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward = model
-    if cfg.compile and ours:  # as train.py does
-        attention = describe_attention(model, x.device, getattr(torch, cfg.dtype), compiled=True)
-        forward = compile_for(x.device, model, attention)
+    if ours:  # as train.py does
+        attention = plug_in(model, 'auto', getattr(torch, cfg.dtype), cfg.compile)
+        forward = compile_for(x.device, model, attention) if cfg.compile else model
     elif cfg.compile:
         forward = torch.compile(model, dynamic=False)
 

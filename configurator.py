@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NoReturn
 
@@ -201,15 +201,6 @@ def resolve_defaults(options: Any, **defaults: Any) -> None:
             setattr(options, name, value)
 
 
-def only_with(options: Any, setting: str, **values: Any) -> None:
-    """UserError unless these options have these values. Other values are only for `setting`, such
-    as attn=cem."""
-    for name, value in values.items():
-        given = getattr(options, name)
-        check(given == value,
-              f'{name}={given} is only for {setting}: set that, or else {name}={value}')
-
-
 def in_range(options: Any, low: float, high: float, names: str) -> None:
     """UserError unless these options lie from `low` to `high`, or are None."""
     for name in names.split():
@@ -219,5 +210,17 @@ def in_range(options: Any, low: float, high: float, names: str) -> None:
 
 
 def build(cls: type, given: dict[str, Any]) -> Any:
-    """Make an instance of `cls` from those of the given options that are its fields."""
-    return cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+    """Make an instance of `cls` from those of the given options that are its fields. UserError if
+    it refuses one."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    with user_errors():
+        return cls(**{name: value for name, value in given.items() if name in names})
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise the ValueErrors of model.py, which knows no UserError, as UserErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from None

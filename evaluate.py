@@ -18,6 +18,7 @@ import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
@@ -35,6 +36,7 @@ from configurator import UserError, build, check, command_line, in_range, read_o
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
+from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
@@ -322,23 +324,24 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     """Return the weights alpha_ijk of ids (1, J) at each step: one tensor (T, K, J, J) for each
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
     steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
-    attention = type(model.blocks[0].attn)
-    scores = attention.scores
 
-    def record_scores(attn: BaseAttention, *args: Any) -> Tensor:
-        a = scores(attn, *args)
-        steps[attn].append(a.softmax(dim=-1)[0].cpu())
-        return a
+    def attend(attn: BaseAttention, q: Tensor, k: Tensor, v: Tensor, *context: Any) -> Tensor:
+        alpha = attn.scores(q, k, *context).softmax(dim=-1)
+        if model.cfg.attn == 'llama' or v is k:  # the exact update attends to h with the same
+            steps[attn].append(alpha[0].cpu())
+        return alpha.type_as(v) @ v
 
-    # Run the model with the readable implementation: it alone calls `scores`
-    impl = model.blocks[0].attn.impl
-    model.set_attn_impl('readable')
-    attention.scores = record_scores
+    # Run the model with a function in place of its attention that keeps the weights
+    plugged = [vars(block.attn).get('attend') for block in model.blocks]
+    for block in model.blocks:
+        block.attn.attend = partial(attend, block.attn)
     try:
         model.hidden(idx)
     finally:
-        attention.scores = scores
-        model.set_attn_impl(impl)
+        for block, method in zip(model.blocks, plugged, strict=True):
+            del block.attn.attend
+            if method is not None:
+                block.attn.attend = method
     # Divide all steps of each layer into its uses
     uses = model.cfg.attn_reuse * model.cfg.loops
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
@@ -450,6 +453,7 @@ def main(argv: list[str]) -> None:
     # Load the model, and export it if that is asked for
     out_dir = cfg.out_dir or newest_run()
     model, state = load_model(out_dir, cfg.device)
+    plug_in(model)
     if cfg.export:
         export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
         return print(f'{cfg.export}: transformers loads it, as its README.md says', flush=True)

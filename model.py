@@ -15,29 +15,29 @@ of the diagonal's part of the energy, and exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
 Comments at the ends of lines are the formulas of Algorithm 1. Its steps are added to norm(x), which
-diverged at the paper's width, so by default we add them to x. RoPE is not in it: its lines begin
-with "rope:". docs/paper.md lists our choices where the paper is silent. nanocem/attention.py
-computes the same attention faster.
+diverged at the paper's width, so by default we add them to x. Algorithm 1 has no RoPE: comments
+that begin with "rope:" are ours. docs/paper.md lists our choices where the paper is silent.
+
+This file needs torch alone, and can be copied into another project. What is faster is plugged in
+from outside, by replacing a method of one object: nanocem/fast.py replaces attend and loss,
+nanocem/decode.py next_logits. Each tries itself beside the lines here first, so that a change of
+these lines is never ignored.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
 """
 import math
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+import numbers
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import check, convert_types, in_range, only_with, resolve_defaults
-from energy import Phi
-from nanocem.attention import attend, choose_impl
-from nanocem.loss import cross_entropy
-
-# 86m to 162m are the paper's (Table 1), the shape of 256m is our choice. CEM has 16 layers there,
-# and the token budget of the Llama of 14: --size=256m --n_layer=16 --tokens=5.1B.
+# 86m to 162m are the paper's (Table 1), the shape of 256m is our choice. In the paper CEM has two
+# layers more there, and Llama's budget of tokens: --size=256m --n_layer=16 --tokens=5.1B
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -55,7 +55,9 @@ EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 @dataclass
 class ModelConfig:
     """Describe the architecture. A field that is None gets the default that its comment names.
-    To change a field make a new ModelConfig: dataclasses.replace would keep derived defaults."""
+    To change a field make a new ModelConfig: dataclasses.replace would keep init_std and others as
+    derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
+    # --help and check_values read the words of a Literal
     size: Literal[tuple(SIZES)] = '134m'  # preset of the next four options
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
@@ -71,8 +73,8 @@ class ModelConfig:
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
     mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
     loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
-    attn_step_size: float | None = None  # eta_eps; default: 1 / attn_steps, or init_from's
-    mlp_step_size: float | None = None  # eta_xi; default: 1 / mlp_steps, or init_from's
+    attn_step_size: float | None = None  # eta_eps, of a step; default: 1 / attn_steps
+    mlp_step_size: float | None = None  # eta_xi, of a step; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
@@ -82,56 +84,28 @@ class ModelConfig:
     residual: Literal['raw', 'normed'] = 'raw'  # start from x, or norm(x) as in Algorithm 1
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
-    mlp_match: Literal['dims', 'params'] = 'dims'  # match Llama's MLP in width or parameters
+    mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
     init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
     rope_theta: float = 10_000.0  # base of the rotary frequencies
 
     def __post_init__(self) -> None:
-        """Resolve defaults and validate. UserError for a bad value, or CEM's options on Llama."""
-        convert_types(self)
-        in_range(self, 1, 10**6, 'd_model n_layer n_head d_mlp loops vocab_size context_length')
-        in_range(self, 1, 10**6, 'attn_steps mlp_steps attn_rank mlp_rank attn_reuse mlp_reuse')
-        in_range(self, 1e-30, 1e30, 'attn_step_size mlp_step_size init_std rope_theta')
-        # Resolve defaults that depend on other options
-        resolve_defaults(self, **SIZES[self.size])
-        resolve_defaults(
-            self, init_std=0.02 * math.sqrt(768 / self.d_model),
-            attn_step_size=1 / self.attn_steps, mlp_step_size=1 / self.mlp_steps,
-            positions='alibi' if self.attn == 'cem' else 'rope',
-            score_scale='model' if self.attn == 'cem' else 'head')
-        # Refuse options of another kind of layer
-        if self.attn == 'cem':
-            only_with(self, 'attn=llama', tie='none')
-        else:
-            only_with(self, 'attn=cem', attn_steps=1, attn_step_size=1.0, kq_diag='none',
-                      score_scale='head', exact_update=False, attn_rank=ModelConfig.attn_rank)
-        if self.mlp == 'llama':
-            only_with(self, 'mlp=cem', mlp_steps=1, mlp_step_size=1.0, mlp_energy='gated',
-                      mlp_match='dims', mlp_rank=ModelConfig.mlp_rank)
-        if self.attn == self.mlp == 'llama':
-            only_with(self, 'attn=cem or mlp=cem', preconditioner='none', residual='raw')
-        if self.preconditioner != 'diag_lowrank':
-            only_with(self, 'preconditioner=diag_lowrank', attn_rank=ModelConfig.attn_rank,
-                      mlp_rank=ModelConfig.mlp_rank)
-        if self.positions == 'alibi':
-            only_with(self, 'positions=rope', rope_theta=ModelConfig.rope_theta)
-        # Refuse options that contradict each other
-        D, K = self.d_model, self.n_head
-        check(D % K == 0, f'd_model={D} is not a multiple of n_head={K}')
-        check(self.positions == 'alibi' or D // K % 2 == 0,
-              f'positions=rope: d_model / n_head = {D // K} is odd, expected an even number')
-        check(self.kq_diag != 'none' or not self.exact_update,
-              'exact_update needs the diagonal: set kq_diag=shared or per_head')
+        check_values(self)
+        resolve_defaults(self)
+        check_combination(self)
 
     def llama(self) -> 'ModelConfig':
         """Return the Llama of the same shape. Its parameter count sets the token budget."""
         names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
-        options = {name: getattr(self, name) for name in names}
-        positions = 'alibi' if self.d_model // self.n_head % 2 else 'rope'  # RoPE: even widths
-        return ModelConfig(**options, attn='llama', mlp='llama', positions=positions)
+        shape = {name: getattr(self, name) for name in names}
+        # RoPE has no parameters, but needs heads of an even width
+        head_width = self.d_model // self.n_head
+        positions = 'rope' if head_width % 2 == 0 else 'alibi'
+        return ModelConfig(**shape, attn='llama', mlp='llama', positions=positions)
 
 
 def normal_param(*shape: int, std: float) -> nn.Parameter:
+    """Return a matrix of weights. It is no nn.Linear, because CEM multiplies by each matrix twice,
+    once transposed."""
     return nn.Parameter(torch.empty(shape).normal_(std=std))
 
 
@@ -145,30 +119,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.gain.shape, self.gain, NORM_EPS)
 
 
-class Preconditioner(nn.Module):
-    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13). None is
-    formed. The parameter is p = d / sqrt(D): an Adam step on p moves d sqrt(D) times as far."""
-    def __init__(self, cfg: ModelConfig, n: int, rank: int):
-        super().__init__()
-        D = cfg.d_model
-        self.p = self.U = None  # without them P is the identity
-        if cfg.preconditioner != 'none':
-            self.p = nn.Parameter(torch.full((n, D), D ** -0.5))  # d starts at 1, P at 1.31 I
-        if cfg.preconditioner == 'diag_lowrank':
-            self.U = normal_param(n, D, rank, std=0.02)
-            self.V = nn.Parameter(torch.zeros(n, D, rank))
-
-    def forward(self, rows: Tensor) -> Tensor:
-        """Apply P to each row: (..., n, m, D) -> (..., n, m, D)."""
-        out = rows
-        if self.p is not None:
-            d = self.p * self.p.shape[1] ** 0.5
-            out = rows * F.softplus(d)[:, None]
-        if self.U is not None:
-            out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
-        return out
-
-
 class Positions(NamedTuple):
     """Positions i of the queries and j of the keys, in the forms that attention needs."""
     distance: Tensor  # |i - j|, (I, J)
@@ -178,8 +128,9 @@ class Positions(NamedTuple):
 
 
 def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0) -> Positions:
-    """Return the positions of x (B, I, D), which follows `past` cached tokens."""
+    """Return the positions of x (B, I, D), which follows `past` tokens that a cache holds."""
     I, R = x.shape[1], cfg.d_model // cfg.n_head
+    # In float32 at least: bfloat16 is exact for whole numbers up to 256 alone
     options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
     j = torch.arange(past + I, device=x.device)
@@ -188,16 +139,8 @@ def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0) -> Positions:
     return Positions((i - j).abs().type_as(mask), mask, angle.cos(), angle.sin())
 
 
-def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
-    """Return ALiBi's slopes m_k, (K,): 2^-k, the paper's example; 2^(-8k/K) above 8 heads."""
-    k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
-    return 2.0 ** (-8 / max(8, n_head) * k)
-
-
 class BaseAttention(nn.Module):
     """What both kinds of attention share: norm, W_Q, W_K, heads and positions."""
-    impl = 'auto'  # or readable, blockwise, sdpa, triton: see nanocem/attention.py
-
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
@@ -218,26 +161,43 @@ class BaseAttention(nn.Module):
         return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
 
     def rotate(self, x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
-        """Rotate x (B, K, I, R) by RoPE's Rot(i) at each position i, or back by Rot(i)^T."""
+        """With RoPE rotate x (B, K, I, R) by Rot(i) at each position i, or back by Rot(i)^T. With
+        ALiBi return x itself."""
         if self.cfg.positions == 'alibi':
             return x
         a, b = x.chunk(2, dim=-1)
         sin = -pos.sin if inverse else pos.sin
         return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions,
+               u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+        """Return o_i = sum_j softmax_j(a_ijk) v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K,
+        J, R), and for the diagonal's term u (B, I, D) and h (B, J, D)."""
+        a = self.scores(q, k, pos, u, h)                         # a_ijk, (B, K, I, J)
+        alpha = a.softmax(dim=-1).type_as(v)                     # softmax_j(a_ijk)
+        return alpha @ v                                         # sum_j alpha_ijk v_j
+
+    def scores(self, q: Tensor, k: Tensor, pos: Positions,
+               u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf for keys after the query."""
-        return q / self.tau @ k.mT + self.bias(pos)
+        return (q / self.tau) @ k.mT + self.bias(pos)
 
     def bias(self, pos: Positions) -> Tensor:
         """Return b_ijk = -m_k |i - j| + (b_self_k if i = j else b_cross_k), (K, I, J); -inf where i
         may not attend to j. With RoPE return the mask alone, (I, J)."""
         if self.cfg.positions == 'rope':
             return pos.mask
-        m = alibi_slopes(self.K, pos.mask)[:, None, None]
+        slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
         b_self = self.b_self[:, None, None]
         b_cross = self.b_cross[:, None, None]
-        return pos.mask + torch.where(pos.distance == 0, b_self, b_cross) - m * pos.distance
+        return pos.mask + torch.where(pos.distance == 0, b_self, b_cross) - slopes * pos.distance
+
+
+def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
+    """Return ALiBi's slopes m_k, (K,): 2^-k, the paper's example; 2^(-8k/K) above 8 heads. They
+    have the dtype and device of `like`."""
+    k = torch.arange(1, n_head + 1, dtype=like.dtype, device=like.device)
+    return 2.0 ** (-8 / max(8, n_head) * k)
 
 
 class LlamaAttention(BaseAttention):
@@ -250,7 +210,7 @@ class LlamaAttention(BaseAttention):
         # W_O is stored in blocks of rows, as W_Q is, and used as o @ W_O
         self.W_O = self.W_Q if cfg.tie in ('qo', 'both') else normal_param(D, D, std=std)
 
-    def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
+    def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Return x plus the attention output, (B, I, D)."""
         # Project the normed input to queries, keys and values
         h = self.norm(x)
@@ -261,17 +221,8 @@ class LlamaAttention(BaseAttention):
         # With RoPE, rotate queries and keys by their positions
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
-        # Insert the new keys and values into the cache, and get those of all tokens so far
-        if cache is not None:
-            _, k, v = cache.update(self, h, k, v)                # (B, K, J, R)
         # Attend to the context
-        impl = choose_impl(self, k, pos)
-        if impl == 'readable':
-            a = self.scores(q, k, pos)                           # (B, K, I, J)
-            alpha = a.softmax(dim=-1).type_as(v)
-            o = alpha @ v                                        # (B, K, I, R)
-        else:
-            o = attend(impl, self, q, k, v, pos)
+        o = self.attend(q, k, v, pos)                            # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
         return x + self.merge_heads(o) @ self.W_O                # (B, I, D)
 
@@ -285,52 +236,48 @@ class CEMAttention(BaseAttention):
         n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
         self.kq_diag = nn.Parameter(torch.zeros(n, cfg.d_model)) if n else None
 
-    def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
+    def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to keys, which are also the values and fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Insert the new h or keys into the cache, and get those of all tokens so far. It may hold h
-        # alone (nanocem/decode.py): then k is None, and attend works from h
-        if cache is not None:
-            h, k, _ = cache.update(self, h, k, k)                # (B, J, D), (B, K, J, R)
-        # Fold the preconditioners into the output projection: its blocks are W_k^Q P_k
-        W_O = self.output_weight() if cache is None else cache.output_weight(self)  # (D, D)
-        impl = choose_impl(self, k, pos)  # how to compute attention
+        # Fold the preconditioners into the output projection
+        W_O = self.output_weight()                               # (D, D), blocks (P_k W_k^Q^T)^T
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
-            # Attend to the context
-            if impl == 'readable':
-                a = self.scores(q, k, pos, u, h)                 # a_ijk, (B, K, I, J)
-                alpha = a.softmax(dim=-1).type_as(k)             # softmax_j(a_ijk)
-                o = alpha @ k                                    # o_i <- sum_j alpha_ijk k_j
-            else:
-                o = attend(impl, self, q, k, k, pos, u, h)
+            # Attend to the context, whose values are its keys
+            o = self.attend(q, k, k, pos, u, h)                  # o_i <- sum_j alpha_ijk k_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
-            if self.cfg.exact_update:  # + sum_k P_k (d_k * sum_j alpha_ijk h_j); impl is readable
-                dx = dx + self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
+            if self.cfg.exact_update:
+                # Attend again, to h: the gradient of the diagonal's part of the energy
+                o_h = self.attend(q, k, h[:, None], pos, u, h)   # sum_j alpha_ijk h_j, (B, K, I, D)
+                dx = dx + self.P(self.kq_diag[:, None] * o_h).sum(dim=1)
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, pos: Positions,
+               u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         """Return a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk (Eq. 12), (B, K, I, J); -inf
         for keys after the query. RoPE does not rotate the diagonal's term."""
         a = super().scores(q, k, pos)
         if self.kq_diag is not None:
-            d_u = u[:, None] * (self.kq_diag[:, None] / self.tau)  # (B, 1 or K, I, D)
-            a = a + d_u @ h[:, None].mT
+            a = a + self.scaled_diagonal(u) @ h[:, None].mT
         return a
 
+    def scaled_diagonal(self, u: Tensor) -> Tensor:
+        """Return d_k * u_i / tau, (B, 1 or K, I, D)."""
+        return u[:, None] * (self.kq_diag[:, None] / self.tau)
+
     def output_weight(self) -> Tensor:
-        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
-        the transpose of P_k W_k^Q^T."""
+        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k =
+        (P_k W_k^Q^T)^T, since P_k is symmetric."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -352,7 +299,7 @@ class LlamaMLP(nn.Module):
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # (D_v, D), as V
 
-    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
         # Project the normed input to the gate gamma and to z
         h = self.norm(x)
@@ -376,14 +323,14 @@ class CEMMLP(nn.Module):
         self.V = normal_param(width, cfg.d_model, std=cfg.init_std)
         self.P = Preconditioner(cfg, 1, cfg.mlp_rank)
 
-    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Take the steps of Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to the gate, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
-        # Fold the preconditioner into the down projection. Algorithm 1 has V^T in its g, not here
-        W_d = self.output_weight() if cache is None else cache.output_weight(self)  # (P V^T)^T
+        # Fold the preconditioner into the down projection
+        W_d = self.output_weight()                               # (P V^T)^T
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -418,6 +365,57 @@ def straight_through_sign(x: Tensor) -> Tensor:
     return x.sign().detach() + (x - x.detach())
 
 
+class Phi(torch.autograd.Function):
+    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
+    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2."""
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        b = z.detach().double().abs()                            # y = e^-b <= 1: e^b would overflow
+        w, log1p_y = torch.sigmoid(-b), (-b).exp().log1p()       # w <= 1/2: 50 terms are exact
+        series = torch.zeros_like(b)
+        for n in range(50, 0, -1):
+            series = (series + 1 / n ** 2) * w
+        left = -series - log1p_y ** 2 / 2 - b * log1p_y          # phi(-b)
+        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left            # phi(b), by inversion of Li2
+        return torch.where(z > 0, right, left).to(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * F.silu(ctx.saved_tensors[0])
+
+
+class Preconditioner(nn.Module):
+    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13). No P is
+    formed in memory. The parameter is p = d / sqrt(D): Adam's steps are of one length for all
+    weights, and most are about D^-1/2, but d is about 1. (U and V are P's; d is not d_k.)"""
+    def __init__(self, cfg: ModelConfig, n: int, rank: int):
+        super().__init__()
+        D = cfg.d_model
+        # Without these parameters P is the identity
+        self.p = None
+        self.U = None
+        if cfg.preconditioner != 'none':
+            # d starts at 1 as in the paper, so that P starts at softplus(1) I = 1.31 I
+            self.p = nn.Parameter(torch.full((n, D), D ** -0.5))
+        if cfg.preconditioner == 'diag_lowrank':
+            self.U = normal_param(n, D, rank, std=0.02)
+            self.V = nn.Parameter(torch.zeros(n, D, rank))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Apply each of the n matrices to its m rows: (..., n, m, D) -> (..., n, m, D)."""
+        out = rows
+        if self.p is not None:
+            d = self.p * self.p.shape[1] ** 0.5
+            out = rows * F.softplus(d)[:, None]
+        if self.U is not None:
+            out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
+        return out
+
+
 class Block(nn.Module):
     """One layer (Algorithm 1, Main Block). A sublayer with reuse > 1 is applied again to its own
     output, with a fresh context: the paper's plain layer reuse."""
@@ -427,11 +425,11 @@ class Block(nn.Module):
         self.mlp = CEMMLP(cfg) if cfg.mlp == 'cem' else LlamaMLP(cfg)
         self.attn_reuse, self.mlp_reuse = cfg.attn_reuse, cfg.mlp_reuse
 
-    def forward(self, x: Tensor, pos: Positions, cache: Any = None) -> Tensor:
+    def forward(self, x: Tensor, pos: Positions) -> Tensor:
         for _ in range(self.attn_reuse):
-            x = self.attn(x, pos, cache)
+            x = self.attn(x, pos)
         for _ in range(self.mlp_reuse):
-            x = self.mlp(x, cache)
+            x = self.mlp(x)
         return x
 
 
@@ -445,27 +443,64 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None,
-                cache: Any = None) -> tuple[Tensor | None, Tensor | None]:
-        """Return the logits (B, I, vocabulary) of ids (B, I) and None; or with targets (B, I) None
-        and the mean loss, without targets of -100. With a cache, idx follows the tokens in it."""
-        x = self.hidden(idx, cache)
+    def forward(self, idx: Tensor,
+                targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Without targets return the logits (B, I, vocabulary) of ids (B, I), with targets (B, I)
+        their mean loss; the other of the two is None. Targets of -100 do not count. ValueError for
+        targets of another shape."""
         if targets is None:
-            return F.linear(x, self.head), None
-        return None, cross_entropy(x, self.head, targets)
+            return F.linear(self.hidden(idx), self.head), None
+        if targets.shape != idx.shape:
+            raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
+        return None, self.loss(self.hidden(idx), targets)
 
-    def hidden(self, idx: Tensor, cache: Any = None) -> Tensor:
-        """Map ids (B, I) to the head's input, (B, I, D)."""
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy for x from `hidden`, (B, I, D), and targets (B, I)."""
+        logits = F.linear(x.flatten(0, 1), self.head)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, targets.flatten())
+
+    def hidden(self, idx: Tensor, past: int = 0) -> Tensor:
+        """Map ids (B, I), which follow `past` ids that a cache holds, to the head's input,
+        (B, I, D)."""
         x = F.embedding(idx, self.embedding)
-        past = 0 if cache is None else cache.begin(idx)
         pos = make_positions(self.cfg, x, past)
         for _ in range(self.cfg.loops):
             for block in self.blocks:
-                x = block(x, pos, cache)
+                x = block(x, pos)
         return self.norm(x)
 
+    def next_logits(self, idx: Tensor) -> Tensor:
+        """Return the logits of the token after ids (B, J), (B, vocabulary)."""
+        return F.linear(self.hidden(idx)[:, -1], self.head).float()
+
+    @torch.no_grad()
+    def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
+                 top_k: int | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """Continue ids (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the
+        likeliest token. When the context is full, its last half becomes the context, so that a
+        cache is filled again once in so many tokens, not at each."""
+        length = self.cfg.context_length
+        start = max(0, idx.shape[1] - length)  # the first token of the context
+        for _ in range(max_new_tokens):
+            if idx.shape[1] - start > length:  # the context is full
+                start = idx.shape[1] - max(1, length // 2)
+            logits = self.next_logits(idx[:, start:])
+            if top_k is not None:  # keep the top_k largest logits
+                kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < kth_largest, -torch.inf)
+            # Choose or sample the next token, and append it
+            if temperature == 0:
+                next_ids = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+            else:
+                p = (logits / temperature).softmax(dim=-1)
+                next_ids = torch.multinomial(p, 1, generator=generator)
+            idx = torch.cat([idx, next_ids], dim=1)
+        return idx
+
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
-        """Change T, but not eta; None keeps T. UserError if T < 1, or for a Llama sublayer."""
+        """Change T, but not eta; None keeps T. cfg keeps the T of training. ValueError if T < 1,
+        or for a Llama sublayer."""
         steps = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
         # Check both before changing either
         for name, T in steps.items():
@@ -476,11 +511,84 @@ class Transformer(nn.Module):
             for block in self.blocks:
                 getattr(block, name).T = T
 
-    def set_attn_impl(self, impl: str) -> None:
-        """Choose how attention is computed: auto, readable, blockwise, sdpa or triton, which
-        nanocem/attention.py describes. Second derivatives on a CPU need readable."""
-        for block in self.blocks:
-            block.attn.impl = impl
-
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+
+# Options: defaults and checks
+
+# Options of another kind of layer must keep their defaults
+ONLY_FOR = {
+    'attn=llama': 'tie',
+    'attn=cem': 'attn_steps attn_step_size kq_diag score_scale exact_update attn_rank',
+    'mlp=cem': 'mlp_steps mlp_step_size mlp_energy mlp_match mlp_rank',
+    'attn=cem or mlp=cem': 'preconditioner residual',
+    'preconditioner=diag_lowrank': 'attn_rank mlp_rank',
+    'positions=rope': 'rope_theta'}
+
+
+def check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def check_values(options: Any) -> None:
+    """ValueError unless each field of a dataclass has a value of its type: a word of a Literal,
+    True or False, or a number above 0. Numbers of other libraries become Python's."""
+    hints = get_type_hints(type(options))
+    for field in fields(options):
+        kind, value = hints[field.name], getattr(options, field.name)
+        if type(None) in get_args(kind):  # X | None
+            if value is None:
+                continue
+            kind = get_args(kind)[0]
+        if kind is bool:
+            ok, expected = isinstance(value, bool), 'True or False'
+        elif kind in (int, float):
+            number = numbers.Integral if kind is int else numbers.Real
+            is_number = isinstance(value, number) and not isinstance(value, bool)
+            ok = is_number and 0 < value < math.inf
+            expected = 'a whole number from 1' if kind is int else 'a number above 0'
+        else:
+            ok, expected = value in get_args(kind), f'one of {", ".join(get_args(kind))}'
+        check(ok, f'{field.name}={value}: expected {expected}')
+        if kind in (int, float):
+            setattr(options, field.name, kind(value))
+
+
+def default_values(cfg: ModelConfig) -> dict[str, Any]:
+    """Return the defaults of the fields that depend on other fields."""
+    D = cfg.d_model or SIZES[cfg.size]['d_model']
+    cem = cfg.attn == 'cem'
+    return SIZES[cfg.size] | dict(
+        init_std=0.02 * math.sqrt(768 / D),
+        attn_step_size=1 / cfg.attn_steps, mlp_step_size=1 / cfg.mlp_steps,
+        positions='alibi' if cem else 'rope', score_scale='model' if cem else 'head')
+
+
+def resolve_defaults(cfg: ModelConfig) -> None:
+    """Set the fields that are None to their defaults."""
+    for name, value in default_values(cfg).items():
+        if getattr(cfg, name) is None:
+            setattr(cfg, name, value)
+
+
+def check_combination(cfg: ModelConfig) -> None:
+    """ValueError for an option that has no part in this model, or contradicts another."""
+    applies = {
+        'attn=llama': cfg.attn == 'llama', 'attn=cem': cfg.attn == 'cem',
+        'mlp=cem': cfg.mlp == 'cem', 'attn=cem or mlp=cem': 'cem' in (cfg.attn, cfg.mlp),
+        'preconditioner=diag_lowrank': cfg.preconditioner == 'diag_lowrank',
+        'positions=rope': cfg.positions == 'rope'}
+    defaults = vars(ModelConfig) | default_values(cfg)
+    for setting, names in ONLY_FOR.items():
+        for name in names.split():
+            value, default = getattr(cfg, name), defaults[name]
+            check(applies[setting] or value == default,
+                  f'{name}={value} is only for {setting}: set that, or else {name}={default}')
+    R = cfg.d_model / cfg.n_head
+    check(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
+    check(cfg.positions == 'alibi' or R % 2 == 0,
+          f'positions=rope: d_model / n_head = {R:g} is odd, expected an even number')
+    check(cfg.kq_diag != 'none' or not cfg.exact_update,
+          'exact_update needs the diagonal: set kq_diag=shared or per_head')

@@ -9,8 +9,17 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from configurator import build, check, command_line, convert_types, in_range, read_options
+from configurator import (
+    build,
+    check,
+    command_line,
+    convert_types,
+    in_range,
+    read_options,
+    user_errors,
+)
 from nanocem.documents import read_text
+from nanocem.fast import plug_in
 from nanocem.runs import load_model, newest_run
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import tokenizer_of
@@ -46,7 +55,9 @@ def main(argv: list[str]) -> None:
         cfg.prompt = read_text(cfg.prompt_file)
     # Load the model, and set its numbers of gradient steps
     model, checkpoint = load_model(cfg.out_dir or newest_run(), cfg.device)
-    model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    plug_in(model)
+    with user_errors():
+        model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     # Generate text and print it
     text = sample_text(model, tokenizer_of(checkpoint), cfg.prompt, cfg.tokens, cfg.temperature,
                        cfg.top_k, cfg.seed, cfg.num_samples)

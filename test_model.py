@@ -22,7 +22,7 @@ from model import (
     make_positions,
     straight_through_sign,
 )
-from nanocem.decode import generate
+from nanocem.fast import plug_in
 from nanocem.flops import flops_per_token
 
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
@@ -104,7 +104,6 @@ def test_parameter_counts() -> None:
 def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
     """At one token of context nothing is masked away: torch's own count of products must agree."""
     model = Transformer(ModelConfig(**{**vars(cfg), 'context_length': 1}))
-    model.set_attn_impl('readable')
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 1, dtype=torch.long))
     assert flops_per_token(model) == 3 * counter.get_total_flops()
@@ -423,12 +422,12 @@ def test_steps_change_at_test_time() -> None:
 def test_weights_in_bfloat16(options: dict, impl: str) -> None:
     """Rounding alone explains the logits of a model in bfloat16, which also generates."""
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=19)
-    model.set_attn_impl(impl)
+    plug_in(model, impl)
     idx = torch.randint(50, (2, 8), generator=torch.Generator().manual_seed(20))
     with torch.no_grad():
         exact, _ = model(idx)
         rounded, _ = model.to(torch.bfloat16)(idx)
-        longer = generate(model, idx, 4, temperature=0.0)
+        longer = model.generate(idx, 4, temperature=0.0)
     assert rounded.dtype == torch.bfloat16 and longer.shape == (2, 12)
     assert (rounded - exact).norm() < 0.05 * exact.norm()
 

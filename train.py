@@ -31,8 +31,8 @@ from tqdm import tqdm
 from configurator import build, check, command_line, convert_types, in_range, merge, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.attention import describe_attention
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
+from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
 from nanocem.flops import flops_per_token
 from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
@@ -191,14 +191,13 @@ def main(argv: list[str]) -> int:
     # Make the model and its optimizers, choose the precision, and compile
     torch.manual_seed(cfg.seed)
     raw_model = Transformer(model_cfg).to(device)
-    raw_model.set_attn_impl(cfg.attn_impl)
     flops = flops_per_token(raw_model)
     dtype, compiled = choose_precision(cfg, device, max_steps * tokens_per_step * flops)
     precision = str(dtype).removeprefix('torch.') + (', compiled' if compiled else '')
     peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     optimizers = make_optimizers(raw_model, cfg, dtype)
-    attention = describe_attention(raw_model, device, dtype, compiled)
+    attention = plug_in(raw_model, cfg.attn_impl, dtype, compiled)
     model = compile_for(device, raw_model, attention) if compiled else raw_model
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)

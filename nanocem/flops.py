@@ -14,7 +14,9 @@ def flops_per_token(model: Any) -> float:
         # A step multiplies by W_Q and W_O, by keys for scores, by the diagonals, and by values
         step = 2 * D * D + (2 + diagonals) * mean_context * D
         if cfg.exact_update:
+            # It computes the scores again, multiplies them by h, and applies P to each head
             rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
+            step += (1 + diagonals) * mean_context * D
             step += cfg.n_head * (mean_context * D + 4 * rank * D)
         attn_macs = D * D + attn.T * step
     else:

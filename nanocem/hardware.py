@@ -40,7 +40,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
-    compilation serves all. `attention` is what attention.describe_attention returns."""
+    compilation serves all. `attention` is what fast.plug_in returns."""
     # Let a later run reuse the traced graph, though it holds the loss's own backward pass
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if device.type == 'cuda':

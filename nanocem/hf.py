@@ -1,5 +1,4 @@
 """Export models to folders that Hugging Face's transformers loads, and read them back."""
-import re
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -16,8 +15,7 @@ from nanocem.files import read_json, to_json
 from nanocem.tokenizers import MODEL_FILE, tokenizer_of
 
 WEIGHTS_FILE = 'model.safetensors'
-CODE = ('model.py', 'configurator.py', 'energy.py', 'nanocem/loss.py',  # copied into exports
-        'nanocem/attention.py', 'nanocem/triton_attention.py', 'nanocem/modeling_nanocem.py')
+CODE = ('model.py', 'nanocem/decode.py', 'nanocem/modeling_nanocem.py')  # copied into exports
 LLAMA_NAMES = {  # our names of weights -> those of LlamaForCausalLM
     'embedding': 'model.embed_tokens', 'norm.gain': 'model.norm', 'head': 'lm_head',
     'attn.norm.gain': 'input_layernorm', 'attn.W_Q': 'self_attn.q_proj',
@@ -42,9 +40,9 @@ generate stops at the next BOS.{about}
 """
 ABOUT_CODE = """
 
-The model needs torch, transformers 5, numpy and scipy, and runs this folder's code. There is no
-cache: each new token reads the whole text again. Pad on the right, never on the left. generate
-takes texts of one length."""
+The model needs torch and transformers 5, and runs this folder's code. generate takes texts of one
+length, and reads each token once; with beams it reads texts again. Pad on the right, never on the
+left."""
 
 
 def is_plain_llama(cfg: ModelConfig) -> bool:
@@ -107,12 +105,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
             nanocem=vars(cfg))
     else:
         for source in CODE:
-            # Make imports of our files relative: transformers copies only files imported this way
-            code = Path(__file__).parents[1].joinpath(source).read_text(encoding='utf-8')
-            code = code.replace('from nanocem import', 'from . import')
-            code = code.replace('from nanocem.', 'from .')
-            code = re.sub('from (model|configurator|energy) import', r'from .\1 import', code)
-            (path / Path(source).name).write_text(code, encoding='utf-8')
+            shutil.copyfile(Path(__file__).parents[1] / source, path / Path(source).name)
         auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
         config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,

@@ -28,8 +28,6 @@ Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k
 power of two, so a head of width 72 is held as two pieces, BR = 64 and BT = 16 columns wide; BT = 0
 means that one piece is enough.
 """
-import sys
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -410,80 +408,3 @@ def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None
     du = None if du is None else du.to(q.dtype)
     b = None if b is None else b.float()
     return attention_op(q, k, du, h, b, n_head, scale)[0]
-
-
-# The kernels are compared with the formula before their first use on a GPU
-
-# Largest error of a row in units of the dtype's epsilon, relative to its norm plus a typical row's.
-# Correct kernels reach 2; a result that is wrong altogether has 128 in bfloat16.
-MOST_ERROR = 8
-
-
-@cache
-def agrees(device: torch.device, dtype: torch.dtype, n_head: int, width: int, diagonals: int,
-           alibi: bool) -> bool:
-    """Return whether the kernels run on this device and give the formula's output and gradients.
-    Inputs are random, with these heads. If not, print a line on stderr that says why."""
-    try:
-        with (torch.inference_mode(False), torch.enable_grad(),
-              torch.autocast(device.type, enabled=False)):
-            # A multiple of 16 compiles to other code than 300, whose last tile is cut off.
-            wrong = (find_error(device, dtype, 300, n_head, width, diagonals, alibi)
-                     or find_error(device, dtype, 256, n_head, width, diagonals, alibi))
-    except Exception as error:  # Triton, LLVM, ptxas and the driver raise many types
-        reason = (str(error).strip() or 'no reason given').splitlines()[0]
-        wrong = f'do not run ({type(error).__name__}: {reason})'
-    if wrong:
-        print(f"Warning: the Triton kernels {wrong}: torch's own attention is used on {device}",
-              file=sys.stderr)
-    return not wrong
-
-
-def find_error(device: torch.device, dtype: torch.dtype, J: int, K: int, R: int, n: int,
-               alibi: bool) -> str:
-    """Compare output and gradients for random inputs with the formula's in float64. Returns a
-    message about the first one that is wrong, or ''."""
-    B, D = 2, K * R
-    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
-    q, k, h, do = torch.randn(4, B, J, D, generator=generator).to(device, dtype).unbind()
-    du = torch.randn(B, n, J, D, generator=generator).to(device, dtype) / D ** 0.5
-    b = torch.randn(K, generator=generator).to(device)
-    inputs = {'q': q, 'k': k}
-    inputs |= {'du': du, 'h': h} if n else {}
-    inputs |= {'b': b} if alibi else {}
-    ours = with_gradients(attention, K, inputs, do)
-    exact = with_gradients(formula, K, {x: t.double() for x, t in inputs.items()}, do.double())
-    for name, expected in exact.items():
-        rows = expected.norm(dim=-1)
-        typical = rows.square().mean().sqrt()
-        error = ((ours[name].double() - expected).norm(dim=-1) / (rows + typical)).max().item()
-        most = MOST_ERROR * torch.finfo(dtype).eps
-        if not error <= most:  # true for NaN
-            return f'give a wrong {name} (off by {error:.2g}, at most {most:.2g} is rounding)'
-    return ''
-
-
-def with_gradients(function: Any, K: int, inputs: dict[str, Tensor], do: Tensor,
-                   ) -> dict[str, Tensor]:
-    """Return the function's output and the gradients of its inputs, by name."""
-    leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
-    q, k, du, h, b = map(leaves.get, ('q', 'k', 'du', 'h', 'b'))
-    o = function(q, k, K, (q.shape[-1] / K) ** -0.5, du, h, b)
-    gradients = torch.autograd.grad(o, list(leaves.values()), do)
-    return {'output': o, **{f'gradient of {n}': g for n, g in zip(leaves, gradients, strict=True)}}
-
-
-def formula(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
-            b: Tensor | None) -> Tensor:
-    """Compute attention by the equations at the top of this file."""
-    q, k = (x.unflatten(-1, (n_head, -1)).transpose(1, 2) for x in (q, k))  # (B, K, J, R)
-    i = torch.arange(q.shape[2], device=q.device)
-    scores = q @ k.mT * scale
-    if du is not None:
-        scores = scores + du @ h[:, None].mT
-    if b is not None:
-        m = 2.0 ** (-8 / max(8, n_head) * torch.arange(1, n_head + 1, device=q.device))
-        scores = scores - m[:, None, None].to(q) * (i[:, None] - i).abs()
-        scores = scores + torch.where(i[:, None] == i, b[:, None, None], 0)
-    alpha = scores.masked_fill(i > i[:, None], -torch.inf).softmax(dim=-1)
-    return (alpha @ k).transpose(1, 2).flatten(-2)

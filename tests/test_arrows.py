@@ -1,5 +1,6 @@
 """Imports go one way: scripts -> nanocem/ -> model.py -> torch."""
 import ast
+import sys
 from pathlib import Path
 
 from running import ROOT
@@ -29,3 +30,13 @@ def test_no_script_imports_another() -> None:
         if path.name == 'reproduce.py':
             assert found.pop('train') <= {'TrainConfig', 'RECIPE', 'MAX_SKIPPED'}
         assert not SCRIPTS & found.keys(), path
+
+
+def test_model_and_energy_import_torch_and_the_standard_library_alone() -> None:
+    for name in ('model.py', 'energy.py'):
+        packages = {module.partition('.')[0] for module in imports(ROOT / name)}
+        assert packages - sys.stdlib_module_names == {'torch'}, name
+    # What an export has imports nothing of ours but one another
+    for name in ('decode', 'modeling_nanocem'):
+        packages = {module.partition('.')[0] for module in imports(ROOT / f'nanocem/{name}.py')}
+        assert packages - sys.stdlib_module_names <= {'torch', 'transformers', 'model', 'decode'}

@@ -1,20 +1,28 @@
-"""nanocem/attention.py: each implementation against the readable one, and which one runs where."""
+"""nanocem/fast.py: each implementation against the readable one, and which one runs where."""
+import copy
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from model import ModelConfig, Transformer
-from nanocem import attention, triton_attention
+from model import CEMAttention, ModelConfig, Transformer
+from nanocem import decode, fast, triton_attention
+from nanocem.decode import Cache
 from test_model import SETS, TINY, describe, randomize
 
-OLD = (attention.HAS_TRITON and triton_attention.triton.__version__.startswith('3.6.')
+OLD = (fast.HAS_TRITON and triton_attention.triton.__version__.startswith('3.6.')
        and np.lib.NumpyVersion(np.__version__) >= '2.4.0')
 interpreted = pytest.mark.skipif(
-    not attention.HAS_TRITON or OLD,
+    not fast.HAS_TRITON or OLD,
     reason="no Triton, or Triton 3.6, whose interpreter does not run with numpy 2.4 and later")
+ROOT = Path(__file__).parent.parent
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
 
 
@@ -23,7 +31,8 @@ def loss_and_gradients(cfg: ModelConfig, impl: str, dtype: torch.dtype,
     """Return the loss of a model with random weights, and the gradients of all parameters."""
     torch.manual_seed(8)
     model = randomize(Transformer(cfg), seed=9).to(dtype)
-    model.set_attn_impl(impl)
+    words = fast.plug_in(model, impl)
+    assert words.startswith(impl) or impl == 'triton'
     idx = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(1))
     loss = compiler(model)(idx[:, :-1], idx[:, 1:])[1]
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
@@ -36,7 +45,7 @@ def loss_and_gradients(cfg: ModelConfig, impl: str, dtype: torch.dtype,
 ], ids=describe)
 def test_faster_attention_equals_the_readable_path(
         cfg: ModelConfig, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, 'BLOCK', 5)  # of 16 queries
+    monkeypatch.setattr(decode, 'BLOCK', 5)  # of 16 queries
     fused = loss_and_gradients(cfg, impl, torch.float64)
     expected = loss_and_gradients(cfg, 'readable', torch.float64)
     torch.testing.assert_close(fused, expected, rtol=1e-9, atol=1e-11)
@@ -57,7 +66,6 @@ def test_the_readable_path_has_second_derivatives_of_rope() -> None:
     """On a CPU torch's fused attention has none."""
     model = randomize(Transformer(ModelConfig(**TINY, attn='llama', mlp='llama')), seed=21)
     idx = torch.randint(50, (1, 9))
-    model.set_attn_impl('readable')
     loss = model(idx, idx)[1]
     gradient, = torch.autograd.grad(loss, model.embedding, create_graph=True)
     second, = torch.autograd.grad(gradient.square().sum(), model.embedding)
@@ -68,21 +76,26 @@ def test_the_readable_path_has_second_derivatives_of_rope() -> None:
 
 def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu, half = torch.device('cpu'), torch.device('cuda'), torch.bfloat16
-    def chosen(device: torch.device, dtype: torch.dtype, impl: str = 'auto', **options) -> str:
+    tried = []
+
+    def chosen(device: torch.device, dtype: torch.dtype, impl: str = 'auto', compiled: bool = False,
+               **options) -> str:
         with torch.device('meta'):
             model = Transformer(ModelConfig(**{**SMALL, **options}))
-        model.set_attn_impl(impl)
-        return attention.describe_attention(model, device, dtype).removesuffix(' attention')
+        attn = model.blocks[0].attn
+        first = [*fast.candidates(attn, impl, device, dtype), 'readable'][0]
+        return decode.choose_attention(attn, device, compiled) if first == 'auto' else first
     llama, rope, alibi = dict(attn='llama'), dict(positions='rope'), dict(positions='alibi')
     assert chosen(cpu, torch.float32) == chosen(cpu, half, **llama, **alibi) == 'blockwise'
     assert chosen(cpu, torch.float32, **rope) == 'sdpa'
-    if attention.HAS_TRITON:
+    assert chosen(cpu, torch.float32, compiled=True, **rope) == 'blockwise'  # the context is short
+    if fast.HAS_TRITON:
         assert chosen(cpu, torch.float32, 'triton') == 'triton'  # interpreted
     monkeypatch.setenv('TRITON_INTERPRET', '0')
-    assert 'triton cannot run' in chosen(cpu, torch.float32, 'triton')
-    # On a GPU, where the kernels agree with the formula
-    monkeypatch.setattr(attention, 'HAS_TRITON', True)
-    monkeypatch.setattr(triton_attention, 'agrees', lambda *case: True)
+    assert chosen(cpu, torch.float32, 'triton') == 'blockwise'
+    assert 'triton cannot run' in fast.plug_in(Transformer(ModelConfig(**SMALL)), 'triton')
+    # On a GPU
+    monkeypatch.setattr(fast, 'HAS_TRITON', True)
     for options in {}, dict(**rope, kq_diag='shared'), dict(**llama, **alibi, tie='kv'):
         assert chosen(gpu, half, **options) == 'triton'
     for options in rope, llama, {**llama, **alibi}, dict(impl='sdpa'), dict(d_model=300):
@@ -90,6 +103,139 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     for options in dict(impl='readable'), dict(exact_update=True, kq_diag='shared'):
         assert chosen(gpu, half, **options) == 'readable'
     assert chosen(gpu, torch.float32) == 'sdpa'
-    # On a GPU, where they do not agree
-    monkeypatch.setattr(triton_attention, 'agrees', lambda *case: False)
-    assert chosen(gpu, half) == 'sdpa'
+    # Where kernels do not compute what model.py does, the next implementation is tried
+    monkeypatch.setattr(fast, 'runs_triton', lambda *of: True)
+    monkeypatch.setattr(fast, 'agrees', lambda model, attend, name, *of: tried.append(name))
+    words = fast.plug_in(Transformer(ModelConfig(**SMALL)))
+    assert words == 'readable attention' and tried == ['blockwise']
+    words = fast.plug_in(Transformer(ModelConfig(**SMALL)), 'triton')
+    assert words == 'readable attention (triton cannot run this model here)'
+    assert tried == ['blockwise', 'triton', 'blockwise']
+
+
+def test_a_smaller_last_batch_chooses_anew() -> None:
+    """With RoPE and a short context a compiled model attends blockwise, another one by sdpa."""
+    model = Transformer(ModelConfig(**SMALL, attn='llama', mlp='llama'))
+    assert fast.plug_in(model, compiled=True).startswith('blockwise')
+    idx, used = torch.randint(50, (1, 9)), []
+
+    def record(name: str) -> Callable:
+        function = getattr(decode, name)
+        return lambda *args: used.append(name) or function(*args)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ('blockwise', 'sdpa'):
+            patch.setattr(decode, name, record(name))
+        model(idx)
+        assert used == ['sdpa', 'sdpa']
+        patch.setattr(torch.compiler, 'is_compiling', lambda: True)
+        model(idx)
+    assert used[2:] == ['blockwise', 'blockwise']
+
+
+# Whoever edits the model trains the edit
+
+EDITS = {
+    'attend': lambda o, *args: torch.zeros_like(o),
+    'scores': lambda a, *args: 2 * a,
+    'bias': lambda b, pos: b + (pos.distance == 0) * 0.5}
+
+
+@pytest.mark.parametrize('options', [
+    dict(), dict(positions='rope'), dict(kq_diag='shared'),
+    dict(positions='rope', kq_diag='per_head')], ids=str)
+@pytest.mark.parametrize('method', EDITS)
+@pytest.mark.parametrize('place', ['subclass', 'class', 'object'])
+def test_an_edited_layer_is_what_runs(
+        place: str, method: str, options: dict, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture) -> None:
+    """A method is another one in a subclass, in the class itself, or in one layer alone."""
+    model = randomize(Transformer(ModelConfig(**{**SMALL, **options})), seed=3)
+    idx = torch.arange(12)[None]
+    unedited, _ = model(idx)
+    original = getattr(CEMAttention, method)
+
+    def edited(self: CEMAttention, *args) -> torch.Tensor:
+        return EDITS[method](original(self, *args), *args)
+    if place == 'subclass':
+        for block in model.blocks:
+            block.attn.__class__ = type('Edited', (CEMAttention,), {method: edited})
+    elif place == 'class':
+        monkeypatch.setattr(CEMAttention, method, edited)
+    else:
+        attn = model.blocks[-1].attn
+        setattr(attn, method, MethodType(edited, attn))
+    right, _ = model(idx)
+    assert not torch.allclose(right, unedited)
+    for impl in ('auto', 'blockwise', 'sdpa'):
+        fast.plug_in(model, impl)
+        torch.testing.assert_close(model(idx)[0], right, rtol=0, atol=1e-9)
+        with Cache(model):
+            for n in (5, 6, 12):
+                torch.testing.assert_close(
+                    model.next_logits(idx[:, :n]), right[:, n - 1].float(), rtol=0, atol=1e-5)
+    if method != 'bias':
+        assert 'Warning: sdpa attention gives another output' in capsys.readouterr().err
+
+
+def test_an_edited_loss_is_what_trains(capsys: pytest.CaptureFixture) -> None:
+    class Smoothed(Transformer):
+        def loss(self, x, targets):
+            return super().loss(x, targets) + 0.1 * x.square().mean()
+    model, idx = Smoothed(ModelConfig(**SMALL)), torch.arange(12)[None]
+    right = model(idx, idx)[1]
+    fast.plug_in(model)
+    assert torch.equal(model(idx, idx)[1], right)
+    assert 'the loss in parts has another value' in capsys.readouterr().err
+
+
+def test_an_edited_file_is_what_runs(tmp_path: Path) -> None:
+    """A line of model.py is changed, and the scripts' code is as it is."""
+    shutil.copytree(ROOT / 'nanocem', tmp_path / 'nanocem')
+    shutil.copy(ROOT / 'configurator.py', tmp_path)
+    lines = (ROOT / 'model.py').read_text(encoding='utf-8')
+    edited = lines.replace('alpha = a.softmax(dim=-1)', 'alpha = (1.5 * a).softmax(dim=-1)')
+    assert edited != lines
+    (tmp_path / 'model.py').write_text(edited, encoding='utf-8')
+    script = """
+import torch
+from model import ModelConfig, Transformer
+from nanocem.decode import Cache
+from nanocem.fast import plug_in
+model = Transformer(ModelConfig(size='nano', vocab_size=50, context_length=16, init_std=0.5))
+idx = torch.arange(16)[None]
+right = model(idx)[0]
+for impl in ('auto', 'blockwise', 'sdpa'):
+    assert plug_in(model, impl).startswith('readable'), impl
+    assert torch.equal(model(idx)[0], right)
+with Cache(model):
+    for n in (4, 5, 16):
+        torch.testing.assert_close(model.next_logits(idx[:, :n]), right[:, n - 1])
+"""
+    done = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('attention gives another output than the lines of model.py') == 3
+
+
+def test_a_plugged_model_is_saved_and_copied(tmp_path: Path) -> None:
+    model, idx = Transformer(ModelConfig(**SMALL, positions='rope')), torch.arange(12)[None]
+    fast.plug_in(model)
+    right = model(idx, idx)[1]
+    torch.save(model, tmp_path / 'model.pt')
+    for other in (torch.load(tmp_path / 'model.pt', weights_only=False), copy.deepcopy(model)):
+        assert torch.equal(other(idx, idx)[1], right)
+        attend, loss = other.blocks[0].attn.attend, other.loss
+        assert attend.args[0] is other.blocks[0].attn and loss.args[0] is other
+        with torch.no_grad():
+            other.blocks[0].attn.W_K.zero_()
+            other.head.mul_(2)
+        assert not torch.equal(other(idx, idx)[1], right)
+        assert torch.equal(model(idx, idx)[1], right)
+
+
+def test_the_check_disturbs_no_random_numbers() -> None:
+    model, state = Transformer(ModelConfig(**SMALL)), torch.get_rng_state()
+    fast.plug_in(model)
+    with Cache(model):
+        pass
+    assert torch.equal(torch.get_rng_state(), state)

@@ -103,11 +103,21 @@ def test_values_from_python_are_checked(wrong: dict[str, Any], words: str) -> No
         TrainConfig(**wrong)
 
 
-def test_values_from_python_get_the_fields_types() -> None:
-    """Also what is read from JSON, where 5.0 may be 5."""
-    cfg = ModelConfig(size='nano', n_layer='3', positions='rope', rope_theta=5, d_mlp=None)
+@pytest.mark.parametrize('wrong, words', [
+    (dict(n_layer='3'), 'n_layer=3: expected a whole number from 1'), (dict(n_head=2.0), 'whole'),
+    (dict(attn=None), 'attn=None: expected one of llama, cem'), (dict(exact_update=1), 'True or'),
+    (dict(init_std=float('nan')), 'init_std=nan: expected a number above 0')])
+def test_a_model_refuses_values_of_other_types(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelConfig(**wrong)
+    with pytest.raises(UserError, match=words):
+        build(ModelConfig, wrong)
+
+
+def test_a_model_is_described_by_json() -> None:
+    """Where 5.0 may be 5."""
+    cfg = ModelConfig(size='nano', n_layer=3, positions='rope', rope_theta=5, d_mlp=None)
     assert (cfg.n_layer, cfg.rope_theta, cfg.d_mlp) == (3, 5.0, 86)
-    assert isinstance(cfg.rope_theta, float)
     assert ModelConfig(**json.loads(json.dumps(vars(cfg)))) == cfg
 
 

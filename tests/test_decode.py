@@ -3,19 +3,30 @@ import pytest
 import torch
 
 from model import ModelConfig, Transformer
-from nanocem.decode import Cache, generate
+from nanocem.decode import Cache
 from test_model import SETS, TINY, describe, randomize
+
+
+def cached(model: Transformer, *args, **options) -> torch.Tensor:
+    with Cache(model):
+        return model.generate(*args, **options)
+
+
+plain = Transformer.generate
 
 
 @pytest.mark.parametrize('cfg', SETS, ids=describe)
 def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     model, idx = randomize(Transformer(cfg), seed=10), torch.randint(50, (2, 16))
-    cache, parts = Cache(16), []
-    for part in idx.split([6, 1, 1, 3, 1, 4], dim=1):  # a prompt, single tokens, several at once
-        parts.append(model(part, cache=cache)[0])
-    torch.testing.assert_close(torch.cat(parts, 1), model(idx)[0], rtol=0, atol=1e-9)
-    with pytest.raises(ValueError, match='do not fit: 16 of 16 are taken'):
-        model(idx[:, :1], cache=cache)
+    logits, before = model(idx)[0].float(), list(vars(model))
+    with Cache(model) as cache:
+        for n in (6, 7, 8, 11, 12, 16, 9, 10):  # a prompt, single tokens, several, another start
+            torch.testing.assert_close(
+                model.next_logits(idx[:, :n]), logits[:, n - 1], rtol=0, atol=1e-5)
+        other = idx.roll(1, 0)  # ids that do not begin as those read before
+        torch.testing.assert_close(
+            model.next_logits(other), logits.roll(1, 0)[:, -1], rtol=0, atol=1e-5)
+    assert list(vars(model)) == before and torch.equal(model(idx)[0].float(), logits)
     # Numbers a token, for each use of attention: 2 D for Llama, and if a diagonal meets RoPE or the
     # exact update; else D
     diagonal_and_rope = cfg.kq_diag != 'none' and cfg.positions == 'rope'
@@ -31,14 +42,14 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
 def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15).eval()
     prompt = torch.randint(50, (2, 5))
-    fast, slow = (generate(model, prompt, 40, temperature=0, use_cache=c) for c in (True, False))
+    fast, slow = (generate(model, prompt, 40, temperature=0) for generate in (cached, plain))
     assert torch.equal(fast, slow) and fast.shape == (2, 45)  # past the context of 16
     assert torch.equal(fast[:, :5], prompt)
     seeds = [torch.Generator().manual_seed(s) for s in (1, 1, 2)]
-    drawn = [generate(model, prompt, 10, 0.9, 5, seed) for seed in seeds]
+    drawn = [cached(model, prompt, 10, 0.9, 5, seed) for seed in seeds]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     long = torch.randint(50, (1, 30))  # a prompt longer than the context
-    fast, slow = (generate(model, long, 3, temperature=0, use_cache=c) for c in (True, False))
+    fast, slow = (generate(model, long, 3, temperature=0) for generate in (cached, plain))
     assert torch.equal(fast, slow)
 
 
@@ -46,5 +57,5 @@ def test_top_k_keeps_to_the_likeliest_tokens() -> None:
     model = randomize(Transformer(ModelConfig(**TINY)), seed=16)
     prompt = torch.randint(50, (64, 4))
     allowed = model(prompt)[0][:, -1].topk(3).indices
-    new = generate(model, prompt, 1, 5.0, 3, torch.Generator().manual_seed(0))[:, -1:]
+    new = model.generate(prompt, 1, 5.0, 3, torch.Generator().manual_seed(0))[:, -1:]
     assert (new == allowed).any(1).all() and len(new.unique()) > 3

@@ -15,6 +15,7 @@ from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
 from model import ModelConfig, Transformer, make_positions
+from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
@@ -125,7 +126,7 @@ def test_a_step_that_leaves_out_the_diagonal_is_not_the_gradient() -> None:
     (dict(attn_reuse=2, loops=2), 2, 4)], ids=str)
 def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int, uses: int) -> None:
     model = model_of(**options)
-    model.set_attn_impl('sdpa')
+    plug_in(model, 'sdpa')
     idx = torch.randint(257, (1, 9))
     before = model(idx)[0]
     maps = evaluate.attention_maps(model, idx)
@@ -235,18 +236,17 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
 def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model, idx = model_of(), torch.zeros(1, 3, dtype=torch.long)
     attn = model.blocks[0].attn
-    before = attn.T, attn.impl, type(attn).scores, model(idx)[0]
-    x, pos = torch.ones(1, 3, 16), make_positions(model.cfg, torch.ones(1, 3, 16))
+    before = {**vars(attn)}, model(idx)[0]
+    x = torch.ones(1, 3, 16)
+    inputs = x, make_positions(model.cfg, x)
     monkeypatch.setattr(torch.Tensor, 'softmax', lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(torch, 'softmax', lambda *args, **options: 1 / 0)
     for fails in (lambda: evaluate.attention_maps(model, idx),
-                  lambda: evaluate.measure_steps(attn, (x, pos), 2)):
-        model.set_attn_impl('readable')
+                  lambda: evaluate.measure_steps(attn, inputs, 2)):
         with pytest.raises(ZeroDivisionError):
             fails()
-        model.set_attn_impl(before[1])
     monkeypatch.undo()
-    assert (attn.T, attn.impl, type(attn).scores) == before[:3]
-    assert torch.equal(model(idx)[0], before[3])
+    assert vars(attn) == before[0] and torch.equal(model(idx)[0], before[1])
 
 
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:

@@ -19,7 +19,6 @@ import evaluate
 import sample
 from model import Transformer
 from nanocem import hf
-from nanocem.decode import generate
 from nanocem.hf import WEIGHTS_FILE, export
 from nanocem.runs import load_model
 from nanocem.sampling import sample_text
@@ -97,7 +96,7 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
         logits, _ = model(idx)
         assert found['loss'].item() == pytest.approx(model(idx[:, :-1], idx[:, 1:])[1].item(), 1e-5)
         for ids, theirs in zip(documents, found['generated'], strict=True):
-            ours = generate(model, torch.tensor([ids]), 5, temperature=0)[0].tolist()
+            ours = model.generate(torch.tensor([ids]), 5, temperature=0)[0].tolist()
             end = ours.index(256, 1) + 1 if 256 in ours[1:] else len(ours)
             assert theirs.tolist() == ours[:end]  # transformers stops at BOS
         for place in (folder, f'{folder}-again'):
@@ -243,7 +242,7 @@ def test_an_exported_folder_is_read_as_a_run_is(
         sample.main([*options, '--tokens=9', *flags])
         return capfd.readouterr().out
 
-    ids = generate(model, torch.tensor([[256]]), 9, temperature=0)[0].tolist()
+    ids = model.generate(torch.tensor([[256]]), 9, temperature=0)[0].tolist()
     assert sampled('--temperature=0', '--num_samples=2') == 2 * (
         ByteTokenizer().decode(ids) + '\n---\n')
     assert sampled('--prompt_file=text.txt') == sampled('--prompt=A text')

@@ -11,7 +11,7 @@ from running import ROOT, TINY, edit_meta, steps, write_data
 
 REFUSED = """
 model               --size=7b                              size=7b: expected one of nano
-model               --d_model=0                            d_model=0: expected 1 to
+model               --d_model=0                            d_model=0: expected a whole
 model               --d_model=65                           multiple of n_head
 model               --exact_update --kq_diag=none          needs the diagonal
 model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none

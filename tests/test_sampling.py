@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from model import ModelConfig, Transformer
-from nanocem import sampling
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import ByteTokenizer
 
@@ -18,7 +17,7 @@ def test_a_text_stops_where_the_next_document_begins(
 ) -> None:
     """Or the border is shown. Here | stands for BOS."""
     ids = torch.tensor([256 if byte == ord('|') else byte for byte in written])
-    monkeypatch.setattr(sampling, 'generate', lambda model, idx, *options: torch.cat(
+    monkeypatch.setattr(MODEL, 'generate', lambda idx, *options: torch.cat(
         [idx, ids.expand(len(idx), -1)], dim=1))
     options = (MODEL, ByteTokenizer(), '>', 9, 0.8, None, 1)
     assert sample_text(*options).split('\n---\n') == stops

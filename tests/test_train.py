@@ -27,6 +27,7 @@ from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
 from nanocem import runs
 from nanocem.data import TokenDataset
+from nanocem.fast import plug_in
 from nanocem.hardware import compile_for
 from nanocem.runs import checkpoints, read_checkpoint
 from train import TrainConfig, choose_precision, learning_rate
@@ -133,7 +134,7 @@ def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=backend))
     monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', 350)
     model, ids = Transformer(ModelConfig(**SMALL, attn_steps=2)), torch.randint(30, (3, 20))
-    model.set_attn_impl('readable')
+    plug_in(model, 'readable')
     expected = torch.autograd.grad(model(ids, ids)[1], list(model.parameters()))
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
     with (torch._dynamo.config.patch(optimize_ddp=True),

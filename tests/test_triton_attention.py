@@ -13,12 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import ModelConfig
-from nanocem import attention, triton_attention
+from model import CEMAttention, ModelConfig, Transformer
+from nanocem import decode, fast, triton_attention
 from nanocem.triton_attention import TILES, settings, triton
 from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
-needs_triton = pytest.mark.skipif(not attention.HAS_TRITON, reason='Triton is not installed')
+
+def layer(K: int, R: int, n_diagonals: int, alibi: bool) -> CEMAttention:
+    """Return a layer with K heads of width R."""
+    return CEMAttention(ModelConfig(
+        d_model=K * R, n_head=K, positions='alibi' if alibi else 'rope',
+        kq_diag={0: 'none', 1: 'shared'}.get(n_diagonals, 'per_head')))
+
+
+needs_triton = pytest.mark.skipif(not fast.HAS_TRITON, reason='Triton is not installed')
 CPU = torch.device('cpu')
 
 
@@ -37,10 +45,9 @@ def poisoned_memory() -> Iterator[None]:
     (2, 2, 16, 1, True), (17, 3, 16, 1, True), (130, 3, 56, 1, True), (67, 2, 72, 2, True),
     (67, 2, 84, 0, True), (67, 2, 84, 1, True), (130, 2, 16, 2, False), (140, 2, 64, 1, False),
     (17, 1, 88, 0, False), (40, 12, 16, 1, True)], ids=str)
-def test_kernels_equal_the_formula(case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, where the scores' own rounding counts, too: 20 units were seen."""
-    monkeypatch.setattr(triton_attention, 'MOST_ERROR', 40)
-    assert triton_attention.find_error(CPU, torch.float32, *case) == ''
+def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
+    """In float32, where the scores' own rounding counts, too."""
+    assert decode.find_error(layer(*case[1:]), fast.triton_kernels, torch.float32, case[0]) == ''
 
 
 @interpreted
@@ -135,22 +142,24 @@ def test_no_tile_reaches_beyond_the_bias() -> None:
 
 # The check before the kernels' first use on a GPU; here Triton's interpreter runs it
 
-HALF = (CPU, torch.float16, 2, 16, 1, True)
+def agree(model: Transformer) -> bool:
+    return decode.agrees(model, fast.triton_kernels, 'triton', torch.float16, (300, 256))
 
 
 @interpreted
 def test_right_kernels_agree() -> None:
+    model = Transformer(ModelConfig(**{**SMALL, 'kq_diag': 'shared'}))
     before = torch.random.get_rng_state()
     with torch.no_grad(), torch.autocast('cpu'):
-        assert triton_attention.agrees(*HALF)
+        assert agree(model)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @interpreted
 @pytest.mark.parametrize('op, i, message', [
-    ('attention_op', 0, 'give a wrong output (off by'),
-    ('backward_op', 2, 'give a wrong gradient of du (off by'),
-    ('launch', None, 'do not run (ValueError: ptxas exited with code 255): torch')])
+    ('attention_op', 0, 'triton attention gives another output than'),
+    ('backward_op', 2, 'triton attention gives another gradient of u than'),
+    ('launch', None, 'does not run (ValueError: ptxas exited with code 255): it')])
 def test_wrong_kernels_give_a_warning_and_are_not_used(
         op: str, i: int | None, message: str, capsys: pytest.CaptureFixture,
         monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,17 +173,20 @@ def test_wrong_kernels_give_a_warning_and_are_not_used(
         results[i][..., -1] *= 1.5
         return results
     monkeypatch.setattr(triton_attention, op, wrong)
-    triton_attention.agrees.cache_clear()
-    assert not triton_attention.agrees(*HALF) and not triton_attention.agrees(*HALF)
-    triton_attention.agrees.cache_clear()
+    assert not agree(Transformer(ModelConfig(**{**SMALL, 'kq_diag': 'shared'})))
     error = capsys.readouterr().err
     assert error.count('\n') == 1 and message in error
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-def test_kernels_equal_the_formula_on_a_gpu() -> None:
-    script = ('import torch\nfrom nanocem.triton_attention import agrees\n'
+def test_kernels_equal_the_lines_of_the_model_on_a_gpu() -> None:
+    script = ('import torch\nfrom nanocem.decode import find_error\n'
+              'from nanocem.fast import triton_kernels\n'
+              'from tests.test_triton_attention import layer\n'
               'for case in (12, 64, 1), (12, 72, 1), (8, 84, 8), (12, 88, 0):\n'
-              '    assert agrees(torch.device("cuda"), torch.bfloat16, *case, True), case\n')
+              '    for length in 300, 256:\n'
+              '        attn = layer(*case, True).cuda()\n'
+              '        wrong = find_error(attn, triton_kernels, torch.bfloat16, length)\n'
+              '        assert not wrong, (case, length, wrong)\n')
     print(python('-c', script))

@@ -1,0 +1,149 @@
+"""
+Plug faster functions into a model of model.py. Each is tried first beside the lines there.
+
+    readable               the lines in model.py
+    blockwise              the same for a block of queries at a time, without the keys after it
+    sdpa                   torch's fused attention; on a CPU it has no second derivatives
+    triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
+
+The loss is computed in parts: loss.py. Shapes: B batch, I queries, D width, K heads, R = D / K.
+"""
+import importlib.util
+import os
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model import Transformer
+from nanocem.decode import (
+    agrees,
+    automatic,
+    blockwise,
+    choose_attention,
+    has_bias,
+    largest_error,
+    most_error,
+    plug_attention,
+    sdpa,
+    unplug_attention,
+)
+from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
+
+HAS_TRITON = importlib.util.find_spec('triton') is not None
+
+
+def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.float32,
+            compiled: bool = False) -> str:
+    """Plug attention and loss into a model that stays on its device, and whose products are in
+    dtype. Return in words how it attends. With impl=readable its attention is model.py's again."""
+    plug_loss(model)
+    unplug_attention(model)
+    attn, device = model.blocks[0].attn, model.head.device
+    # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off
+    lengths = (300, 256) if device.type == 'cuda' else None
+    chosen = 'readable'
+    for name in candidates(attn, impl, device, dtype):
+        if name == 'auto':
+            fastest = choose_attention(attn, device, compiled)
+            tried, function = {fastest, choose_attention(attn, device)}, automatic
+        else:
+            fastest, tried, function = name, {name}, FUNCTIONS[name]
+        if all(agrees(model, FUNCTIONS[other], other, dtype, lengths) for other in sorted(tried)):
+            plug_attention(model, function)
+            chosen = fastest
+            break
+    description = f'{chosen} attention'
+    if impl not in ('auto', chosen):
+        description += f' ({impl} cannot run this model here)'
+    return description + ('; the first step compiles, which takes a while' if compiled else '')
+
+
+def candidates(attn: Any, impl: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """Return which implementations to try, the first one first: none for the readable lines."""
+    cfg = attn.cfg
+    if impl == 'readable' or cfg.exact_update:  # the exact update attends to h, whose width is D
+        return []
+    if impl in ('blockwise', 'sdpa'):
+        return [impl]
+    # The kernels need values that equal the keys, and pay only with a bias
+    tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
+    wanted = impl == 'triton' or device.type == 'cuda'
+    if wanted and tied and has_bias(attn) and runs_triton(device, dtype, cfg.d_model // attn.K):
+        return ['triton', 'auto']
+    return ['auto']
+
+
+def runs_triton(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
+    """Return whether there are Triton kernels for this device and dtype, and heads of this width R.
+    Whether they compute the right numbers is tried later."""
+    if not HAS_TRITON or head_width > 128:
+        return False
+    if os.environ.get('TRITON_INTERPRET') == '1':  # on a CPU, in tests; without bfloat16
+        return device.type == 'cpu' and dtype in (torch.float16, torch.float32)
+    return device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
+
+
+def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None = None,
+                   h: Tensor | None = None) -> Tensor:
+    """Attend by the kernels of triton_attention.py. v is not read, since it equals k. Returns
+    (B, K, I, R)."""
+    if not runs_triton(q.device, q.dtype, q.shape[-1]):  # a sample at the end has no autocast
+        return automatic(attn, q, k, v, pos, u, h)
+    from nanocem import triton_attention
+    b = None
+    if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
+        b = attn.b_self - attn.b_cross
+    d_u = None if attn.cfg.kq_diag == 'none' else attn.scaled_diagonal(u)
+    q, k = attn.merge_heads(q), attn.merge_heads(k)  # (B, I, D)
+    return attn.split_heads(triton_attention.attention(q, k, attn.K, 1 / attn.tau, d_u, h, b))
+
+
+FUNCTIONS = {'blockwise': blockwise, 'sdpa': sdpa, 'triton': triton_kernels}
+
+
+# Loss
+
+def loss_in_parts(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
+    """Return model.py's loss. Of many logits it is computed in parts, which are not kept."""
+    return cross_entropy(x, model.head, targets)
+
+
+def plug_loss(model: Transformer) -> None:
+    """Plug the loss in parts into the model, if it is what the model's own lines compute for random
+    inputs; else print a line on stderr that says what differs."""
+    if isinstance(vars(model).get('loss'), partial):
+        del model.loss
+    if wrong := find_loss_error(model):
+        print(f'Warning: the loss in parts {wrong}: it is not used', file=sys.stderr)
+    else:
+        model.loss = partial(loss_in_parts, model)
+
+
+def find_loss_error(model: Transformer) -> str:
+    """Compare the loss in parts, and its gradients, with the model's own lines. Return a message if
+    they differ by more than rounding, or ''."""
+    W = model.head
+    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
+    targets = torch.randint(len(W), (1, 5), generator=generator)
+    targets[0, 2] = NO_TARGET
+    x = torch.randn(1, 5, W.shape[1], generator=generator)
+    try:
+        with (torch.inference_mode(False), torch.enable_grad(),
+              torch.autocast(W.device.type, enabled=False)):
+            targets, x = targets.to(W.device), x.to(W).requires_grad_()
+            losses = model.loss(x, targets), LinearCrossEntropy.apply(
+                x[0], W, targets[0], 2, True)  # two rows at a time
+            own, ours = ([loss.view(1), *torch.autograd.grad(loss, (x, W))] for loss in losses)
+    except Exception as error:
+        return f'does not run ({type(error).__name__}: {error})'
+    most = most_error(W.device, W.dtype)
+    for name, found, right in zip(('value', 'gradient of x', 'gradient of the head'), ours, own,
+                                  strict=True):
+        error = largest_error(found, right.cpu().double())
+        if not error <= most:  # true for NaN
+            return (f'has another {name} than the lines of model.py (off by {error:.2g}, at most '
+                    f'{most:.2g} is rounding)')
+    return ''
