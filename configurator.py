@@ -50,7 +50,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
-            sys.stdout.reconfigure(errors='backslashreplace')
+            with contextlib.suppress(OSError):  # its terminal may have gone
+                sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
         except (UserError, OSError) as error:

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -29,16 +32,16 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
-from configurator import build, check, command_line, in_range, read_options
+from configurator import UserError, build, check, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
 from nanocem.fast import plug_in
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_json_lines
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.metrics import markdown_table, perplexity, sum_losses
-from nanocem.runs import check_match, load_model, newest_run, read_config
+from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -46,7 +49,7 @@ TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 lo
 Sequences = tuple[Tensor, int | None, int | None]
 # Options in which runs must agree if their losses are to be compared
 MUST_AGREE = ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
-              'test fingerprint')
+              'test fingerprint', 'rescheduled steps')
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
 COPYING = {'repeated': 'repeated: their pair stood earlier', 'other': 'other',
            'first': 'half a context, read once', 'second': 'the same, read again'}
@@ -255,8 +258,10 @@ def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
     uses: dict[Any, list[tuple]] = defaultdict(list)
     hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
-    model.hidden(x)
-    hook.remove()
+    try:
+        model.hidden(x)
+    finally:
+        hook.remove()
     found = []
     for kind in cem_kinds(model):
         for n, block in enumerate(model.blocks, 1):
@@ -274,10 +279,12 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     # Take the steps: states x_0 to x_steps, (B, J, D) each
     trained_T = sublayer.T
     states = []
-    for t in range(steps + 1):
-        sublayer.T = t
-        states.append(sublayer(*inputs))
-    sublayer.T = trained_T
+    try:
+        for t in range(steps + 1):
+            sublayer.T = t
+            states.append(sublayer(*inputs))
+    finally:
+        sublayer.T = trained_T
     # Compare the first step with the gradient at its beginning
     h = sublayer.norm(inputs[0])
     with torch.enable_grad():
@@ -328,11 +335,13 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     plugged = [vars(block.attn).get('attend') for block in model.blocks]
     for block in model.blocks:
         block.attn.attend = partial(attend, block.attn)
-    model.hidden(idx)
-    for block, method in zip(model.blocks, plugged, strict=True):
-        del block.attn.attend
-        if method is not None:
-            block.attn.attend = method
+    try:
+        model.hidden(idx)
+    finally:
+        for block, method in zip(model.blocks, plugged, strict=True):
+            del block.attn.attend
+            if method is not None:
+                block.attn.attend = method
     # Divide all steps of each layer into its uses
     uses = model.cfg.attn_reuse * model.cfg.loops
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
@@ -383,6 +392,7 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
              'test_bits_per_byte', 'seconds')
     rows = []
     all_options = []
+    notes = []
     figure = Figure((7, 4), layout='constrained')
     axes = figure.subplots()
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
@@ -391,9 +401,14 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         options = config['train'] | config['model']
         if known := config.get('must_match'):
             options['test fingerprint'] = known['test fingerprint']  # of the data
+        options['rescheduled steps'] = config.get('rescheduled', 0)
         all_options.append(options)
         # Add a row of results. There are none before the run ends
-        result = read_json(f'{folder}/result.json') or {}
+        result = {}
+        try:
+            result = read_result(folder, config)
+        except UserError as error:
+            notes.append(f'No result of {folder}: {error}.')
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells])
         # Plot the training loss
@@ -410,8 +425,8 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
     if different:
         text += f'\n\n{markdown_table(["option", *folders], different)}'
     if reasons := [name for name, *_ in different if name in MUST_AGREE]:
-        text += f'\n\nLosses cannot be compared: the runs differ in {", ".join(reasons)}.'
-    return text, figure
+        notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
+    return '\n\n'.join([text, *notes]), figure
 
 
 # The command line

@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
+
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -38,6 +41,7 @@ from model import SIZES, ModelConfig, Transformer
 from nanocem.files import read_json, read_json_lines
 from nanocem.flops import flops_per_token
 from nanocem.metrics import markdown_table
+from nanocem.runs import read_result
 from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
@@ -168,7 +172,9 @@ def read_run(folder: str) -> Results:
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
     # Read the loss
     row = {'panel': panel(run.size, train, cfg)}
-    if result := read_json(f'{folder}/result.json'):
+    check(not config.get('rescheduled'), f'its first {config.get("rescheduled")} steps had the '
+          'learning rate of a run of another length: delete the folder to train it anew')
+    if result := read_result(folder, config):
         y = float(result['test_loss'])
         if run.size in STUDY_SIZES:
             y = loss_per_llama_token(result, train.data)

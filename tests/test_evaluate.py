@@ -48,7 +48,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
     torch.save({'model': model.state_dict(), 'model_config': cfg, 'step': 2, 'data_dir': str(data),
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
-    config = {'train': {'data': str(data)}, 'model': cfg}
+    config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
@@ -233,6 +233,22 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
     assert float(last[2]) == pytest.approx(right, abs=1e-4)
 
 
+def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, idx = model_of(), torch.zeros(1, 3, dtype=torch.long)
+    attn = model.blocks[0].attn
+    before = {**vars(attn)}, model(idx)[0]
+    x = torch.ones(1, 3, 16)
+    inputs = x, make_positions(model.cfg, x)
+    monkeypatch.setattr(torch.Tensor, 'softmax', lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(torch, 'softmax', lambda *args, **options: 1 / 0)
+    for fails in (lambda: evaluate.attention_maps(model, idx),
+                  lambda: evaluate.measure_steps(attn, inputs, 2)):
+        with pytest.raises(ZeroDivisionError):
+            fails()
+    monkeypatch.undo()
+    assert vars(attn) == before[0] and torch.equal(model(idx)[0], before[1])
+
+
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     energies, attention = report('--energies', '--attention=word').split('out/run; ')
     assert [len(row) for row in cells(energies)] == [12] * 4
@@ -253,18 +269,22 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
-    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 3.5}')
+    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 64}')
     evaluate.main(['--compare', 'out/run', 'out/bpe'])
     assert Path('out/results/compare.png').exists()
     assert cells(capsys.readouterr().out) == [
         ['out/run', '', '', '', '', '', '', ''],
-        ['out/bpe', '1,234,567', '3.5', '', '', '', '', ''], ['data', 'data', 'bpe']]
+        ['out/bpe', '1,234,567', '64', '', '', '', '', ''], ['data', 'data', 'bpe']]
     text, figure = evaluate.compare_runs(['out/run', 'out/bpe'])
     assert text.endswith('differ in data.')
     line, _ = figure.axes[0].lines
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
     assert 'compared' not in evaluate.compare_runs(['out/run', 'out/run'])[0]
+    (bpe / 'result.json').write_text('{"test_loss": 1.5, "tokens": 32}')  # of a shorter run
+    text, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
+    assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
+    (bpe / 'result.json').unlink()
     for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
         config = json.loads(Path(f'out/{run}/config.json').read_text())
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))

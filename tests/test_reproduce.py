@@ -152,7 +152,7 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert found == run and result['y'] == pytest.approx(math.log(2) * bits / tokens)
     # Leave strange folders out, and take a run that train.py has given up as failed
     (good,) = Path('out/reproduce/XS').iterdir()
-    config = (good / 'config.json').read_text()
+    config, whole = ((good / name).read_text() for name in ('config.json', 'result.json'))
     for name, file, content in (
             ('notes', 'config.json', config), ('cem-9_rate=0.014_seed=1', 'config.json', config),
             ('llama_rate=0.014_seed=1', 'config.json', config), ('llama_rate=1_seed=2', 'x', ''),
@@ -167,6 +167,15 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
         reproduce.read_own()
         assert 'is that of another run' in capsys.readouterr().err
     (good / 'config.json').write_text(config)
+    (good / 'result.json').write_text(whole)
+    for name, content, words in (
+            ('result.json', whole.replace('"tokens": 160', '"tokens": 80'), 'is that of 80 tokens'),
+            ('config.json', config.replace('"rescheduled": 0', '"rescheduled": 4'), 'of another')):
+        before = (good / name).read_text()
+        assert content != before
+        (good / name).write_text(content)
+        assert reproduce.read_own() == {} and words in capsys.readouterr().err
+        (good / name).write_text(before)
     (good / 'result.json').unlink()
     assert reproduce.read_own() == {}
     log = [json.dumps({'step': n, 'event': 'skipped'}) for n in range(11)]
