@@ -170,6 +170,8 @@ def read_run(folder: str) -> Results:
     same = [getattr(train, name) == getattr(named_train, name)
             for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
+    classes = (config.get('must_match') or {}).get('classes')
+    check(not classes, f'it has an energy of its own, {classes}')
     # Read the loss
     row = {'panel': panel(run.size, train, cfg)}
     check(not config.get('rescheduled'), f'its first {config.get("rescheduled")} steps had the '

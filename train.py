@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -127,6 +128,8 @@ def main(argv: list[str]) -> int:
     resume = given.get('init_from') == 'resume'
     options, out_dir, _lock, began_with, began_steps, state, pretrained = start_from(given, rank)
     cfg = build(TrainConfig, options)
+    check(not cfg.tensorboard or bool(find_spec('tensorboard')),
+          'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
 
     # Choose the device
@@ -205,6 +208,7 @@ def main(argv: list[str]) -> int:
 
     # Load the checkpoint of the run to resume, or the weights to start from
     must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
+    must_match['classes'] = runs.own_classes(raw_model)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     rescheduled = 0  # the first steps whose learning rate was that of a run of another length
@@ -222,6 +226,7 @@ def main(argv: list[str]) -> int:
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif pretrained:
+        runs.check_classes(pretrained, raw_model, cfg.init_from)
         raw_model.load_state_dict(pretrained['model'])
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
@@ -347,7 +352,7 @@ def main(argv: list[str]) -> int:
         bar.update()
         if step % cfg.log_interval == 0 or is_last:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
-                tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
+                tokens_per_s=tokens_per_s, mfu=mfu if math.isfinite(mfu) else None, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
             last_logged, step_seconds = step, 0.0
@@ -434,6 +439,9 @@ def start_from(given: dict[str, Any], rank: int) -> Start:
         out_dir = out_dir or runs.newest_run()
         config = runs.read_config(out_dir)
         saved = {**config['model'], **config['train'], 'stop_step': None}
+        texts = [os.path.abspath(options.get('text') or '') for options in (saved, given)]
+        if texts[0] == texts[1]:  # b.txt is ./b.txt
+            given = given | {'text': saved['text']}
         given = must_equal(saved, given, ('text', 'tokenizer'), out_dir)
         # Lock it first: the process that trains there may be about to write a checkpoint
         lock = runs.lock_folder(out_dir) if rank == 0 else None

@@ -108,6 +108,23 @@ def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: 
           '--init_from=scratch with another --out_dir starts a new run')
 
 
+def own_classes(model: Transformer) -> list[str]:
+    """Return the names of a model's classes that are not model.py's: of an energy of one's own."""
+    return sorted({type(module).__name__ for module in model.modules()
+                   if type(module).__module__ != Transformer.__module__
+                   and not type(module).__module__.startswith('torch.')})
+
+
+def check_classes(state: dict[str, Any], model: Transformer, path: str) -> None:
+    """UserError unless the checkpoint that was read from `path` is of a model of these classes. One
+    of an older version does not say."""
+    found = own_classes(model)
+    saved = state.get('must_match', {}).get('classes', found)
+    check(saved == found, f'{path} was trained with {", ".join(saved) or "no class of your own"}, '
+          f'and this script has {", ".join(found) or "the classes of model.py"}: run it through '
+          'the file that trained it, as docs/new_energy.py does')
+
+
 def checkpoints(out_dir: str) -> list[str]:
     """Return the paths of a run's numbered checkpoints, oldest first."""
     return sorted(glob.glob(f'{glob.escape(out_dir)}/step_{"[0-9]" * 8}.pt'))
@@ -185,6 +202,7 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
     model = Transformer(build(ModelConfig, state['model_config']))
+    check_classes(state, model, path)
     model.load_state_dict(state['model'])
     return model.to(find_device(device)).eval(), state
 
