@@ -58,6 +58,11 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
             message = str(error).replace('\n', ' ')
         except KeyboardInterrupt:
             message = 'stopped'
+        except RuntimeError as error:
+            # torch has OutOfMemoryError for a GPU, and these words for a CPU
+            if type(error).__name__ != 'OutOfMemoryError' and 'allocate memory' not in str(error):
+                raise
+            message = 'out of memory: a smaller batch, micro-batch or context, or model, needs less'
         sys.exit(f'{os.path.basename(sys.argv[0])}: {message}')
     return run
 
@@ -151,7 +156,7 @@ def parse_value(value: Any, hint: Any) -> Any:
         return text
     if hint is bool and text.capitalize() in ('True', 'False'):
         return text.capitalize() == 'True'
-    if hint in (int, float):
+    if hint in (int, float) and not re.search(r'e[+-]?\d{4}', text, re.I):  # 1e1000000 takes hours
         # Fractions are exact: in floating point 2.3M is 2299999.9999999995
         unit = UNITS.get(text[-1:].upper())
         number = Fraction(text[:-1]) * unit if unit else Fraction(text)

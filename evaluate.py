@@ -41,7 +41,7 @@ from nanocem.files import read_json_lines
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.metrics import markdown_table, perplexity, sum_losses
-from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
+from nanocem.runs import check_match, load_model, newest_run, own_classes, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -401,6 +401,7 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         options = config['train'] | config['model']
         if known := config.get('must_match'):
             options['test fingerprint'] = known['test fingerprint']  # of the data
+        options['classes of its own'] = (known or {}).get('classes', [])
         options['rescheduled steps'] = config.get('rescheduled', 0)
         all_options.append(options)
         # Add a row of results. There are none before the run ends
@@ -412,8 +413,10 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells])
         # Plot the training loss
-        log = [line for line in read_json_lines(f'{folder}/log.jsonl')
-               if line.get('loss') and 'tokens' in line]
+        lines = []  # of a run that has just begun
+        if os.path.exists(f'{folder}/log.jsonl'):
+            lines = read_json_lines(f'{folder}/log.jsonl')
+        log = [line for line in lines if line.get('loss') and 'tokens' in line]
         axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], lw=1,
                   label=f'run {folder}')
     axes.legend(fontsize=7)
@@ -431,6 +434,12 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
 
 # The command line
 
+def picture_name(kind: str, *paths: str) -> str:
+    """Return the name of a picture of these runs: those of other runs have other names."""
+    runs = [os.path.normpath(path).removeprefix('out/').strip('/') for path in paths]
+    return f'{kind}-{"-".join(runs).replace("/", "-")[-150:]}.png'
+
+
 def show(subject: str, text: str, figure: Figure | None = None, name: str = '') -> None:
     """Print a report's subject and text, and write its picture, if any, to out/results."""
     print(f'{subject}\n\n{text}', flush=True)
@@ -445,22 +454,26 @@ def show(subject: str, text: str, figure: Figure | None = None, name: str = '') 
 def main(argv: list[str]) -> None:
     # With --compare, arguments without -- are runs; read_options takes them for config files
     runs = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
-    cfg = build(EvaluateConfig, read_options([a for a in argv if a not in runs], EvaluateConfig))
+    given = read_options([a for a in argv if a not in runs], EvaluateConfig)
+    cfg = build(EvaluateConfig, given)
+    measured = sorted({'text', 'data', 'split', 'tokens'} & given.keys())
+    check(not cfg.text or measured == ['text'], 'a text is read whole: no split, no tokens')
+    check(bool(cfg.export) or 'export_dtype' not in given, 'export_dtype is for --export=DIR')
     if cfg.compare:
+        others = ', '.join(name for name in given if name != 'compare')
+        check(not others, f'--compare takes folders of runs alone, and not {others}')
         check(bool(runs), 'compare: expected folders of runs, as --compare out/a out/b')
-        return show('Runs', *compare_runs(runs), 'compare.png')
+        return show('Runs', *compare_runs(runs), picture_name('compare', *runs))
 
     # Load the model, and export it if that is asked for
     out_dir = cfg.out_dir or newest_run()
     model, state = load_model(out_dir, cfg.device)
     plug_in(model)
-    if cfg.export:
-        export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
-        return print(f'{cfg.export}: transformers loads it, as its README.md says', flush=True)
     check(bool(cem_kinds(model)) or not (cfg.steps or cfg.energies),
           f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
     with_attention = cfg.attention is not None
-    with_loss = bool(cfg.steps) or not (cfg.energies or with_attention or cfg.copying)
+    others = with_attention or bool(cfg.export)  # they read no data
+    with_loss = bool(cfg.steps) or not (cfg.energies or cfg.copying or (others and not measured))
 
     # Load the run to compare with, whose tokens must be the same
     models = {out_dir: model}
@@ -481,10 +494,15 @@ def main(argv: list[str]) -> None:
     elif with_loss or cfg.energies or cfg.copying:
         sequences = read_shards(cfg, state, data_dir, tokenizer, length)
 
-    # Report. The loss leaves the last T of --steps in the model, for the attention maps
+    # Export and report. The loss leaves the last T of --steps in the model, for the attention maps
+    if cfg.export:
+        check(not own_classes(model), f'export={cfg.export}: an export holds the classes of '
+              f'model.py, and this model has {", ".join(own_classes(model))}')
+        export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
+        print(f'{cfg.export}: transformers loads it, as its README.md says', flush=True)
     if cfg.energies:
         report = report_energies(model, sequences[0], max(cfg.steps, default=8))
-        show(subject, *report, 'energies.png')
+        show(subject, *report, picture_name('energies', out_dir))
     if cfg.copying:
         n_before = 4 if state['data']['tokenizer'] == 'byte' else 1
         show(subject, report_copying(models, sequences[0], tokenizer.bos, n_before))
@@ -492,7 +510,8 @@ def main(argv: list[str]) -> None:
         show(subject, report_loss(model, sequences, tokenizer.bos, cfg.steps))
     if with_attention:
         report = report_attention(model, tokenizer, cfg.attention)
-        show(f'{out_dir}; {cfg.attention!r:.80}', *report, 'attention.png')
+        name = picture_name('attention', out_dir)
+        show(f'{out_dir}; {cfg.attention!r:.80}', *report, name)
 
 
 if __name__ == '__main__':

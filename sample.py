@@ -43,6 +43,7 @@ class SampleConfig:
     def __post_init__(self) -> None:
         convert_types(self)
         in_range(self, 1, 10**6, 'tokens num_samples top_k attn_steps mlp_steps')
+        in_range(self, 0, 2**63 - 1, 'seed')
         check(self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,
               f'temperature={self.temperature}: expected 0, or 0.001 to 1,000')
 

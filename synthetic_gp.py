@@ -128,6 +128,7 @@ class GPConfig:
     def __post_init__(self) -> None:
         in_range(self, 2, 10**6, 'repeats')  # One repeat has no standard deviation
         in_range(self, 1, 10**6, 'steps jobs batch_size points test_points')
+        in_range(self, 0, 10**6, 'learning_rate')
         check(self.batch_size <= self.points, f'points={self.points} are fewer than batch_size='
               f'{self.batch_size}: give more points or a smaller batch_size')
 

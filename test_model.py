@@ -4,6 +4,7 @@ In float64 the sums that are compared round by 1e-14 to 1e-13; bounds are 1e-12 
 import contextlib
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -453,3 +454,32 @@ def test_targets_of_another_shape_are_refused() -> None:
     model = Transformer(ModelConfig(**TINY))
     with pytest.raises(ValueError, match='a target for each token'):
         model(torch.zeros(2, 16, dtype=torch.long), torch.zeros(16, 2, dtype=torch.long))
+
+
+def test_energy_py_as_a_library() -> None:
+    """Its layers take the same steps under no_grad and inference_mode and with frozen weights, and
+    Phi has vmap, forward and backward."""
+    torch.manual_seed(3)
+    layers, x = energy.Transformer(D=16, K=2, width=24, T=2).layers, torch.randn(2, 5, 16)
+    expected = layers(x)
+    with torch.no_grad():
+        assert torch.equal(layers(x), expected)
+    with torch.inference_mode():
+        inside = layers(x + 0)  # its input is made there
+    assert torch.equal(inside, expected)
+    layers.requires_grad_(False)
+    assert torch.equal(layers(x), expected)
+    x.requires_grad_()
+    assert torch.equal(torch.autograd.grad(layers(x).sum(), x)[0].isfinite(), torch.ones(2, 5, 16))
+    z = torch.linspace(-9, 9, 12).view(3, 4)
+    assert torch.equal(torch.func.vmap(Phi.apply)(z), Phi.apply(z))
+    gradients = torch.func.vmap(torch.func.grad(lambda row: Phi.apply(row).sum()))(z)
+    torch.testing.assert_close(gradients, torch.nn.functional.silu(z))
+
+
+@pytest.mark.parametrize('n', [None, 0, 64])
+def test_energy_py_says_what_text_it_needs(n: int | None, tmp_path: Path) -> None:
+    path = tmp_path / 'a'
+    path.mkdir() if n is None else path.write_bytes(b'x' * n)
+    with pytest.raises(SystemExit, match='a: expected a file of more than 64 bytes'):
+        energy.main(str(path))

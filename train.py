@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -125,8 +126,10 @@ def main(argv: list[str]) -> int:
     # Read the options, and what the run starts from
     given = read_options(argv, TrainConfig, ModelConfig)
     resume = given.get('init_from') == 'resume'
-    options, out_dir, began_with, began_steps, state, pretrained = start_from(given)
+    options, out_dir, _lock, began_with, began_steps, state, pretrained = start_from(given, rank)
     cfg = build(TrainConfig, options)
+    check(not cfg.tensorboard or bool(find_spec('tensorboard')),
+          'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
 
     # Choose the device
@@ -173,9 +176,10 @@ def main(argv: list[str]) -> int:
 
     # Make and lock the run's folder. Connect the processes after the data is prepared, which can
     # take longer than they wait for one another
-    if rank == 0:
-        out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
+    if rank == 0 and not resume:
+        out_dir = runs.new_folder(out_dir, model_cfg)
         _lock = runs.lock_folder(out_dir)  # held until the process ends, as long as it has a name
+        runs.check_no_run(out_dir)  # one may have ended since
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
         # After an error exit without destructors, since NCCL's can wait for other processes forever
@@ -204,6 +208,7 @@ def main(argv: list[str]) -> int:
 
     # Load the checkpoint of the run to resume, or the weights to start from
     must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
+    must_match['classes'] = runs.own_classes(raw_model)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     rescheduled = 0  # the first steps whose learning rate was that of a run of another length
@@ -221,6 +226,7 @@ def main(argv: list[str]) -> int:
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif pretrained:
+        runs.check_classes(pretrained, raw_model, cfg.init_from)
         raw_model.load_state_dict(pretrained['model'])
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
@@ -250,16 +256,16 @@ def main(argv: list[str]) -> int:
     bar = tqdm(total=max_steps, initial=step, unit='step', leave=False,
                disable=rank > 0 or None)  # None: unless stderr is a terminal
 
-    def checkpoint(name: str) -> None:
-        """Write the current state to a file in the run's folder, in rank 0 alone."""
-        if rank == 0:
-            runs.save_checkpoint(out_dir, name, {
-                'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
-                'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
-                'skipped': skipped, 'consecutive_skips': consecutive_skips,
-                'max_steps': max_steps, 'rescheduled': rescheduled,
-                'must_match': must_match, 'model_config': asdict(model_cfg),
-                'data': data_must_match, 'data_dir': cfg.data})
+    def checkpoint(name: str) -> bool:
+        """Write the current state to a file in the run's folder, in rank 0 alone. Return False if
+        that fails."""
+        return rank > 0 or runs.save_checkpoint(out_dir, name, {
+            'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
+            'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
+            'skipped': skipped, 'consecutive_skips': consecutive_skips,
+            'max_steps': max_steps, 'rescheduled': rescheduled,
+            'must_match': must_match, 'model_config': asdict(model_cfg),
+            'data': data_must_match, 'data_dir': cfg.data})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
@@ -348,7 +354,7 @@ def main(argv: list[str]) -> int:
         bar.update()
         if step % cfg.log_interval == 0 or is_last:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
-                tokens_per_s=tokens_per_s, mfu=mfu, skipped=skipped,
+                tokens_per_s=tokens_per_s, mfu=mfu if math.isfinite(mfu) else None, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
             last_logged, step_seconds = step, 0.0
@@ -366,8 +372,9 @@ def main(argv: list[str]) -> int:
                   flush=True)
             log(step, val_loss=val_loss)
             if val_loss < best:
-                best = val_loss
-                checkpoint('best.pt')
+                previous, best = best, val_loss
+                if not checkpoint('best.pt'):  # a later step may be written
+                    best = previous
 
         # Write a checkpoint
         if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
@@ -416,24 +423,30 @@ class Start(NamedTuple):
     """What a run starts from."""
     options: dict[str, Any]  # those given, and those of the run to resume or of the weights
     out_dir: str | None  # the run's folder; None: a new one
+    lock: Any = None  # of the run to resume, until the process ends
     began_with: dict[str, Any] | None = None  # what must be as when the run to resume began
     began_steps: int | None = None  # the steps of the run to resume, by its config.json
     state: dict[str, Any] | None = None  # the run's last checkpoint; None: it has none yet
     pretrained: dict[str, Any] | None = None  # the weights that the first step starts from
 
 
-def start_from(given: dict[str, Any]) -> Start:
+def start_from(given: dict[str, Any], rank: int) -> Start:
     """Read what init_from names: nothing (scratch), a run to resume, or other weights. The given
     options override those read, but for a few that must be equal. Raises UserError."""
     init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
     saved: dict[str, Any] = {}  # the options to override
-    began_with = began_steps = state = pretrained = None
+    lock = began_with = began_steps = state = pretrained = None
     if init_from == 'resume':
         # Take the options of the run, whose text and tokenizer cannot change, and its checkpoint
         out_dir = out_dir or runs.newest_run()
         config = runs.read_config(out_dir)
         saved = {**config['model'], **config['train'], 'stop_step': None}
+        texts = [os.path.abspath(options.get('text') or '') for options in (saved, given)]
+        if texts[0] == texts[1]:  # b.txt is ./b.txt
+            given = given | {'text': saved['text']}
         given = must_equal(saved, given, ('text', 'tokenizer'), out_dir)
+        # Lock it first: the process that trains there may be about to write a checkpoint
+        lock = runs.lock_folder(out_dir) if rank == 0 else None
         state = runs.last_checkpoint(out_dir)
         began_with = (state or config).get('must_match')
         began_steps = runs.count_steps(config['train'], build(ModelConfig, config['model']))
@@ -445,7 +458,7 @@ def start_from(given: dict[str, Any]) -> Start:
         pretrained = runs.best_checkpoint(init_from)
         saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
         given = must_equal(saved, given, WEIGHTS, init_from)
-    return Start(merge(saved, given), out_dir, began_with, began_steps, state, pretrained)
+    return Start(merge(saved, given), out_dir, lock, began_with, began_steps, state, pretrained)
 
 
 def must_equal(saved: dict[str, Any], given: dict[str, Any], names: tuple[str, ...],

@@ -161,6 +161,8 @@ def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[s
             try:
                 text, _ = codecs.utf_8_decode(data, 'strict', is_last)
             except UnicodeDecodeError as error:
+                packed = path.lower().endswith(('.gz', '.zst', '.zip', '.xz', '.bz2'))
+                check(not packed, f'{path} is compressed: unpack it first')
                 fail(f'{path}: not UTF-8 at byte {begin + error.start:,} ({error.reason}). If it '
                      'has another encoding, iconv -f ENCODING -t utf-8 converts it; if a few '
                      'characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them out')

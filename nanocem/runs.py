@@ -1,4 +1,5 @@
 """Run folders: options, checkpoints and the log."""
+import contextlib
 import glob
 import io
 import itertools
@@ -67,13 +68,21 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
         is_preset = all(getattr(cfg, name) == value for name, value in SIZES[cfg.size].items())
         size = cfg.size if is_preset else f'{cfg.n_layer}x{cfg.d_model}'
         name = f'out/{size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}-{cfg.positions}'
-        names = itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2)))
-        out_dir = next(path for path in names if not os.path.exists(path))
+        os.makedirs('out', exist_ok=True)
+        for path in itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2))):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)  # of two runs that try the same name one succeeds
+                return path
+    check_no_run(out_dir)
+    os.makedirs(out_dir, exist_ok=True)
+    return out_dir
+
+
+def check_no_run(out_dir: str) -> None:
+    """UserError if a folder holds a run."""
     files = glob.glob('config.json', root_dir=out_dir) + glob.glob('*.pt', root_dir=out_dir)
     check(not files, f'out_dir={out_dir} holds a run already: --init_from=resume '
           'continues it, another --out_dir starts a new one')
-    os.makedirs(out_dir, exist_ok=True)
-    return out_dir
 
 
 def lock_folder(out_dir: str) -> Any:
@@ -99,14 +108,31 @@ def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: 
           '--init_from=scratch with another --out_dir starts a new run')
 
 
+def own_classes(model: Transformer) -> list[str]:
+    """Return the names of a model's classes that are not model.py's: of an energy of one's own."""
+    return sorted({type(module).__name__ for module in model.modules()
+                   if type(module).__module__ != Transformer.__module__
+                   and not type(module).__module__.startswith('torch.')})
+
+
+def check_classes(state: dict[str, Any], model: Transformer, path: str) -> None:
+    """UserError unless the checkpoint that was read from `path` is of a model of these classes. One
+    of an older version does not say."""
+    found = own_classes(model)
+    saved = state.get('must_match', {}).get('classes', found)
+    check(saved == found, f'{path} was trained with {", ".join(saved) or "no class of your own"}, '
+          f'and this script has {", ".join(found) or "the classes of model.py"}: run it through '
+          'the file that trained it, as docs/new_energy.py does')
+
+
 def checkpoints(out_dir: str) -> list[str]:
     """Return the paths of a run's numbered checkpoints, oldest first."""
     return sorted(glob.glob(f'{glob.escape(out_dir)}/step_{"[0-9]" * 8}.pt'))
 
 
-def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> None:
+def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> bool:
     """Write a checkpoint completely or not at all, and delete all numbered ones but the last two.
-    If writing fails, print a warning: earlier checkpoints stay."""
+    If writing fails, print a warning and return False: earlier checkpoints stay."""
     path = f'{out_dir}/{name}'
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -118,6 +144,8 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> None:
     except OSError as error:
         print(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier '
               'checkpoints are intact', flush=True)
+        return False
+    return True
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
@@ -141,17 +169,21 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
-    """Read a run's last checkpoint: the last numbered one that is not damaged, or else best.pt.
-    Each damaged one prints a warning. None if there is no checkpoint, UserError if all are
-    damaged."""
-    files = [*reversed(checkpoints(out_dir)), *glob.glob(f'{glob.escape(out_dir)}/best.pt')]
-    for file in files:
-        try:
-            return read_checkpoint(file)
-        except UserError as error:
-            print(f'WARNING: {error}; it is passed over', flush=True)
-    check(not files, f'no intact checkpoint in {out_dir}')
-    return None
+    """Read a run's last checkpoint: the last numbered one that is not damaged, or best.pt if that
+    is of a later step. Each damaged one prints a warning. None if there is no checkpoint, UserError
+    if all are damaged."""
+    numbered = [*reversed(checkpoints(out_dir))]
+    best = glob.glob(f'{glob.escape(out_dir)}/best.pt')
+    found = []
+    for files in (numbered, best):
+        for file in files:
+            try:
+                found.append(read_checkpoint(file))
+                break
+            except UserError as error:
+                print(f'WARNING: {error}; it is passed over', flush=True)
+    check(bool(found) or not (best or numbered), f'no intact checkpoint in {out_dir}')
+    return max(found, key=lambda state: state['step'], default=None)
 
 
 def best_checkpoint(path: str) -> dict[str, Any]:
@@ -170,6 +202,7 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
     model = Transformer(build(ModelConfig, state['model_config']))
+    check_classes(state, model, path)
     model.load_state_dict(state['model'])
     return model.to(find_device(device)).eval(), state
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from running import MODEL_FILES, ROOT, SIZE_FILES
 
 from bench import BenchConfig
@@ -132,11 +133,14 @@ def test_a_script_ends_with_one_line() -> None:
     def main(argv: list[str]) -> None:
         raise argv[0]
     for error, line in ((UserError('no\ndata'), 'no data'), (KeyboardInterrupt(), 'stopped'),
-                        (FileNotFoundError(2, 'No such file', 'a.txt'), ".*No such file: 'a.txt'")):
+                        (FileNotFoundError(2, 'No such file', 'a.txt'), ".*No such file: 'a.txt'"),
+                        (torch.OutOfMemoryError('a page'), 'out of memory: a smaller batch.*'),
+                        (RuntimeError("[...] can't allocate memory: you"), 'out of memory: .*')):
         with pytest.raises(SystemExit, match=f'^[^:]*: {line}$'):
             command_line(main)([error])
-    with pytest.raises(ZeroDivisionError):
-        command_line(main)([ZeroDivisionError()])
+    for error in ZeroDivisionError(), RuntimeError('another'):
+        with pytest.raises(type(error)):
+            command_line(main)([error])
 
 
 @pytest.mark.parametrize('model', MODEL_FILES)

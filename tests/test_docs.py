@@ -11,10 +11,13 @@ import running
 import torch
 from running import ROOT
 
+import evaluate
+import sample
+import train
 from model import ModelConfig, Transformer
 
 # The most lines that each page has; other pages have 95.
-LINES = {'README.md': 130, 'results/README.md': 110, 'results/notes.md': 260,
+LINES = {'README.md': 131, 'results/README.md': 110, 'results/notes.md': 260,
          'results/tokens/README.md': 40, 'results/gp/README.md': 45,
          'results/figures/README.md': 60, 'docs/paper.md': 100}
 PAGES = ['README.md', *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md')))]
@@ -70,6 +73,22 @@ def test_an_energy_of_ones_own_trains_and_descends(tmp_path: Path) -> None:
                               cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     assert re.search(r'mlp 1 .*\| 1.00 ', done.stdout), done.stdout  # the cosine
+    # Scripts without this energy refuse the run, also one whose weights fit, by the energy's name
+    done = subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', 'evaluate', '--out_dir=o',
+                           '--export=x'], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and 'holds the classes of model.py' in done.stderr, done.stderr
+    state = torch.load(tmp_path / 'o/best.pt', weights_only=True)
+    state['model'] = {name: w for name, w in state['model'].items() if not name.endswith('.b')}
+    torch.save(state, tmp_path / 'o/best.pt')
+    o = str(tmp_path / 'o')
+    for main, options in (
+            (sample.main, [f'--out_dir={o}']), (evaluate.main, [f'--out_dir={o}']),
+            (evaluate.main, [f'--out_dir={o}', f'--export={tmp_path}/x']),
+            (train.main, [f'--out_dir={tmp_path}/n', f'--init_from={o}', running.steps(1),
+                          *running.TINY]),
+            (train.main, [f'--out_dir={o}', '--init_from=resume'])):
+        with pytest.raises(SystemExit, match='ReluMLP'):
+            main([*options, '--device=cpu'])
 
 
 @pytest.mark.parametrize('page', PAGES + RESULTS)

@@ -258,7 +258,7 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     assert [row[1] for row in cells(attention)] == [f'{s:.2%}' for s in shifts]
     rows = cells(report('--attention=A $word_d\u00e9j\u00e0', '--steps=1,4'))
     assert [len(row) for row in rows] == [5, 5, 4, 4]
-    assert Path('out/results/attention.png').read_bytes()[:4] == b'\x89PNG'
+    assert Path('out/results/attention-run.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
     llama = model_of(attn='llama', attn_reuse=2)
@@ -271,7 +271,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
     (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 64}')
     evaluate.main(['--compare', 'out/run', 'out/bpe'])
-    assert Path('out/results/compare.png').exists()
+    assert Path('out/results/compare-run-bpe.png').exists()
     assert cells(capsys.readouterr().out) == [
         ['out/run', '', '', '', '', '', '', ''],
         ['out/bpe', '1,234,567', '64', '', '', '', '', ''], ['data', 'data', 'bpe']]
@@ -285,6 +285,8 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     text, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
     assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
     (bpe / 'result.json').unlink()
+    (bpe / 'log.jsonl').unlink()  # a run that has just begun
+    assert len(evaluate.compare_runs(['out/run', 'out/bpe'])[1].axes[0].lines) == 2
     for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
         config = json.loads(Path(f'out/{run}/config.json').read_text())
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))

@@ -535,7 +535,7 @@ def test_an_exported_folder_is_read_as_a_run_is(
     assert page.startswith('hub, step 2; text.txt\n') and "hub; 'word'\n" in page
     ids = torch.tensor([[256, *b'A text']])
     assert float(cells(page)[1][2]) == pytest.approx(float(model(ids[:, :-1], ids[:, 1:])[1]), 1e-4)
-    assert {path.name for path in Path('out/results').iterdir()} == {'attention.png'}
+    assert {path.name for path in Path('out/results').iterdir()} == {'attention-hub.png'}
     assert {path.name for path in Path('hub').iterdir()} == {'config.json', WEIGHTS_FILE}
     with pytest.raises(SystemExit, match='gone, the data to evaluate on, is not here'):
         evaluate.main(options)

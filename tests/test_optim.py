@@ -55,3 +55,40 @@ def test_which_parameters_muon_takes_and_which_decay(attn: str, matrices: list[s
         assert taken == ([in_blocks] if optimizer == 'muon' else [])
         assert decayed == {'embedding', 'head'} | of_P | (set() if muon else in_blocks)
         assert others == {name for name, _ in model.named_parameters()} - decayed - in_blocks
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_adamw_takes_the_steps_that_its_options_say(optimizer: str) -> None:
+    """Three steps against the formula in float64. Matrices decay: no gains and no diagonals."""
+    torch.manual_seed(4)
+    model = Transformer(ModelConfig(size='nano', vocab_size=50, n_layer=1, kq_diag='per_head',
+                                    preconditioner='diag_lowrank'))
+    cfg = TrainConfig(optimizer=optimizer, beta1=0.7, beta2=0.8, adam_eps=0.5, weight_decay=2.0)
+    adamw = make_optimizers(model, cfg, torch.float32)[0]
+    mine = {id(p) for group in adamw.param_groups for p in group['params']}
+    lr, (b1, b2) = 0.1, (0.7, 0.8)
+    expected, m, v = ({name: torch.zeros_like(p, dtype=torch.float64)
+                       for name, p in model.named_parameters() if id(p) in mine} for _ in range(3))
+    kinds = set()
+    for name, p in model.named_parameters():
+        if name in expected:
+            expected[name] += p.detach()
+    for group in adamw.param_groups:
+        group['lr'] = lr
+    for t in range(1, 4):
+        for name, p in model.named_parameters():
+            p.grad = torch.randn_like(p)
+            if name in expected:
+                g = p.grad.double()
+                m[name] = b1 * m[name] + (1 - b1) * g
+                v[name] = b2 * v[name] + (1 - b2) * g ** 2
+                kind = name.split('.')[-1]
+                decay = 0 if p.ndim == 1 or kind in ('kq_diag', 'p') else cfg.weight_decay
+                kinds.add((kind, decay))
+                step = m[name] / (1 - b1 ** t) / ((v[name] / (1 - b2 ** t)).sqrt() + cfg.adam_eps)
+                expected[name] = (1 - lr * decay) * expected[name] - lr * step
+        adamw.step()
+    assert {('gain', 0), ('kq_diag', 0), ('p', 0), ('head', 2.0), ('U', 2.0)} <= kinds
+    for name, p in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(p.double(), expected[name], rtol=0, atol=1e-5)

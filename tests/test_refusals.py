@@ -33,6 +33,8 @@ train               --data=short                           no shard of the val s
 train               --data=old                             of another version
 train               --text=nothing.txt                     nothing.txt: no such file or folder
 train               --text=a.txt --data=data               text and data exclude each other
+train               --text=packed.txt.gz                   is compressed: unpack it first
+train               --tokens=1e1000000000                  tokens=1e1000000000: expected a whole
 train               --tokenizer=byte                       tokenizer is for --text=FILE
 train               --init_from=resume                     no run in out/: python train.py
 train               --init_from=resume --out_dir=none      no run in none
@@ -43,6 +45,7 @@ train               --init_from=llama --tie=kv             tie=none (now kv)
 train               --out_dir=data                         data holds a run already
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
 sample              --prompt=a --prompt_file=a.txt         prompt and prompt_file exclude each other
+sample              --seed=18446744073709551616            seed=18446744073709551616: expected 0 to
 sample              --out_dir=llama --prompt_file=latin1.txt   latin1.txt: not UTF-8
 evaluate            --out_dir=llama --data=none            none, the data to evaluate on, is not
 evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2, that of the run
@@ -50,6 +53,11 @@ evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expected 1, 2, 3
 evaluate            --out_dir=llama --attention=           the text has 0 tokens
+evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
+evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
+evaluate            --out_dir=llama --export_dtype=bfloat16        export_dtype is for --export
+evaluate            --compare llama --energies --tokens=5          alone, and not energies, tokens
+evaluate            --compare                              expected folders of runs
 evaluate            --tokens=5                             no run in out/: python train.py makes one
 bench               --device=cuda                          finds no GPU
 reproduce           --figure=3d                            figure=3d: expected one of 2a
@@ -65,6 +73,7 @@ prepare_slimpajama  --input=a.txt --held_out=0.5           held_out=0.5: expecte
 prepare_slimpajama  --input=a.txt --tokenizer=bpe100 --held_out=0   does not suit this text
 prepare_slimpajama  --input=a.txt --tokenizer=bpe512 --held_out=0   expected more text
 synthetic_gp        --kernels=rbf,linear                   kernels=rbf,linear: expected
+synthetic_gp        --learning_rate=-1                     learning_rate=-1.0: expected 0 to
 synthetic_gp        --batch_size=7000                      fewer than batch_size=7000
 """
 CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
@@ -74,7 +83,8 @@ CASES = [re.split(r'  +', line) for line in REFUSED.strip().splitlines()]
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp('refusals')
     for name, text in (('a.txt', 'w 1'), ('empty.txt', ''), ('code.py', 'import os'),
-                       ('latin1.txt', 'é'), ('wrong.py', 'attn_steps = [1]')):
+                       ('latin1.txt', 'é'), ('packed.txt.gz', '\x1f\x8b'),
+                       ('wrong.py', 'attn_steps = [1]')):
         (path / name).write_bytes(text.encode('latin1'))
     short, old = (write_data(path / name) for name in ('short', 'old'))
     write_data(path / 'data')

@@ -89,6 +89,8 @@ def test_a_text_may_be_named_again_and_must_be_the_same(tmp_path: Path) -> None:
     assert run.codes == [train.STOPPED], run.text
     run = Run(tmp_path, *options, RESUME, damage=there).wait()
     assert run.codes == [0] and 'resuming after step 2' in run.text, run.text
+    run = Run(tmp_path, '--text=./a.txt', '--out_dir=o', RESUME, damage=there).wait()
+    assert run.codes == [0], run.text
     run = Run(tmp_path, *options, '--text=b.txt', RESUME, damage=there).wait()
     assert run.codes == [1] and 'the run in o has text=a.txt (now b.txt)' in run.text, run.text
 

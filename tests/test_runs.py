@@ -1,16 +1,20 @@
 """Run folders: checkpoints, log, names and locks. The damage is real."""
 import io
+import itertools
 import math
 import os
 import random
 import resource
 import shutil
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from running import RESUME, Run, log, losses, same
+from running import RESUME, TINY, Run, log, losses, same, steps, write_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -43,8 +47,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
             assert n > 2
             assert all(torch.equal(w, expected[name]) for name, w in state['model'].items())
     newest.write_bytes(b'x')
+    assert read_checkpoint(str(out / 'best.pt'))['step'] == 4  # of later than step 3
     run = Run(tmp_path, f'--out_dir={out}', RESUME).wait()
-    assert run.codes == [0] and f'{newest} is damaged' in run.text and 'after step 3' in run.text
+    assert run.codes == [0] and f'{newest} is damaged' in run.text and 'after step 4' in run.text
     same(halves[0], out)
     for path in checkpoints(str(out)):
         Path(path).write_bytes(b'x')
@@ -96,7 +101,98 @@ def test_a_full_disk_leaves_the_run_going_and_the_old_checkpoint_whole(
     assert losses(out) == losses(halves[0])
 
 
+def one_full_disk() -> None:
+    """Let the first best.pt of this process not be written."""
+    write, calls = runs.write_atomic, itertools.count()
+
+    def write_or_fail(path: str, data: Any) -> None:
+        if path.endswith('best.pt') and next(calls) == 0:
+            raise OSError(28, 'No space left on device')
+        write(path, data)
+
+    runs.write_atomic = write_or_fail
+
+
+def test_best_loss_and_seconds_go_on(tmp_path: Path) -> None:
+    """A best.pt that could not be written is no best one."""
+    data, out = write_data(tmp_path / 'data'), tmp_path / 'o'
+    options = [f'--data={data}', f'--out_dir={out}', '--eval_interval=1', steps(8)]
+    run = Run(tmp_path, *options, '--stop_step=4', damage=one_full_disk).wait()
+    assert run.codes == [train.STOPPED] and 'best.pt not written' in run.text
+    evaluated = {line['step']: line['val_loss'] for line in log(out) if 'val_loss' in line}
+    del evaluated[1]  # the one of the full disk
+    state = read_checkpoint(checkpoints(str(out))[-1])
+    best = read_checkpoint(str(out / 'best.pt'))
+    assert state['best'] == best['best'] == min(evaluated.values()) == evaluated[best['step']]
+    # Let the first part have a better loss than any, and an hour
+    torch.save(state | {'best': 1e-3, 'seconds': 3600.0}, checkpoints(str(out))[-1])
+    assert Run(tmp_path, f'--out_dir={out}', RESUME).wait().codes == [0]
+    assert read_checkpoint(str(out / 'best.pt'))['step'] == best['step']
+    assert read_checkpoint(checkpoints(str(out))[-1])['best'] == 1e-3
+    seconds = [line['seconds'] for line in runs.read_json_lines(f'{out}/log.jsonl') if 'lr' in line]
+    assert seconds[3] < 1000 < 3600 < seconds[4] < seconds[7] < 4000
+    assert 3600 < runs.read_json(f'{out}/result.json')['seconds'] < 4000
+
+
+def test_a_checkpoint_holds_plain_values_alone(tmp_path: Path) -> None:
+    """Another one could run any code when it is read."""
+    hostile = tmp_path / 'hostile.pt'
+    torch.save({'model': {}, 'step': Touch(str(tmp_path / 'touched'))}, hostile)
+    with pytest.raises(UserError, match=r'hostile.pt is damaged .*[Ww]eights'):
+        read_checkpoint(str(hostile))
+    assert not (tmp_path / 'touched').exists()
+
+
+class Touch:
+    """What makes a file when it is unpickled."""
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (Path(self.path),)
+
+
 # Folders and logs
+
+def test_runs_that_start_together_have_a_folder_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    together = threading.Barrier(8)
+
+    def new(n: int) -> str:
+        together.wait()
+        return runs.new_folder(None, ModelConfig(size='nano'))
+
+    for _ in range(20):
+        with ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(new, range(8)))) == 8
+
+
+def test_one_folder_takes_one_of_two_runs(
+    halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ends between the first look at the folder and its lock is seen; a checkpoint is
+    read when no other process can write another one."""
+    out = tmp_path / 'o'
+    lock_folder = runs.lock_folder
+
+    def other_run_ends(path: str) -> Any:
+        (out / 'config.json').write_text('{}')
+        return lock_folder(path)
+
+    options = [*TINY, f'--data={halves[0].parent / "data"}', f'--out_dir={out}']
+    monkeypatch.setattr(runs, 'lock_folder', other_run_ends)
+    with pytest.raises(SystemExit, match='holds a run already'):
+        train.main([*options, steps(1)])
+    monkeypatch.undo()
+    out = shutil.copytree(halves[1], tmp_path / 'copied')
+    monkeypatch.setattr(runs, 'last_checkpoint', runs.lock_folder)
+    with pytest.raises(SystemExit, match='another process is training there'):
+        train.main([f'--out_dir={out}', RESUME])
+
+
+# Logs
 
 def test_new_folders_and_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -19,6 +19,7 @@ import running
 import torch
 import torch.distributed as dist
 from running import RESUME, Run, log, losses, result, same, steps
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
@@ -167,7 +168,18 @@ def test_a_run_shows_a_bar_and_writes_what_it_measures(data: Path, tmp_path: Pat
     assert lines[-1].keys() == {'step', 'tokens', 'loss', 'lr', 'grad_norm', 'tokens_per_s', 'mfu',
                                 'memory_gb', 'skipped', 'seconds'}
     assert lines[-1]['mfu'] is lines[-1]['memory_gb'] is None  # neither is known on a CPU
-    assert list(out.glob('events*'))
+    events = EventAccumulator(str(out)).Reload().Tags()['scalars']
+    assert {'loss', 'val_loss', 'seconds'} <= set(events) and 'mfu' not in events
+
+
+def test_what_is_missing_is_said_before_a_folder_is_made(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, 'find_spec', lambda name: None)
+    with pytest.raises(SystemExit, match='tensorboard=True needs pip install tensorboard'):
+        train.main([*running.TINY, f'--data={data}', f'--out_dir={tmp_path / "o"}',
+                    '--tensorboard=True'])
+    assert not (tmp_path / 'o').exists()
 
 
 # Kill and go on
@@ -398,3 +410,25 @@ def test_steps_without_finite_numbers_are_skipped_by_all_and_too_many_end_the_ru
     assert all(torch.isfinite(w).all() for w in running.weights(out).values())
     assert Run(tmp_path, f'--out_dir={out}', RESUME).wait().codes == [0]
     assert result(out)['skipped'] == 3 + 7  # from the checkpoint of step 28
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The square root of zero has no derivative."""
+    original, steps_begun = train.Transformer.forward, itertools.count(1)
+
+    def forward(model: Transformer, *args: Any) -> Any:
+        logits, loss = original(model, *args)
+        if model.training and next(steps_begun) == 3:
+            loss = loss + (0 * model.head.sum()).sqrt()
+        return logits, loss
+
+    monkeypatch.setattr(train.Transformer, 'forward', forward)
+    out = tmp_path / 'o'
+    assert train.main([*running.TINY, '--micro_batch_size=4', f'--data={data}', f'--out_dir={out}',
+                       steps(5)]) == 0
+    (event,) = [line for line in log(out) if line.get('event') == 'skipped']
+    assert event['step'] == 3 and event['loss'] > 0 and event['grad_norm'] is None
+    assert result(out)['skipped'] == 1
+    assert all(torch.isfinite(w).all() for w in running.weights(out).values())

@@ -44,7 +44,7 @@ def poisoned_memory() -> Iterator[None]:
     # positions, heads, head width, heads with their own diagonal (0: none), ALiBi
     (2, 2, 16, 1, True), (17, 3, 16, 1, True), (130, 3, 56, 1, True), (67, 2, 72, 2, True),
     (67, 2, 84, 0, True), (67, 2, 84, 1, True), (130, 2, 16, 2, False), (140, 2, 64, 1, False),
-    (17, 1, 88, 0, False), (40, 12, 16, 1, True)], ids=str)
+    (17, 1, 88, 0, False), (40, 12, 16, 1, True), (540, 1, 16, 1, True)], ids=str)
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
     assert decode.find_error(layer(*case[1:]), fast.triton_kernels, torch.float32, case[0]) == ''
