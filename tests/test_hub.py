@@ -383,8 +383,9 @@ def test_pieces_trained_here_can_be_converted_always(tmp_path: Path, texts: list
 
 
 def test_requirements_have_every_package_that_is_imported() -> None:
-    files = [*running.ROOT.glob('*.py'), *running.ROOT.glob('nanocem/*.py')]
-    known = sys.stdlib_module_names | {path.stem for path in running.ROOT.glob('*.py')} | {'nanocem'}
+    scripts = [*running.ROOT.glob('*.py')]
+    files = [*scripts, *running.ROOT.glob('nanocem/*.py')]
+    known = sys.stdlib_module_names | {file.stem for file in scripts} | {'nanocem'}
     known |= {'triton', 'transformers'}  # torch brings one, whoever loads an export has the other
     known |= set(re.findall(r'^([\w-]+)==', (running.ROOT / 'requirements.txt').read_text(), re.M))
     for file in files:
