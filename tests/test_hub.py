@@ -438,6 +438,13 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
             assert load_tokenizer(str(folder), meta).encode(text) == ours.encode(text)
 
 
+@pytest.mark.parametrize('name', ['cem', 'cem_plain', 'llama_alibi'])
+def test_autotokenizer_has_no_other_ids_in_pretrained(name: str) -> None:
+    with pytest.raises(ValueError, match='instantiate the backend tokenizer'):
+        transformers.AutoTokenizer.from_pretrained(
+            running.ROOT / 'pretrained' / name, trust_remote_code=False)
+
+
 # An exported folder in place of a run
 
 @torch.no_grad()
