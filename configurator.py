@@ -50,7 +50,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
-            sys.stdout.reconfigure(errors='backslashreplace')
+            with contextlib.suppress(OSError):  # its terminal may have gone
+                sys.stdout.reconfigure(errors='backslashreplace')
         try:
             return main(argv)
         except (UserError, OSError) as error:
@@ -75,7 +76,8 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals:  # --key alone is --key=True
-            check(hints.get(key, bool) in (bool, bool | None), f'--{key} needs a value: '
+            hint = hints.get(key, bool)
+            check(bool in (hint, *typing.get_args(hint)), f'--{key} needs a value: '
                   f'--{key}=VALUE, no space')
             text = 'True'
         flags[key] = parse_option(key, text, hints, '--')
@@ -139,6 +141,8 @@ def parse_value(value: Any, hint: Any) -> Any:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return None if value in (None, 'None') else parse_value(value, args[0])
+    if bool in args:  # bool | str
+        return parse_value(value, bool if str(value).capitalize() in ('True', 'False') else str)
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(parse_value(item, args[0]) for item in items)
@@ -161,6 +165,8 @@ def describe(hint: Any) -> str:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return f'{describe(args[0])}, or None'
+    if bool in args:
+        return 'True, False or text'
     if kind is tuple:
         return f'a comma-separated list, each {describe(args[0])}'
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]

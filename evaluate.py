@@ -6,6 +6,8 @@ Evaluate a trained model.
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              energies along the steps; does the first one descend?
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
+    python evaluate.py --copying               how well does it repeat what stood in its context?
+    python evaluate.py --copying=out/b         the same beside another run: where is the gap?
     python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
     python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
 
@@ -19,23 +21,27 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
+from tqdm import tqdm
 
-from configurator import build, check, command_line, in_range, read_options
+from configurator import UserError, build, check, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
 from nanocem.fast import plug_in
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_json_lines
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.metrics import markdown_table, perplexity, sum_losses
-from nanocem.runs import load_model, newest_run, read_config
+from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -43,7 +49,10 @@ TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 lo
 Sequences = tuple[Tensor, int | None, int | None]
 # Options in which runs must agree if their losses are to be compared
 MUST_AGREE = ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
-              'test fingerprint')
+              'test fingerprint', 'rescheduled steps')
+SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
+COPYING = {'repeated': 'repeated: their pair stood earlier', 'other': 'other',
+           'first': 'half a context, read once', 'second': 'the same, read again'}
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
 
@@ -59,6 +68,7 @@ class EvaluateConfig:
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
+    copying: bool | str = False  # losses of repeated targets and others; RUN: those of both runs
     compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
     export: str | None = None  # a new folder for the model in transformers' format
     export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the exported weights
@@ -151,6 +161,94 @@ def report_loss(model: Transformer, sequences: Sequences, bos: int,
     return markdown_table([*row], [[*row.values()] for row in rows])
 
 
+# Copying
+
+@torch.no_grad()
+def target_losses(model: Transformer, ids: Tensor, bos: int) -> Tensor:
+    """Return the loss of each target of sequences (n, length + 1), in nats: (n, length), float64.
+    It is NaN where the target is BOS or padding."""
+    losses = []
+    blocks = ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))
+    for block in tqdm(blocks, disable=None, leave=False):
+        x, y = block[:, :-1].clamp(min=0), block[:, 1:]
+        logits = model(x.to(model.embedding.device))[0].float().cpu()
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none',
+                               ignore_index=NO_TARGET)
+        loss = loss.double().view_as(y)
+        losses.append(loss.masked_fill((y == bos) | (y == NO_TARGET), torch.nan))
+    return torch.cat(losses)
+
+
+def repeated_targets(ids: Tensor, vocab_size: int, n_before: int = 1) -> Tensor:
+    """Return which targets of sequences (n, length + 1) are repeated, (n, length): the target and
+    the n_before tokens before it stood earlier in the same sequence, in this order. Padding counts
+    as text; it stands at the end, where nothing comes after it."""
+    # Give each run of n_before + 1 tokens a number of its own
+    runs = ids.unfold(1, n_before + 1, 1)  # (n, length + 1 - n_before, n_before + 1)
+    number = torch.zeros_like(runs[..., 0])
+    for tokens in runs.unbind(-1):
+        number = number * vocab_size + tokens
+    # A stable sort puts equal numbers side by side, the earliest first: the others are repeated
+    number, order = number.sort(dim=1, stable=True)
+    equal = F.pad(number[:, 1:] == number[:, :-1], (1, 0))
+    repeated = torch.empty_like(equal).scatter(1, order, equal)
+    return F.pad(repeated, (n_before - 1, 0))  # the first targets have too few tokens before them
+
+
+def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dict[str, Tensor]:
+    """Measure how well a model repeats what stands in its context. Return the losses in nats of
+
+        repeated    targets that complete a pair (the token before, the target) that stood earlier
+                    in the same sequence; with n_before=4, for bytes: the four before and the target
+        other       all other targets
+        first       the first half of each sequence, less a token, after a BOS
+        second      the same tokens once more, after these
+
+    The sequences (n, length + 1) are cut as training cuts them. BOS is no target."""
+    losses = target_losses(model, ids, bos)
+    repeated = repeated_targets(ids, model.cfg.vocab_size, n_before)
+    # Read the first half of each sequence twice. Without padding: a text's last one may have some
+    half = ids[(ids != NO_TARGET).all(dim=1), :ids.shape[1] // 2 - 1]
+    begin = torch.full_like(half[:, :1], bos)
+    first, second = target_losses(model, torch.cat([begin, half, half], dim=1), bos).chunk(2, dim=1)
+    return {'repeated': losses[repeated], 'other': losses[~repeated],
+            'first': first, 'second': second}
+
+
+def report_copying(runs: dict[str, Transformer], ids: Tensor, bos: int, n_before: int) -> str:
+    """Report the losses of repeated and other targets, and of a text read twice, of one run or two.
+    Of two, also which part of the gap between them comes from repeated targets: the sum over these
+    of the difference of the losses, over the same sum over all targets."""
+    found, rows, gains = [], [], []
+    for name, model in runs.items():
+        losses = {kind: loss[~loss.isnan()]
+                  for kind, loss in copying(model, ids, bos, n_before).items()}
+        n_targets = len(losses['repeated']) + len(losses['other'])
+        for kind, words in COPYING.items():
+            n, mean = len(losses[kind]), float(losses[kind].mean())
+            share = f'{n / n_targets:.1%}' if kind in ('repeated', 'other') else ''
+            rows.append([name, words, f'{n:,}', share, f'{mean:.4f}', f'{perplexity(mean):.6g}'])
+        gain = math.expm1(losses['second'].mean() - losses['first'].mean())
+        gains.append(f'{gain:+.1%} in {name}')
+        found.append(losses)
+    header = ['run', 'targets', 'number', 'share', 'loss, nats a token', 'perplexity']
+    text = markdown_table(header, rows)
+    text += f'\n\nA second reading changes perplexity by {", ".join(gains)}.'
+    if len(runs) == 1:
+        return text
+    # Divide the gap between the two runs
+    A, B = found
+    gap = {kind: float((A[kind] - B[kind]).sum()) for kind in ('repeated', 'other')}
+    total = gap['repeated'] + gap['other']
+    over = {'repeated': gap['repeated'] / len(A['repeated']),
+            'other': gap['other'] / len(A['other']), 'all': total / n_targets}
+    differences = ', '.join(f'{kind} {math.expm1(d):+.1%}' for kind, d in over.items())
+    text += f'\nPerplexity of {" over ".join(runs)}: {differences}.'
+    if abs(math.expm1(over['all'])) < SMALLEST_GAP:
+        return f'{text}\nThere is no gap: it is less than {SMALLEST_GAP:.0%}.'
+    return f'{text}\nOf the gap {gap["repeated"] / total:.0%} comes from repeated targets.'
+
+
 # Energies
 
 @torch.no_grad()
@@ -160,8 +258,10 @@ def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
     uses: dict[Any, list[tuple]] = defaultdict(list)
     hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
-    model.hidden(x)
-    hook.remove()
+    try:
+        model.hidden(x)
+    finally:
+        hook.remove()
     found = []
     for kind in cem_kinds(model):
         for n, block in enumerate(model.blocks, 1):
@@ -179,10 +279,12 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     # Take the steps: states x_0 to x_steps, (B, J, D) each
     trained_T = sublayer.T
     states = []
-    for t in range(steps + 1):
-        sublayer.T = t
-        states.append(sublayer(*inputs))
-    sublayer.T = trained_T
+    try:
+        for t in range(steps + 1):
+            sublayer.T = t
+            states.append(sublayer(*inputs))
+    finally:
+        sublayer.T = trained_T
     # Compare the first step with the gradient at its beginning
     h = sublayer.norm(inputs[0])
     with torch.enable_grad():
@@ -233,11 +335,13 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     plugged = [vars(block.attn).get('attend') for block in model.blocks]
     for block in model.blocks:
         block.attn.attend = partial(attend, block.attn)
-    model.hidden(idx)
-    for block, method in zip(model.blocks, plugged, strict=True):
-        del block.attn.attend
-        if method is not None:
-            block.attn.attend = method
+    try:
+        model.hidden(idx)
+    finally:
+        for block, method in zip(model.blocks, plugged, strict=True):
+            del block.attn.attend
+            if method is not None:
+                block.attn.attend = method
     # Divide all steps of each layer into its uses
     uses = model.cfg.attn_reuse * model.cfg.loops
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
@@ -288,6 +392,7 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
              'test_bits_per_byte', 'seconds')
     rows = []
     all_options = []
+    notes = []
     figure = Figure((7, 4), layout='constrained')
     axes = figure.subplots()
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
@@ -296,9 +401,14 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         options = config['train'] | config['model']
         if known := config.get('must_match'):
             options['test fingerprint'] = known['test fingerprint']  # of the data
+        options['rescheduled steps'] = config.get('rescheduled', 0)
         all_options.append(options)
         # Add a row of results. There are none before the run ends
-        result = read_json(f'{folder}/result.json') or {}
+        result = {}
+        try:
+            result = read_result(folder, config)
+        except UserError as error:
+            notes.append(f'No result of {folder}: {error}.')
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells])
         # Plot the training loss
@@ -315,8 +425,8 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
     if different:
         text += f'\n\n{markdown_table(["option", *folders], different)}'
     if reasons := [name for name, *_ in different if name in MUST_AGREE]:
-        text += f'\n\nLosses cannot be compared: the runs differ in {", ".join(reasons)}.'
-    return text, figure
+        notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
+    return '\n\n'.join([text, *notes]), figure
 
 
 # The command line
@@ -350,7 +460,16 @@ def main(argv: list[str]) -> None:
     check(bool(cem_kinds(model)) or not (cfg.steps or cfg.energies),
           f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
     with_attention = cfg.attention is not None
-    with_loss = bool(cfg.steps) or not (cfg.energies or with_attention)
+    with_loss = bool(cfg.steps) or not (cfg.energies or with_attention or cfg.copying)
+
+    # Load the run to compare with, whose tokens must be the same
+    models = {out_dir: model}
+    if isinstance(cfg.copying, str):
+        check(os.path.realpath(cfg.copying) != os.path.realpath(out_dir),
+              f'copying={cfg.copying} is the run itself: expected another, or --copying alone')
+        models[cfg.copying], other = load_model(cfg.copying, cfg.device)
+        check_match(other['data'], {name: state['data'][name] for name in TOKENIZER_KEYS},
+                    cfg.copying)
 
     # Read the text or the shards
     tokenizer, length = tokenizer_of(state), model.cfg.context_length
@@ -359,13 +478,16 @@ def main(argv: list[str]) -> None:
     subject = f'{out_dir}, step {state["step"]}; {source}'
     if cfg.text:
         sequences = read_text_sequences(cfg.text, tokenizer, length, data_dir)
-    elif with_loss or cfg.energies:
+    elif with_loss or cfg.energies or cfg.copying:
         sequences = read_shards(cfg, state, data_dir, tokenizer, length)
 
     # Report. The loss leaves the last T of --steps in the model, for the attention maps
     if cfg.energies:
         report = report_energies(model, sequences[0], max(cfg.steps, default=8))
         show(subject, *report, 'energies.png')
+    if cfg.copying:
+        n_before = 4 if state['data']['tokenizer'] == 'byte' else 1
+        show(subject, report_copying(models, sequences[0], tokenizer.bos, n_before))
     if with_loss:
         show(subject, report_loss(model, sequences, tokenizer.bos, cfg.steps))
     if with_attention:

@@ -501,12 +501,13 @@ class Transformer(nn.Module):
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T, but not eta; None keeps T. cfg keeps the T of training. ValueError if T < 1,
         or for a Llama sublayer."""
-        for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
-            if T is None:
-                continue
+        steps = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
+        # Check both before changing either
+        for name, T in steps.items():
             check(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
             check(getattr(self.cfg, name) == 'cem',
                   f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
+        for name, T in steps.items():
             for block in self.blocks:
                 getattr(block, name).T = T
 

@@ -5,12 +5,11 @@ Does the paper hold? Its claims with their verdicts, its figures, and the runs b
     python reproduce.py --todo | sh                      train the missing runs, one by one
     python reproduce.py --figure=3a                      draw a figure of the paper, print its table
     python reproduce.py --figure=3a --size=86m --todo    print the commands of its missing runs
-    python reproduce.py --publish                        append finished runs to the published ones
 
-results/tokens has the first family of claims, models, sizes and the rule, results/tokens/second the
-second family, and results/figures the paper's figures. Your own runs are in out/reproduce/SIZE/ and
-out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains two at a time; the same command goes
-on after a stop.
+results/tokens has the first family of claims, models, sizes and the rule. Its folders second and
+third have later families, and results/figures the paper's figures. Your own runs are in
+out/reproduce/SIZE/ and out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains two at a
+time; the same command goes on after a stop.
 
 A run's loss y is in nats per Llama token of the held-out text, validation and test together. At
 sizes other than those of results/tokens it is in nats per token of the test text.
@@ -27,6 +26,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
+
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -36,14 +38,17 @@ from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, fail, read_options
 from model import SIZES, ModelConfig, Transformer
-from nanocem.files import read_json, read_json_lines, write_atomic
+from nanocem.files import read_json, read_json_lines
 from nanocem.flops import flops_per_token
 from nanocem.metrics import markdown_table
+from nanocem.runs import read_result
 from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'results')
-FIRST, SECOND, FIGURE_DATA = f'{RESULTS}/tokens', f'{RESULTS}/tokens/second', f'{RESULTS}/figures'
+# Each family of claims has a folder with its rule, claims, models, planned runs and finished runs
+FAMILIES = [f'{RESULTS}/tokens', f'{RESULTS}/tokens/second', f'{RESULTS}/tokens/third']
+FIRST, FIGURE_DATA = FAMILIES[0], f'{RESULTS}/figures'
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 
 
@@ -53,8 +58,10 @@ def read_csv(path: str) -> list[dict[str, str]]:
 
 
 STUDY_SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
-MODELS = {row['model']: row for folder in (FIRST, SECOND)
-          for row in read_csv(f'{folder}/models.csv')}
+MODELS: dict[str, dict[str, str]] = defaultdict(dict)  # what all families say of a model
+for folder in FAMILIES:
+    for row in read_csv(f'{folder}/models.csv'):
+        MODELS[row['model']] |= row
 FIGURES = {row['figure']: row for row in read_csv(f'{FIGURE_DATA}/figures.csv')}
 SERIES = read_csv(f'{FIGURE_DATA}/series.csv')
 # train.py's options for each size: of the paper, of a laptop, and of the study
@@ -130,9 +137,9 @@ def panel(size: str, train: TrainConfig, model: ModelConfig) -> str:
 
 
 def read_published() -> Results:
-    """Read the published runs of both families and of the figures."""
-    runs = read_runs(f'{FIRST}/runs.csv', f'{FIRST}/more_seeds.csv', f'{SECOND}/runs.csv',
-                     f'{FIGURE_DATA}/runs.csv')
+    """Read the published runs of all families and of the figures."""
+    runs = read_runs(f'{FIRST}/more_seeds.csv',
+                     *(f'{folder}/runs.csv' for folder in (*FAMILIES, FIGURE_DATA)))
     return {run: {'panel': panel(run.size, *configs(SIZE_OPTIONS[run.size]))}
             | {name: float(row[name]) for name in ('y', 'parameters', 'tokens')}
             for run, row in runs.items()}
@@ -165,7 +172,9 @@ def read_run(folder: str) -> Results:
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
     # Read the loss
     row = {'panel': panel(run.size, train, cfg)}
-    if result := read_json(f'{folder}/result.json'):
+    check(not config.get('rescheduled'), f'its first {config.get("rescheduled")} steps had the '
+          'learning rate of a run of another length: delete the folder to train it anew')
+    if result := read_result(folder, config):
         y = float(result['test_loss'])
         if run.size in STUDY_SIZES:
             y = loss_per_llama_token(result, train.data)
@@ -194,18 +203,11 @@ def loss_per_llama_token(result: dict[str, Any], data: str) -> float:
     return math.log(2) * bits / llama_tokens
 
 
-def publish(own: Results) -> None:
-    """Append finished runs at the study's sizes to runs.csv of the second family or the figures."""
-    published, second = read_published(), read_runs(f'{SECOND}/cells.csv')
-    for run in own:
-        if run.size in STUDY_SIZES and run not in published:
-            path = f'{SECOND if run in second else FIGURE_DATA}/runs.csv'
-            with open(path, encoding='utf-8') as file:
-                text = file.read()
-            row = run._asdict() | own[run]
-            line = ','.join(str(row.get(name, '')) for name in text.splitlines()[0].split(','))
-            write_atomic(path, f'{text}{line}\n'.encode())
-            print(f'{path}: {line}', flush=True)
+def planned_cells(families: list[str]) -> list[Run]:
+    """Return the runs that count in these families, finished or not. The first family's are those
+    that it has published."""
+    paths = [f'{folder}/{"runs" if folder == FIRST else "cells"}.csv' for folder in families]
+    return list(read_runs(*paths))
 
 
 # Verdicts
@@ -216,13 +218,16 @@ Verdict = tuple[dict[str, str], list[Effect], str]  # a claim, its effect at eac
 def judge(folder: str, found: Results) -> list[Verdict]:
     """Return the verdicts on all claims in a folder, by its RULE.md."""
     claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
-    # The first family counts its own runs. The second counts later ones, too, but only of its own
-    # models, and pools noise by kind: models whose MLP is CEM's or repeated, and all others
-    runs, kinds = read_runs(f'{FIRST}/runs.csv'), {}
-    if folder == SECOND:
-        runs |= read_runs(f'{FIRST}/more_seeds.csv', f'{SECOND}/cells.csv')
-        kinds = {claim[side]: MODELS[claim[side]]['mlp'] == 'plain'
-                 for claim in claims for side in 'AB'}
+    # The first family counts its own runs. Later ones count those of the families before them, too,
+    # but only of their own models, and pool noise by kinds of models
+    number = FAMILIES.index(folder)
+    runs, kinds = planned_cells(FAMILIES[:number + 1]), {}
+    if number > 0:
+        runs += read_runs(f'{FIRST}/more_seeds.csv')
+        models = {claim[side]: MODELS[claim[side]] for claim in claims for side in 'AB'}
+        # The second family tells models whose MLP is CEM's or repeated from all others
+        kinds = {name: row['mlp'] == 'plain' if number == 1 else row['noise']
+                 for name, row in models.items()}
     # Collect the losses at each size, without trials. Of two rates of a model the later line
     # counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)
     y: dict[tuple[str, str], Losses] = defaultdict(dict)
@@ -232,15 +237,18 @@ def judge(folder: str, found: Results) -> list[Verdict]:
     # One claim compares the logs of the trials' best rates
     for row in read_csv(f'{FIRST}/best_rates.csv'):
         y['rate', row['size']][row['model'], int(row['seed'])] = math.log(float(row['rate']))
+    all_sizes = list(dict.fromkeys(size for row in claims for size in row['sizes'].split()))
     verdicts = []
     for claim in claims:
         # Compare its two models at each size
         unit, sizes, effects = claim['unit'], claim['sizes'].split(), []
         for size in sizes:
             m = sum(row['unit'] == unit and size in row['sizes'].split() for row in claims)
+            # From the third family on, the noise is that of all its sizes
+            others = [y[unit, other] for other in all_sizes if other != size and number > 1]
             # A side may name two models, of which the trials chose one: the other has no runs
             effects += [effect for A in claim['A'].split('/') for B in claim['B'].split('/')
-                        if (effect := compare(y[unit, size], A, B, size, m, kinds))]
+                        if (effect := compare(y[unit, size], A, B, size, m, kinds, others))]
         # Decide by the largest size with an interval, or by all sizes where sizes.csv says so
         above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
         words = [word for effect in effects if (word := decide(effect, above, below))]
@@ -459,7 +467,6 @@ class ReproduceConfig:
     todo: bool = False  # print the commands of missing runs
     figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
     size: Literal[('XS', 'S', 'M', *SIZES)] | None = None  # for --figure: only this; --todo: XS
-    publish: bool = False  # append your finished runs to the published ones
 
 
 @command_line
@@ -469,10 +476,8 @@ def main(argv: list[str]) -> None:
     own = read_own()
     found = own | read_published()
     figures = FIGURES if cfg.figure == 'all' else [cfg.figure]
-    if cfg.publish:
-        publish(own)
-    elif cfg.todo:
-        runs, root = read_runs(f'{FIRST}/runs.csv', f'{SECOND}/cells.csv'), 'out/reproduce'
+    if cfg.todo:
+        runs, root = planned_cells(FAMILIES), 'out/reproduce'
         if cfg.figure:
             runs = dict.fromkeys(run for f in figures for run in planned(f, cfg.size or 'XS'))
             root = 'out/figures'
@@ -490,11 +495,13 @@ def main(argv: list[str]) -> None:
                       f'--size={cfg.size or "XS"} --todo prints their commands\n', flush=True)
     else:
         os.makedirs('out/results', exist_ok=True)
-        first, second = judge(FIRST, found), judge(SECOND, found)
+        families = [judge(folder, found) for folder in FAMILIES]
         print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
-              'the interval over seeds, and each seed alone.\n\n'
-              f'{verdict_table(first)}\n\n{verdict_table(second)}\n', flush=True)
-        draw_verdicts(second + first).savefig('out/results/rows.png')
+              'the interval over seeds, and each seed alone.\n', flush=True)
+        for verdicts in families:
+            print(f'{verdict_table(verdicts)}\n', flush=True)
+        latest_first = [verdict for verdicts in reversed(families) for verdict in verdicts]
+        draw_verdicts(latest_first).savefig('out/results/rows.png')
         print('out/results/rows.png shows all effects', flush=True)
 
 

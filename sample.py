@@ -31,7 +31,7 @@ class SampleConfig:
     out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
     prompt: str = ''  # the text to continue
     prompt_file: str | None = None  # continue the text in this file
-    tokens: int = 500  # number of tokens to generate
+    tokens: int = 500  # tokens to generate at most: a text stops where the next would begin
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
     top_k: int | None = None  # sample only from the k likeliest tokens

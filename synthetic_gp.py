@@ -25,6 +25,9 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Literal
 
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
+
 import matplotlib.pyplot as plt
 import numpy as np
 import torch

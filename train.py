@@ -12,10 +12,8 @@ out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at t
 the test of the last weights. sample.py and evaluate.py take the weights of the best validation.
 """
 import atexit
-import contextlib
 import math
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -41,6 +39,7 @@ from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_f
 from nanocem.metrics import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
+from nanocem.process import note_signals, process_of_a_run
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
@@ -60,7 +59,7 @@ class TrainConfig:
     init_from: str = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
     tokens: int | None = None  # training tokens; default: tokens_per_param x parameters of Llama
-    tokens_per_param: float = 20.0  # training tokens per parameter (Chinchilla)
+    tokens_per_param: float = 20.0  # training tokens per parameter of Llama (Chinchilla)
     batch_size: int = 128  # sequences per step, over all processes
     micro_batch_size: int | None = None  # sequences per forward pass; default: up to 16,384 tokens
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for the layers' matrices
@@ -116,16 +115,17 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 
 
 @command_line
+@process_of_a_run()
 def main(argv: list[str]) -> int:
     # torchrun starts a process for each GPU, and sets its rank. Only rank 0 prints
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if rank > 0:
-        sys.stdout = None
+        sys.stdout = None  # print then does nothing
 
     # Read the options, and what the run starts from
     given = read_options(argv, TrainConfig, ModelConfig)
     resume = given.get('init_from') == 'resume'
-    options, out_dir, began_with, state, pretrained = start_from(given)
+    options, out_dir, began_with, began_steps, state, pretrained = start_from(given)
     cfg = build(TrainConfig, options)
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
 
@@ -168,16 +168,14 @@ def main(argv: list[str]) -> int:
           f'right would be one of {", ".join(map(str, divisors))}')
 
     # Compute the number of steps. A CEM model trains on as many tokens as the Llama of its size
-    with torch.device('meta'):
-        llama_params = Transformer(model_cfg.llama()).num_params()
     tokens_per_step = cfg.batch_size * length
-    max_steps = math.ceil((cfg.tokens or cfg.tokens_per_param * llama_params) / tokens_per_step)
+    max_steps = runs.count_steps(vars(cfg), model_cfg)
 
     # Make and lock the run's folder. Connect the processes after the data is prepared, which can
     # take longer than they wait for one another
     if rank == 0:
         out_dir = out_dir if resume else runs.new_folder(out_dir, model_cfg)
-        _lock = runs.lock_folder(out_dir)  # until the process ends
+        _lock = runs.lock_folder(out_dir)  # held until the process ends, as long as it has a name
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
         # After an error exit without destructors, since NCCL's can wait for other processes forever
@@ -208,6 +206,7 @@ def main(argv: list[str]) -> int:
     must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
+    rescheduled = 0  # the first steps whose learning rate was that of a run of another length
     if resume:
         runs.check_match(began_with, must_match, out_dir)
     if state:
@@ -216,6 +215,9 @@ def main(argv: list[str]) -> int:
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
         skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
+        rescheduled = state.get('rescheduled', 0)
+        if state.get('max_steps', began_steps) != max_steps:
+            rescheduled = step
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif pretrained:
@@ -231,8 +233,11 @@ def main(argv: list[str]) -> int:
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
     if rank == 0:
         cfg.out_dir = out_dir
-        config = {'train': asdict(cfg), 'model': asdict(model_cfg), 'must_match': must_match}
+        config = {'train': asdict(cfg), 'model': asdict(model_cfg), 'must_match': must_match,
+                  'rescheduled': rescheduled}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
+        if step < max_steps:  # an old result is not that of this run
+            Path(out_dir, 'result.json').unlink(missing_ok=True)
         if tokenizer.path:
             write_atomic(f'{out_dir}/{MODEL_FILE}', Path(tokenizer.path).read_bytes())
     log = runs.Log(out_dir, step, cfg.tensorboard) if rank == 0 else lambda step, **values: None
@@ -242,7 +247,8 @@ def main(argv: list[str]) -> int:
           f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
           f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}, '
           f'{attention}' + (f'; resuming after step {step}' if step else ''), flush=True)
-    bar = tqdm(total=max_steps, initial=step, unit='step', leave=False, disable=rank > 0 or None)
+    bar = tqdm(total=max_steps, initial=step, unit='step', leave=False,
+               disable=rank > 0 or None)  # None: unless stderr is a terminal
 
     def checkpoint(name: str) -> None:
         """Write the current state to a file in the run's folder, in rank 0 alone."""
@@ -251,6 +257,7 @@ def main(argv: list[str]) -> int:
                 'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
                 'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
                 'skipped': skipped, 'consecutive_skips': consecutive_skips,
+                'max_steps': max_steps, 'rescheduled': rescheduled,
                 'must_match': must_match, 'model_config': asdict(model_cfg),
                 'data': data_must_match, 'data_dir': cfg.data})
 
@@ -283,18 +290,8 @@ def main(argv: list[str]) -> int:
         tokens, nats, text_nats, text_bytes = sum_over_processes(sums).tolist()
         return nats / tokens, text_nats / text_bytes / math.log(2) if text_bytes else None
 
-    # Let SIGTERM, SIGHUP and Ctrl-C stop the run after the current step, a second one at once
-    signals: list[int] = []
-
-    def on_signal(number: int, frame: Any) -> None:
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        with contextlib.suppress(OSError):  # stderr may be a pipe to a program that has ended
-            os.write(2, b'\nstopping after this step; a second signal ends the process at once\n')
-    for number in signal.Signals:  # Windows has no SIGHUP
-        asks_to_stop = number.name in ('SIGTERM', 'SIGINT', 'SIGHUP')
-        if asks_to_stop and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    # Let a signal such as SIGTERM, or Ctrl-C, stop the run after the current step
+    signals = note_signals()
 
     # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
@@ -325,7 +322,8 @@ def main(argv: list[str]) -> int:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
         n_signals = torch.tensor(float(len(signals)), device=device)
         loss, n_signals = sum_over_processes(torch.stack([loss, n_signals])).tolist()
-        loss, stopped = loss / world_size, n_signals > 0
+        loss = loss / world_size
+        stopped = n_signals > 0
 
         # Update the weights, or in all processes skip the step if loss or gradient is not finite
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -401,14 +399,14 @@ def main(argv: list[str]) -> int:
             'val_bits_per_byte': val_bits, 'test_bits_per_byte': test_bits,
             'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
             'val_loss': val_loss, 'val_perplexity': perplexity(val_loss),
-            'parameters': raw_model.num_params(), 'steps': step,
+            'parameters': raw_model.num_params(), 'steps': step, 'rescheduled': rescheduled,
             'tokens': step * tokens_per_step, 'flops_per_token': flops, 'skipped': skipped,
             'precision': precision, 'seconds': seconds}
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if cfg.sample_tokens:
             with torch.compiler.set_stance('force_eager'):
                 text = sample_text(raw_model.eval(), tokenizer, '', cfg.sample_tokens,
-                                   temperature=0.8, top_k=None, seed=cfg.seed)
+                                   temperature=0.8, top_k=None, seed=cfg.seed, go_on=True)
             print(text, flush=True)
             log(step, sample=text)
     return 0
@@ -419,6 +417,7 @@ class Start(NamedTuple):
     options: dict[str, Any]  # those given, and those of the run to resume or of the weights
     out_dir: str | None  # the run's folder; None: a new one
     began_with: dict[str, Any] | None = None  # what must be as when the run to resume began
+    began_steps: int | None = None  # the steps of the run to resume, by its config.json
     state: dict[str, Any] | None = None  # the run's last checkpoint; None: it has none yet
     pretrained: dict[str, Any] | None = None  # the weights that the first step starts from
 
@@ -428,7 +427,7 @@ def start_from(given: dict[str, Any]) -> Start:
     options override those read, but for a few that must be equal. Raises UserError."""
     init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
     saved: dict[str, Any] = {}  # the options to override
-    began_with = state = pretrained = None
+    began_with = began_steps = state = pretrained = None
     if init_from == 'resume':
         # Take the options of the run, whose text and tokenizer cannot change, and its checkpoint
         out_dir = out_dir or runs.newest_run()
@@ -437,6 +436,7 @@ def start_from(given: dict[str, Any]) -> Start:
         given = must_equal(saved, given, ('text', 'tokenizer'), out_dir)
         state = runs.last_checkpoint(out_dir)
         began_with = (state or config).get('must_match')
+        began_steps = runs.count_steps(config['train'], build(ModelConfig, config['model']))
         # Where the run itself started
         init_from = saved['init_from']
         given = given | {'init_from': init_from}
@@ -445,7 +445,7 @@ def start_from(given: dict[str, Any]) -> Start:
         pretrained = runs.best_checkpoint(init_from)
         saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
         given = must_equal(saved, given, WEIGHTS, init_from)
-    return Start(merge(saved, given), out_dir, began_with, state, pretrained)
+    return Start(merge(saved, given), out_dir, began_with, began_steps, state, pretrained)
 
 
 def must_equal(saved: dict[str, Any], given: dict[str, Any], names: tuple[str, ...],

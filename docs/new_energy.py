@@ -8,6 +8,7 @@ Train an energy of your own. Here it takes the place of the MLP's, and autograd 
 torch.compile cannot take the second derivatives that training needs here.
 """
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,5 +46,6 @@ class ReluMLP(model.CEMMLP):
 
 
 if __name__ == '__main__':
+    os.environ['MPLBACKEND'] = 'agg'  # pictures go into files
     model.CEMMLP = ReluMLP  # what a Block takes for mlp=cem
     importlib.import_module(sys.argv[1]).main(sys.argv[2:])

@@ -42,7 +42,8 @@ class TokenDataset:
             shards.append(np.memmap(path, dtype, 'r', shape=shard['tokens']))
         self.shards = [tokens for tokens in shards if len(tokens) > length]
         check(len(self.shards) > 0, f'{folder}: no shard of the {split} split holds a sequence of '
-              f'context_length + 1 = {length + 1} tokens')
+              f'context_length + 1 = {length + 1} tokens: expected a smaller context_length, or '
+              'longer text')
         # Find the index of the first sequence of each shard, and at the end their number
         self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
         # Compute a checksum of 32 pieces of each shard, to recognize damaged or other data

@@ -31,6 +31,8 @@ TEXT_TOKENIZERS = {1e6: 'byte', 5e6: 'bpe1024', 20e6: 'bpe2048', 1e9: 'bpe4096',
 SPLITS = ('train', 'val', 'test')
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
 BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes.
+MANY = 2000  # Of fewer rows a hash may leave val or test too few.
+FEW = 4096  # The perplexity of fewer tokens says little.
 BATCH = 64  # Threads tokenize this many documents, or blocks of text files, at a time.
 
 
@@ -65,20 +67,59 @@ class PrepareConfig:
 def read_parts(o: PrepareConfig, source: Source) -> Iterator[tuple[str, str, bool]]:
     """Yield (split, text, whether it begins a document) for each document, or each block of a text
     file. A file that is named after val or test belongs to that split. The other files are divided
-    among train and the splits without a file: rows by their hash, a text file by position."""
-    named = source.files.values()
-    divided = [split for split in SPLITS if split == 'train' or split not in named]
+    among train and the splits without a file: rows by their hash, or few of them by position, and a
+    text file by position."""
+    divided = divided_splits(source)
+    few = few_rows(o, source)  # their number; 0 if there are many
+    n_rows = 0
     for file, named_after in source.files.items():
         splits = [named_after] if named_after in ('val', 'test') else divided
         path = source.path(file)
-        if o.input == 'builtin' or path.lower().endswith(ROWS):
+        if has_rows(o, file):
             for text in read_documents(path, o.column):
                 split = split_by_hash(text, o.held_out)
+                if few and splits is divided:
+                    split = split_by_row(n_rows, few, splits, o.held_out)
+                    n_rows += 1
                 yield (split if split in splits else splits[0]), text, True
         else:
             for split, begin, end in split_by_position(path, splits, o.held_out):
                 for n, text in enumerate(read_blocks(path, begin, end)):
                     yield split, text, n == 0
+
+
+def has_rows(o: PrepareConfig, file: str) -> bool:
+    """Return whether a file holds documents, each to be given to a split as a whole."""
+    return o.input == 'builtin' or file.lower().endswith(ROWS)
+
+
+def divided_splits(source: Source) -> list[str]:
+    """Return the splits among which files are divided: train, and those without a file."""
+    named = source.files.values()
+    return [split for split in SPLITS if split == 'train' or split not in named]
+
+
+def few_rows(o: PrepareConfig, source: Source) -> int:
+    """Return the number of rows to divide if they are so few that by their hash val or test would
+    get less than half its share of them; else 0."""
+    if o.held_out == 0:
+        return 0
+    rows = dict.fromkeys(divided_splits(source), 0)
+    for file in (file for file, named in source.files.items() if named not in ('val', 'test')):
+        for text in read_documents(source.path(file), o.column) if has_rows(o, file) else ():
+            split = split_by_hash(text, o.held_out)
+            rows[split if split in rows else 'train'] += 1
+            if sum(rows.values()) == MANY:
+                return 0
+    n_rows = sum(rows.values())
+    return n_rows if min(rows.values()) < o.held_out * n_rows / 2 else 0
+
+
+def split_by_row(n: int, n_rows: int, splits: list[str], held_out: float) -> str:
+    """Choose the split of the n-th row (from 0) of few. The last rows are the last split's."""
+    each = max(1, round(held_out * n_rows))  # rows of val, and of test
+    from_end = (n_rows - 1 - n) // each
+    return [*reversed(splits[1:]), splits[0]][min(from_end, len(splits) - 1)]
 
 
 def split_by_hash(text: str, held_out: float) -> str:
@@ -225,9 +266,11 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     for split in SPLITS:
         size = writer.splits[split]['tokens']
         may_be_empty = split != 'train' and o.held_out == 0
-        check(size > 0 or may_be_empty, f'{o.input} holds too little text for {split}: give more, '
-              'or prepare_slimpajama.py --held_out with a larger fraction')
+        check(size > 0 or may_be_empty, f'{o.input} holds too little text for {split}: expected '
+              'a longer text, or three rows or more; prepare_slimpajama.py has --held_out')
         print(f'{split:5} {size:>15,} tokens', flush=True)
+        if split != 'train' and 0 < size < FEW:
+            print(f'{split} has few tokens: a perplexity of so few says little', flush=True)
     if writer.splits['train']['tokens'] == o.tokens:
         print(f'Train is full at {o.tokens:,} tokens: --tokens=N takes more of it', flush=True)
 

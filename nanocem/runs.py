@@ -2,6 +2,7 @@
 import glob
 import io
 import itertools
+import math
 import os
 import re
 import zipfile
@@ -35,6 +36,28 @@ def read_config(out_dir: str) -> dict[str, Any]:
     config = read_json(f'{out_dir}/config.json') or {}
     check({'train', 'model'} <= {*config}, f'no run in {out_dir}')
     return config
+
+
+def count_steps(train: dict[str, Any], cfg: ModelConfig) -> int:
+    """Return how many steps a run of these training options takes. Without `tokens` it reads
+    tokens_per_param tokens for each parameter of the Llama of the same shape."""
+    with torch.device('meta'):
+        llama_params = Transformer(cfg.llama()).num_params()
+    tokens = train['tokens'] or train['tokens_per_param'] * llama_params
+    return math.ceil(tokens / (train['batch_size'] * cfg.context_length))
+
+
+def read_result(out_dir: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Read the result.json of a run with this config.json. {} if the run has not ended. UserError
+    if the result is that of fewer or more tokens, KeyError or ValueError if it is damaged."""
+    result = read_json(f'{out_dir}/result.json')
+    if result is None:
+        return {}
+    train, cfg = config['train'], build(ModelConfig, config['model'])
+    tokens = count_steps(train, cfg) * train['batch_size'] * cfg.context_length
+    check(result['tokens'] == tokens, f'{out_dir}/result.json is that of {result["tokens"]:,} '
+          f'tokens, and config.json asks for {tokens:,}: --init_from=resume ends the run')
+    return result
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:

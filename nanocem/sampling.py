@@ -9,9 +9,10 @@ from nanocem.decode import Cache
 
 @torch.no_grad()
 def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
-                top_k: int | None, seed: int, n: int = 1) -> str:
-    """Return n texts that begin with `prompt`, joined by lines of ---. UserError if the model's
-    logits are not finite."""
+                top_k: int | None, seed: int, n: int = 1, go_on: bool = False) -> str:
+    """Return n texts that begin with `prompt`, joined by lines of ---. Each stops where the model
+    begins another document, by a BOS; with go_on the other documents follow, joined alike.
+    UserError if the model's logits are not finite."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     idx = torch.tensor([ids] * n, device=model.embedding.device)
     finite = bool(model(idx[:1, -model.cfg.context_length:])[0].isfinite().all())
@@ -19,4 +20,10 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     generator = torch.Generator(idx.device).manual_seed(seed)
     with Cache(model):
         idx = model.generate(idx, tokens, temperature, top_k, generator)
-    return '\n---\n'.join(tokenizer.decode(row.tolist()) for row in idx)
+    # Divide each row where the model begins a document: decode leaves out BOS
+    texts: list[str] = []
+    for row in idx.cpu():
+        begins = (row[len(ids):] == tokenizer.bos).nonzero().flatten() + len(ids)
+        documents = [tokenizer.decode(part.tolist()) for part in row.tensor_split(begins)]
+        texts += documents if go_on else documents[:1]
+    return '\n---\n'.join(texts)

@@ -8,14 +8,14 @@ both models have. The interval of d is
 
 where s is the standard deviation of a run, with f degrees of freedom. The first family
 (results/tokens/RULE.md) pools all models of a size, the second (results/tokens/second/RULE.md)
-those of one kind.
+those of one kind, the third (results/tokens/third/RULE.md) those of one kind at all its sizes.
 
 A claim holds if the interval lies inside its bounds, does not hold if it lies outside, and is
 otherwise undecided. If a run failed, the claim does not hold.
 """
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,8 @@ class Effect(NamedTuple):
 
     def __str__(self) -> str:
         d, low, high = self.percent()
-        seeds = ', '.join(f'{n}: {100 * math.expm1(x):+.1f}' for n, x in self.by_seed.items())
+        by_seed = sorted(self.by_seed.items())
+        seeds = ', '.join(f'{n}: {100 * math.expm1(x):+.1f}' for n, x in by_seed)
         interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f}; seeds {seeds})'
         return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
 
@@ -54,21 +55,25 @@ def split_failed(y: Losses) -> tuple[Losses, set[str]]:
     return finished, {model for model, seed in y if (model, seed) not in finished}
 
 
-def residual_error(y: Losses, means_of_seeds: bool) -> tuple[float, int]:
-    """Fit a mean for each model and, with means_of_seeds, one for each seed. Return the standard
-    deviation of the residuals and its degrees of freedom."""
-    columns = sorted({(n, cell[n]) for cell in y for n in range(1 + means_of_seeds)})
-    design = np.array([[float(cell[n] == name) for n, name in columns] for cell in y])
-    values = np.array(list(y.values()))
-    fit, _, rank, _ = np.linalg.lstsq(design, values)
-    freedom = len(y) - int(rank)
-    return float(np.linalg.norm(values - design @ fit)) / math.sqrt(freedom), freedom
+def residual_error(tables: Sequence[Losses], means_of_seeds: bool) -> tuple[float, int]:
+    """Fit a mean for each model of each table and, with means_of_seeds, one for each seed. Return
+    the standard deviation of the residuals of all tables, and its degrees of freedom."""
+    residuals, freedom = [], 0
+    for y in tables:
+        columns = sorted({(n, cell[n]) for cell in y for n in range(1 + means_of_seeds)})
+        design = np.array([[float(cell[n] == name) for n, name in columns] for cell in y])
+        values = np.array(list(y.values()))
+        fit, _, rank, _ = np.linalg.lstsq(design, values)
+        residuals.append(values - design @ fit)
+        freedom += len(y) - int(rank)
+    return float(np.linalg.norm(np.concatenate(residuals))) / math.sqrt(freedom), freedom
 
 
-def compare(y: Losses, A: str, B: str, size: str, m: int,
-            kinds: Mapping[str, Any]) -> Effect | None:
+def compare(y: Losses, A: str, B: str, size: str, m: int, kinds: Mapping[str, Any],
+            others: Sequence[Losses] = ()) -> Effect | None:
     """Compare two models at a size, one of m comparisons. None if no seed has both. `kinds` has the
-    kind of each model for the rule of the second family; without them it is that of the first."""
+    kind of each model for the rules of later families; without them it is that of the first. The
+    third family estimates noise from `others`, the losses at its other sizes, too."""
     finished, failed = split_failed(y)
     if {A, B} & failed:
         return Effect(size, math.inf)
@@ -80,8 +85,9 @@ def compare(y: Losses, A: str, B: str, size: str, m: int,
     # Estimate the noise of A and of B from all models of their kinds
     noise = []
     for kind in kinds.get(A), kinds.get(B):
-        pooled = {cell: loss for cell, loss in finished.items() if kinds.get(cell[0]) == kind}
-        noise.append(residual_error(pooled, means_of_seeds=not kinds))
+        tables = [{cell: loss for cell, loss in table.items() if kinds.get(cell[0]) == kind}
+                  for table in (finished, *(split_failed(other)[0] for other in others))]
+        noise.append(residual_error([table for table in tables if table], not kinds))
     (s_A, f_A), (s_B, f_B) = noise
     variance, freedom = s_A ** 2 + s_B ** 2, f_A
     if kinds.get(A) != kinds.get(B):  # Welch and Satterthwaite

@@ -1,19 +1,22 @@
 """evaluate.py: each number against another way to it, and the command line."""
+import itertools
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from running import edit_meta, write_data
+from running import ROOT, edit_meta, write_data
 from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
 from model import ModelConfig, Transformer, make_positions
 from nanocem.fast import plug_in
+from nanocem.loss import NO_TARGET
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 LENGTH = 16
@@ -45,7 +48,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
     torch.save({'model': model.state_dict(), 'model_config': cfg, 'step': 2, 'data_dir': str(data),
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
-    config = {'train': {'data': str(data)}, 'model': cfg}
+    config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
@@ -230,6 +233,22 @@ def test_other_steps_at_test_time(place: Path, report: Report) -> None:
     assert float(last[2]) == pytest.approx(right, abs=1e-4)
 
 
+def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, idx = model_of(), torch.zeros(1, 3, dtype=torch.long)
+    attn = model.blocks[0].attn
+    before = {**vars(attn)}, model(idx)[0]
+    x = torch.ones(1, 3, 16)
+    inputs = x, make_positions(model.cfg, x)
+    monkeypatch.setattr(torch.Tensor, 'softmax', lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(torch, 'softmax', lambda *args, **options: 1 / 0)
+    for fails in (lambda: evaluate.attention_maps(model, idx),
+                  lambda: evaluate.measure_steps(attn, inputs, 2)):
+        with pytest.raises(ZeroDivisionError):
+            fails()
+    monkeypatch.undo()
+    assert vars(attn) == before[0] and torch.equal(model(idx)[0], before[1])
+
+
 def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     energies, attention = report('--energies', '--attention=word').split('out/run; ')
     assert [len(row) for row in cells(energies)] == [12] * 4
@@ -250,19 +269,93 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
-    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 3.5}')
+    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 64}')
     evaluate.main(['--compare', 'out/run', 'out/bpe'])
     assert Path('out/results/compare.png').exists()
     assert cells(capsys.readouterr().out) == [
         ['out/run', '', '', '', '', '', '', ''],
-        ['out/bpe', '1,234,567', '3.5', '', '', '', '', ''], ['data', 'data', 'bpe']]
+        ['out/bpe', '1,234,567', '64', '', '', '', '', ''], ['data', 'data', 'bpe']]
     text, figure = evaluate.compare_runs(['out/run', 'out/bpe'])
     assert text.endswith('differ in data.')
     line, _ = figure.axes[0].lines
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
     assert 'compared' not in evaluate.compare_runs(['out/run', 'out/run'])[0]
+    (bpe / 'result.json').write_text('{"test_loss": 1.5, "tokens": 32}')  # of a shorter run
+    text, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
+    assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
+    (bpe / 'result.json').unlink()
     for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
         config = json.loads(Path(f'out/{run}/config.json').read_text())
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))
     assert 'differ in data, test fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
+
+
+def test_repeated_targets_are_those_of_a_slow_search() -> None:
+    """A target is repeated if it and the tokens before it stood earlier in the sequence."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, (5, 40))
+    for n_before in (1, 2, 4):
+        found = evaluate.repeated_targets(ids, 3, n_before)
+        for row, flags in zip(ids.tolist(), found.tolist(), strict=True):
+            for t in range(1, len(row)):
+                runs = [row[i - n_before:i + 1] for i in range(n_before, t + 1)]
+                assert flags[t - 1] == (t >= n_before and runs[-1] in runs[:-1])
+
+
+class Copier(torch.nn.Module):
+    """Give the token that followed the last token's previous place a logit of `strength`."""
+    def __init__(self, strength: float):
+        super().__init__()
+        self.strength, self.embedding = strength, torch.zeros(1)
+        self.cfg = SimpleNamespace(vocab_size=5)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits = torch.zeros(*x.shape, 5)
+        for n, row in enumerate(x.tolist()):
+            for t, token in enumerate(row):
+                earlier = [i for i in range(t) if row[i] == token]
+                if earlier:
+                    logits[n, t, row[earlier[-1] + 1]] = self.strength
+        return logits, None
+
+
+def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> None:
+    """Losses, the second reading, and the part of the gap are those computed target by target."""
+    torch.manual_seed(2)
+    ids = torch.cat([torch.randint(1, 5, (4, 17)), torch.full((4, 4), NO_TARGET)], dim=1)
+    ids[1, 5] = 0  # a BOS, which is no target
+    ids[0, -4:] = torch.tensor([1, 2, 3, 4])  # one sequence without padding
+    models = {'A': Copier(0.0), 'B': Copier(2.0)}
+    sums = {name: {True: [], False: []} for name in models}
+    for name, model in models.items():
+        for row in ids.tolist():
+            tokens = [token for token in row if token >= 0]
+            log_p = model(torch.tensor([tokens]))[0][0].log_softmax(-1)
+            pairs = list(itertools.pairwise(tokens))
+            for t, (_, target) in enumerate(pairs):
+                if target != 0:
+                    sums[name][pairs[t] in pairs[:t]].append(-log_p[t, target].item())
+    found = {name: evaluate.copying(model, ids, bos=0) for name, model in models.items()}
+    for name, losses in found.items():
+        for kind, repeated in (('repeated', True), ('other', False)):
+            assert losses[kind].nansum() == pytest.approx(sum(sums[name][repeated]), rel=1e-5)
+    assert found['B']['first'].shape == found['B']['second'].shape == (1, 9)
+    assert found['A']['second'].mean() == pytest.approx(math.log(5))
+    repeated = sum(sums['A'][True]) - sum(sums['B'][True])
+    total = repeated + sum(sums['A'][False]) - sum(sums['B'][False])
+    text = evaluate.report_copying(models, ids, 0, 1)
+    assert f'Of the gap {repeated / total:.0%} comes from repeated targets' in text
+    assert 'There is no gap' in evaluate.report_copying(
+        {'A': Copier(2.0), 'B': Copier(2.0)}, ids, 0, 1)
+
+
+def test_copying_on_the_command_line(capsys: pytest.CaptureFixture) -> None:
+    """Of the trained models, all-CEM loses most on what Llama with ALiBi copies."""
+    options = [f'--out_dir={ROOT}/pretrained/cem', f'--text={ROOT}/pretrained/held_out.txt']
+    evaluate.main([*options, f'--copying={ROOT}/pretrained/llama_alibi'])
+    printed = capsys.readouterr().out
+    assert 'repeated +110.9%, other +6.5%' in printed
+    assert 'Of the gap 74% comes from repeated targets' in printed
+    evaluate.main([*options, '--copying'])
+    assert '19.3%' in capsys.readouterr().out

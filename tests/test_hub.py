@@ -135,6 +135,78 @@ def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> Non
         model.generate(idx, attention_mask=mask, max_new_tokens=1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('options', [
+    {}, dict(kq_diag='shared'), dict(positions='rope', attn_steps=2),
+    dict(LLAMA_MODEL, positions='alibi')], ids=str)
+def test_generation_reads_only_new_tokens(
+        options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams reorder their texts, and give what they give without a cache."""
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    export(model_of(**options), str(tmp_path / 'hub'), state_of(model_of(**options)))
+    model = NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+    idx = torch.randint(256, (2, 6), generator=torch.Generator().manual_seed(1))
+    idx, hidden, read = idx.index_fill(1, torch.tensor([0]), 256), Transformer.hidden, []
+    for number, options in enumerate((
+            dict(do_sample=False), dict(do_sample=True, top_k=20, num_return_sequences=2),
+            dict(do_sample=False, num_beams=3), dict(do_sample=True, num_beams=2))):
+        torch.manual_seed(number)
+        # As many as make the text longer than the context of 16
+        options = dict(options, max_new_tokens=14, min_new_tokens=14)
+        right = transformers.GenerationMixin.generate(model, idx, **options)
+        torch.manual_seed(number)
+        assert torch.equal(model.generate(idx, **options), right) and right.shape[1] == 20
+    monkeypatch.setattr(Transformer, 'hidden', lambda self, new, past=0: (
+        read.append(new.shape[1]) or hidden(self, new, past)))
+    model.generate(idx, do_sample=False, max_new_tokens=8, min_new_tokens=8)
+    assert read[-8:] == [6, *[1] * 7]
+
+
+def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> None:
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    model, info = NanocemForCausalLM.from_pretrained(tmp_path / 'hub', output_loading_info=True)
+    assert not any(map(len, (info['missing_keys'], info['unexpected_keys'])))
+    assert model.get_input_embeddings().weight is model.model.embedding
+    assert model.get_output_embeddings().weight is model.model.head
+    idx = torch.randint(256, (1, 6))
+    with torch.no_grad():
+        right = model(idx).logits
+        assert model.resize_token_embeddings(300).weight.shape[0] == 300
+        assert model(idx).logits.shape == (1, 6, 300)
+        torch.testing.assert_close(model(idx).logits[..., :257], right)
+    model(torch.tensor([[299, 1]]), labels=torch.tensor([[299, 1]])).loss.backward()
+    assert model.model.embedding.grad[299].any() and model.model.head.grad.shape[0] == 300
+    model.save_pretrained(tmp_path / 'larger')
+    again = NanocemForCausalLM.from_pretrained(tmp_path / 'larger')
+    assert torch.equal(again(idx).logits, model(idx).logits)
+    assert again.model.cfg.vocab_size == model.model.cfg.vocab_size == 300
+
+
+def test_an_edited_export_is_what_runs(tmp_path: Path) -> None:
+    export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    code = tmp_path / 'hub' / 'model.py'
+    edited = code.read_text().replace('a = self.scores(', 'a = 2 * self.scores(')
+    assert edited != code.read_text()
+    code.write_text(edited)
+    script = """
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained('hub', trust_remote_code=True)
+assert 'attend' not in vars(model.model.blocks[0].attn)
+idx = torch.arange(6)[None]
+with torch.no_grad():
+    right = model(idx).logits
+    new = model.generate(idx, do_sample=False, max_new_tokens=1)
+assert new[0, -1] == right[0, -1].argmax()
+"""
+    env = {**os.environ, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
+    done = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 'attention gives another output than the lines of model.py' in done.stderr
+
+
 # A plain Llama, which any program may change
 
 def save_config(folder: Path, **changes: Any) -> None:

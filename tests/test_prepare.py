@@ -120,6 +120,40 @@ def test_shards_and_the_limit_of_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     assert right['val.bin'].startswith(limited['shards']['val.bin'])
 
 
+@pytest.mark.parametrize(('n', 'held_out'), [(3, 0.05), (10, 0.05), (60, 0.05), (100, 0.005)])
+@pytest.mark.parametrize('name', ['a.jsonl', 'a.parquet'])
+def test_the_last_of_few_rows_are_held_out(
+    tmp_path: Path, name: str, n: int, held_out: float
+) -> None:
+    """Where their hash leaves val or test less than half its share. Texts with seed 7."""
+    rng, changed = random.Random(7), 0
+    for attempt in range(14):
+        texts = [str(rng.random()) * 9 for _ in range(n)]
+        where = write(tmp_path / f'{attempt}/{name}', texts)
+        made = prepare(where, tmp_path / f'out/{attempt}', f'--held_out={held_out}')
+        assert 'val has few tokens: a perplexity of so few says little' in made['printed']
+        right = expected(texts, held_out)
+        rows = [np.frombuffer(right.get(file, b''), '<u2') for file in FILES.values()][1:]
+        if min((ids == 256).sum() for ids in rows) < held_out * n / 2:
+            held = max(1, round(held_out * n))
+            parts = texts[:-2 * held], texts[-2 * held:-held], texts[-held:]
+            right = {file: train_of(part)
+                     for file, part in zip(FILES.values(), parts, strict=True)}
+            changed += 1
+        assert made['shards'] == right
+    assert changed > 0
+
+
+def test_rows_beside_a_file_that_is_named_after_a_split(tmp_path: Path) -> None:
+    """Three rows are train's and test's."""
+    texts = ['one ' * 9, 'two ' * 9, 'three ' * 9]
+    write(tmp_path / 'in/train.jsonl', texts)
+    write(tmp_path / 'in/val.jsonl', ['four'])
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.01')
+    assert made['shards'] == {'train_00000.bin': train_of(texts[:2]), 'val.bin': train_of(['four']),
+                              'test.bin': train_of(texts[2:])}
+
+
 def test_files_that_are_named_after_splits(tmp_path: Path) -> None:
     texts = documents(400, seed=6)
     write(tmp_path / 'in/train/a.jsonl.zst', texts[:300])

@@ -14,12 +14,13 @@ import torch
 from running import ROOT, write_data
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
+from scipy.stats import t as student
 from scipy.stats import ttest_ind, ttest_rel
 
 import reproduce
 from model import Transformer
 from nanocem.verdicts import Effect, compare, decide, split_failed
-from reproduce import FIGURES, FIRST, MODELS, SECOND, STUDY_SIZES, Run, configs, run_options
+from reproduce import FAMILIES, FIGURES, FIRST, MODELS, STUDY_SIZES, Run, configs, run_options
 
 
 @pytest.mark.parametrize('kinds', [{}, {'A': 1, 'B': 1}, {'A': 1, 'B': 2}])
@@ -33,6 +34,26 @@ def test_intervals_are_scipys(kinds: dict[str, int]) -> None:
     low, high = found.confidence_interval(1 - 0.05 / 7)
     effect = compare(y, 'A', 'B', 'S', 7, kinds)
     assert (effect.d, effect.half_width) == pytest.approx(((low + high) / 2, (high - low) / 2))
+
+
+def test_noise_of_all_sizes_is_pooled_by_kind() -> None:
+    """The third family's s is that of the runs around the means of their models and sizes."""
+    rng = np.random.default_rng(2)
+    def losses(seeds: dict[str, int]) -> dict[tuple[str, int], float]:
+        return {(name, n): 5 + 0.01 * rng.normal() for name, N in seeds.items() for n in range(N)}
+    here, there = losses(dict(A=2, B=2, C=2)), losses(dict(A=4, B=3, C=5, D=3))
+    kinds = {'A': 'x', 'B': 'y', 'C': 'y', 'D': 'x'}
+    squares, freedom = dict(x=0.0, y=0.0), dict(x=0, y=0)
+    for table in here, there:
+        for name in {name for name, _ in table}:
+            runs = [loss for (model, _), loss in table.items() if model == name]
+            squares[kinds[name]] += np.var(runs) * len(runs)
+            freedom[kinds[name]] += len(runs) - 1
+    s2 = {kind: squares[kind] / freedom[kind] for kind in squares}
+    welch = sum(s2.values()) ** 2 / sum(s2[kind] ** 2 / freedom[kind] for kind in s2)
+    expected = student.ppf(1 - 0.025 / 5, welch) * math.sqrt(sum(s2.values()) / 2)
+    effect = compare(here, 'A', 'B', 'M', 5, kinds, [there])
+    assert effect.half_width == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(('d', 'half_width', 'word'), [
@@ -73,23 +94,26 @@ def test_published_words_pages_and_models(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     reproduce.main([])
     assert Path('out/results/rows.png').exists()
-    first, _, second = capsys.readouterr().out.partition('expected_S')
+    first, second, third = capsys.readouterr().out.split('expected_S')
     found = dict(re.findall(r'^\| (\w\d?) +\|.*\| ([^|]+?) +\|$', first, re.M))
     assert found == {name: word for word, names in WORDS.items() for name in names.split()}
     for name, effect in EFFECTS.items():
         assert re.search(rf'^\| {name} .*{re.escape(effect)} +\|', first, re.M), name
-    assert len(re.findall(r'^\| \w\d .*\| (holds|does not hold|undecided|one seed|not run) +\|$',
-                          second, re.M)) == len(reproduce.read_csv(f'{SECOND}/verdicts.csv'))
+    for folder, printed in zip(FAMILIES[1:], (second, third), strict=True):
+        words = re.findall(r'^\| \w\d .*\| (holds|does not hold|undecided|one seed|not run) +\|$',
+                           printed, re.M)
+        assert len(words) == len(reproduce.read_csv(f'{folder}/verdicts.csv'))
     # The intervals on the pages are those of the published runs
     interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
-    computed = set(re.findall(interval, (first + second).replace('%', '')))
+    computed = set(re.findall(interval, (first + second + third).replace('%', '')))
     for page in ('README.md', 'results/README.md'):
         shown = re.findall(interval, (ROOT / page).read_text(encoding='utf-8'))
         assert shown and [each for each in shown if each not in computed] == [], page
 
 
 def test_options_are_those_of_the_published_runs() -> None:
-    runs = reproduce.read_runs(f'{SECOND}/cells.csv', f'{FIRST}/runs.csv', f'{SECOND}/runs.csv')
+    names = 'third/cells', 'second/cells', 'runs', 'second/runs', 'third/runs'
+    runs = reproduce.read_runs(*(f'{FIRST}/{name}.csv' for name in names))
     for (size, model), row in {run[:2]: row for run, row in runs.items()}.items():
         _, cfg = configs(run_options(Run(size, model, 0.01, 1)))
         with torch.device('meta'):
@@ -107,7 +131,7 @@ def test_options_are_those_of_the_published_runs() -> None:
 
 def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                           capsys: pytest.CaptureFixture) -> None:
-    """Then it is read and published once; folders that are none, damaged or other runs are not."""
+    """Then it is read; folders that are none, damaged or other runs are not."""
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path / 'data')
     monkeypatch.setitem(reproduce.SIZE_OPTIONS, 'XS', (
@@ -126,20 +150,9 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     bits = sum(result[f'{row["split"]}_bits_per_byte'] * int(row['bytes']) for row in (val, test))
     tokens = int(val['llama_tokens']) + int(test['llama_tokens'])
     assert found == run and result['y'] == pytest.approx(math.log(2) * bits / tokens)
-    # Publish it
-    for name in ('SECOND', 'FIGURE_DATA'):
-        header = Path(getattr(reproduce, name), 'runs.csv').read_text().splitlines()[0]
-        Path(name).mkdir()
-        Path(name, 'runs.csv').write_text(f'{header}\n')
-        monkeypatch.setattr(reproduce, name, str(tmp_path / name))
-    Path('SECOND/cells.csv').write_text('size,model,rate,seed\nXS,cem-1-twice,0.014,1\n')
-    for _ in range(2):
-        reproduce.main(['--publish'])
-    (row,) = reproduce.read_csv('SECOND/runs.csv')
-    assert '' not in row.values() and float(row['y']) == result['y']
     # Leave strange folders out, and take a run that train.py has given up as failed
     (good,) = Path('out/reproduce/XS').iterdir()
-    config = (good / 'config.json').read_text()
+    config, whole = ((good / name).read_text() for name in ('config.json', 'result.json'))
     for name, file, content in (
             ('notes', 'config.json', config), ('cem-9_rate=0.014_seed=1', 'config.json', config),
             ('llama_rate=0.014_seed=1', 'config.json', config), ('llama_rate=1_seed=2', 'x', ''),
@@ -154,6 +167,15 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
         reproduce.read_own()
         assert 'is that of another run' in capsys.readouterr().err
     (good / 'config.json').write_text(config)
+    (good / 'result.json').write_text(whole)
+    for name, content, words in (
+            ('result.json', whole.replace('"tokens": 160', '"tokens": 80'), 'is that of 80 tokens'),
+            ('config.json', config.replace('"rescheduled": 0', '"rescheduled": 4'), 'of another')):
+        before = (good / name).read_text()
+        assert content != before
+        (good / name).write_text(content)
+        assert reproduce.read_own() == {} and words in capsys.readouterr().err
+        (good / name).write_text(before)
     (good / 'result.json').unlink()
     assert reproduce.read_own() == {}
     log = [json.dumps({'step': n, 'event': 'skipped'}) for n in range(11)]
@@ -165,7 +187,7 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> None:
     found = reproduce.read_published()
-    rows = [row for folder in (FIRST, SECOND, reproduce.FIGURE_DATA)
+    rows = [row for folder in (*FAMILIES, reproduce.FIGURE_DATA)
             for row in reproduce.read_csv(f'{folder}/runs.csv')]
     for figure in FIGURES:
         for point in reproduce.collect(figure, 'XS', found):

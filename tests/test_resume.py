@@ -10,6 +10,7 @@ import running
 import torch
 from running import BATCH, RESUME, Run, assert_one_line, losses, result, same, steps, weights
 
+import evaluate
 import train
 from nanocem import runs
 from nanocem.runs import checkpoints, read_checkpoint
@@ -134,6 +135,47 @@ def test_a_finished_run_is_tested_again_or_trained_on(
     assert rates[12:] == [train.learning_rate(cfg, step, steps=15) for step in (12, 13, 14)]
     assert result(out)['tokens'] == 15 * BATCH * running.LENGTH
     assert_one_line(resume(out, steps(5)), f'has seen {15 * BATCH * running.LENGTH} already')
+
+
+def test_an_old_result_ends_where_more_steps_begin(
+    halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Of a run that is made longer, and of a folder whose run was deleted. A refused resume, and
+    one that takes no step, lose nothing."""
+    out = copied(halves[0], tmp_path)
+    old = (out / 'result.json').read_bytes()
+    assert resume(out, '--seed=5').codes == [1]
+    assert (out / 'result.json').read_bytes() == old
+    assert resume(out, steps(20), '--stop_step=15').codes == [train.STOPPED]
+    assert not (out / 'result.json').exists()
+    new = tmp_path / 'new'
+    new.mkdir()
+    (new / 'result.json').write_bytes(old)
+    run = Run(tmp_path, f'--data={halves[0].parent / "data"}', f'--out_dir={new}', steps(12),
+              '--stop_step=1').wait()
+    assert run.codes == [train.STOPPED] and not (new / 'result.json').exists()
+
+
+@pytest.mark.parametrize('stop', [12, 6], ids=['after its end', 'before its end'])
+def test_a_run_remembers_steps_at_the_rate_of_another_length(
+    stop: int, halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """In its checkpoint, config and result, also if it was stopped since, or was begun by a version
+    that did not write them. The same budget in other words is no other length."""
+    out = copied(halves[stop != 12], tmp_path)
+    for path in out.glob('*.pt'):
+        state = read_checkpoint(str(path))
+        assert (state.pop('max_steps'), state.pop('rescheduled')) == (12, 0)
+        torch.save(state, path)
+    assert resume(out, f'--tokens={12 * BATCH * running.LENGTH - 1}').codes == [0]
+    assert result(out)['rescheduled'] == 0
+    out = copied(halves[stop != 12], tmp_path / 'again')
+    assert resume(out, steps(20), '--stop_step=14').codes == [train.STOPPED]
+    assert resume(out).codes == [0]
+    state = read_checkpoint(checkpoints(str(out))[-1])
+    config = runs.read_config(str(out))
+    assert result(out)['rescheduled'] == state['rescheduled'] == config['rescheduled'] == stop
+    assert 'rescheduled steps' in evaluate.compare_runs([str(out), str(halves[0])])[0]
 
 
 # Weights of another run

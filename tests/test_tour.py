@@ -37,8 +37,8 @@ def test_outputs_are_committed() -> None:
     tour = nbformat.read(TOUR, as_version=4)
     code = [cell for cell in tour.cells if cell.cell_type == 'code']
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert sum('image/png' in str(cell.outputs) for cell in code) == 6
-    assert TOUR.stat().st_size < 400_000
+    assert sum('image/png' in str(cell.outputs) for cell in code) == 9
+    assert TOUR.stat().st_size < 700_000
 
 
 if __name__ == '__main__':

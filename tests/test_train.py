@@ -4,10 +4,12 @@ import io
 import itertools
 import math
 import os
+import pty
 import random
 import shutil
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -234,17 +236,107 @@ def test_a_signal_to_one_process_stops_all_and_leaves_a_checkpoint(
     assert run.codes == [train.STOPPED] and len(losses(out)) == step
 
 
-def interrupt(times: int) -> None:
-    """Interrupt the first step so often."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
+def interrupt(times: int, number: int = signal.SIGINT) -> None:
+    """Send the process a signal in its first step, so often."""
+    signal.signal(number, signal.SIG_DFL)  # who started the tests may ignore it
     original = train.learning_rate
 
     def learning_rate(*args: Any) -> float:
         for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return original(*args)
 
     train.learning_rate = learning_rate
+
+
+@pytest.mark.parametrize('name', ['HUP', 'USR1', 'USR2', 'XCPU', 'PWR'])
+def test_a_last_word_is_heard(name: str, data: Path, tmp_path: Path) -> None:
+    """Of a terminal that closes, a batch system before the limit, a machine that loses power."""
+    number = getattr(signal, f'SIG{name}')
+    run = Run(tmp_path, f'--data={data}', f'--out_dir={tmp_path / "o"}', steps(9),
+              damage=partial(interrupt, 1, number)).wait()
+    assert run.codes == [train.STOPPED] and 'Stopped after step 1;' in run.text
+    assert read_checkpoint(checkpoints(str(tmp_path / 'o'))[0])['step'] == 1
+
+
+def test_a_run_leaves_its_process_as_it_was(data: Path, tmp_path: Path) -> None:
+    """Also one that fails. In a thread it cannot note signals, and trains all the same."""
+    def process() -> list:
+        return [sys.stdout, sys.stderr, *map(signal.getsignal, signal.Signals)]
+
+    before, codes = process(), []
+    options = [*running.TINY, f'--data={data}', steps(2)]
+    assert train.main([*options, f'--out_dir={tmp_path / "a"}']) == 0
+    assert process() == before
+    thread = threading.Thread(
+        target=lambda: codes.append(train.main([*options, f'--out_dir={tmp_path / "b"}'])))
+    thread.start()
+    thread.join()
+    same(tmp_path / 'a', tmp_path / 'b')
+    assert process() == before and codes == [0]
+    with pytest.raises(SystemExit, match='consecutive steps'):
+        train.main([*options, steps(40), '--learning_rate=1e6', f'--out_dir={tmp_path / "c"}'])
+    assert process() == before
+
+
+# What is printed is for people, who may be gone
+
+def print_to(fd: int) -> None:
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, 'w'), os.fdopen(2, 'w')
+
+
+def closed_pipe() -> None:
+    """Give this process a stdout and stderr that nobody reads."""
+    read, write = os.pipe()
+    print_to(write)
+    os.close(read)
+
+
+def closed_terminal() -> None:
+    """Close the terminal in which this process shows its bar, in the first step."""
+    master, slave = pty.openpty()
+    print_to(slave)
+    os.close(slave)
+    assert sys.stderr.isatty()
+    original, step = train.learning_rate, itertools.count()
+
+    def learning_rate(*args: Any) -> float:
+        if next(step) == 0:
+            os.close(master)
+        return original(*args)
+
+    train.learning_rate = learning_rate
+
+
+def full_disk() -> None:
+    with open('/dev/full', 'w') as full:
+        print_to(full.fileno())
+
+
+def no_streams() -> None:
+    sys.stdout = sys.stderr = sys.__stderr__ = None
+
+
+def there(folder: Path, damage: Any) -> None:
+    """Run in this folder, with this damage, and with a loss of step 3 that is not finite."""
+    os.chdir(folder)
+    bad_numbers(2)
+    damage()
+
+
+@pytest.mark.parametrize('damage', [closed_pipe, closed_terminal, full_disk, no_streams])
+def test_a_run_outlives_its_console(damage: Any, tmp_path: Path) -> None:
+    """Also where it prepares a text, skips a step, cannot write best.pt, and shows a sample."""
+    (tmp_path / 'a.txt').write_text('A few words. ' * 2000)
+    (tmp_path / 'o/best.pt.tmp').mkdir(parents=True)  # so that best.pt cannot be written
+    run = Run(tmp_path, '--text=a.txt', '--tokenizer=byte', '--out_dir=o', steps(12),
+              '--eval_interval=2', '--sample_tokens=20', '--micro_batch_size=4',
+              damage=partial(there, tmp_path, damage))
+    assert run.wait().codes == [0], run.text
+    assert result(tmp_path / 'o')['skipped'] == 1
+    assert checkpoints(str(tmp_path / 'o')) and not (tmp_path / 'o/best.pt').exists()
 
 
 @pytest.mark.parametrize('times, code', [(1, train.STOPPED), (2, -signal.SIGINT)])
@@ -275,13 +367,14 @@ def test_processes_that_read_different_checkpoints_say_so(
 # Numbers
 
 def bad_numbers(*at: int) -> None:
-    """On rank 1, which has one micro-batch a step, make the losses of these steps (counted from 0)
-    infinite or NaN."""
+    """On the last rank, which has one micro-batch a step, make the losses of these steps (counted
+    from 0) infinite or NaN."""
     original, steps_begun = train.Transformer.forward, itertools.count()
 
     def forward(model: Transformer, *args: Any) -> Any:
         logits, loss = original(model, *args)
-        step = next(steps_begun) if model.training and os.environ['RANK'] == '1' else None
+        is_last = os.environ.get('RANK') in ('1', None)
+        step = next(steps_begun) if model.training and is_last else None
         return logits, loss * (math.nan if step % 2 else math.inf) if step in at else loss
 
     train.Transformer.forward = forward
