@@ -28,10 +28,10 @@ from typing import Literal
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
     os.environ['MPLBACKEND'] = 'agg'
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -281,21 +281,26 @@ def run_table(cfg: GPConfig) -> dict[Key, Row]:
 
 
 def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
-    """Plot each model's RMSE and the paper's: a column for each kernel, train above test."""
-    columns = len(cfg.kernels)
-    fig, axes = plt.subplots(2, columns, figsize=(3.2 * columns, 6), squeeze=False)
-    for (panel_row, column), ax in np.ndenumerate(axes):
-        kernel = cfg.kernels[column]
+    """Plot each model's RMSE and the paper's: a panel for each kernel."""
+    height = math.ceil((len(cfg.kernels) + 1) / 2)  # the last panel holds the legend
+    figure = Figure((8.3, 2.8 * height), layout='constrained')  # a page shows it 830 pixels wide
+    *panels, last = figure.subplots(height, 2).flat
+    for kernel, axes in zip(cfg.kernels, panels, strict=False):
         for source, label, style in ((rows, 'ours', 'o-'), (paper, 'paper', 's:')):
             models = [m for m in cfg.models if (kernel, m) in source]
-            mean = [source[kernel, m][2 * panel_row] for m in models]
-            std = [source[kernel, m][2 * panel_row + 1] for m in models]
-            ax.errorbar(models, mean, std, fmt=style, capsize=3, label=label)
-        ax.set_title(f'{KERNELS[kernel][0]}, {("train", "test")[panel_row]} RMSE')
-        ax.tick_params(axis='x', rotation=45)
-    axes[0, 0].legend()
-    fig.tight_layout()
-    fig.savefig(path, dpi=130)
+            for column, split, color in ((0, 'train', 'C0'), (2, 'test', 'C1')):
+                mean = [source[kernel, m][column] for m in models]
+                std = [source[kernel, m][column + 1] for m in models]
+                axes.errorbar(models, mean, std, fmt=style, color=color, ms=4, capsize=3,
+                              label=f'{split}, {label}')
+        axes.set_title(KERNELS[kernel][0], fontsize=10)
+        axes.set_ylabel('RMSE')
+        axes.tick_params(labelsize=9)
+        axes.tick_params(axis='x', rotation=0 if len(cfg.models) <= 6 else 45)
+    for axes in (*panels[len(cfg.kernels):], last):
+        axes.set_axis_off()
+    last.legend(*panels[0].get_legend_handles_labels(), loc='center')
+    figure.savefig(path, dpi=200)
 
 
 def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:

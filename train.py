@@ -60,7 +60,7 @@ class TrainConfig:
     init_from: str = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
     tokens: int | None = None  # training tokens; default: tokens_per_param x parameters of Llama
-    tokens_per_param: float = 20.0  # training tokens per parameter (Chinchilla)
+    tokens_per_param: float = 20.0  # training tokens per parameter of Llama (Chinchilla)
     batch_size: int = 128  # sequences per step, over all processes
     micro_batch_size: int | None = None  # sequences per forward pass; default: up to 16,384 tokens
     optimizer: Literal['adamw', 'muon'] = 'adamw'  # muon: Muon for the layers' matrices
@@ -121,7 +121,7 @@ def main(argv: list[str]) -> int:
     # torchrun starts a process for each GPU, and sets its rank. Only rank 0 prints
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if rank > 0:
-        sys.stdout = None
+        sys.stdout = None  # print then does nothing
 
     # Read the options, and what the run starts from
     given = read_options(argv, TrainConfig, ModelConfig)
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> int:
     # take longer than they wait for one another
     if rank == 0 and not resume:
         out_dir = runs.new_folder(out_dir, model_cfg)
-        _lock = runs.lock_folder(out_dir)
+        _lock = runs.lock_folder(out_dir)  # held until the process ends, as long as it has a name
         runs.check_no_run(out_dir)  # one may have ended since
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
@@ -253,7 +253,8 @@ def main(argv: list[str]) -> int:
           f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
           f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}, '
           f'{attention}' + (f'; resuming after step {step}' if step else ''), flush=True)
-    bar = tqdm(total=max_steps, initial=step, unit='step', leave=False, disable=rank > 0 or None)
+    bar = tqdm(total=max_steps, initial=step, unit='step', leave=False,
+               disable=rank > 0 or None)  # None: unless stderr is a terminal
 
     def checkpoint(name: str) -> bool:
         """Write the current state to a file in the run's folder, in rank 0 alone. Return False if
@@ -327,7 +328,8 @@ def main(argv: list[str]) -> int:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
         n_signals = torch.tensor(float(len(signals)), device=device)
         loss, n_signals = sum_over_processes(torch.stack([loss, n_signals])).tolist()
-        loss, stopped = loss / world_size, n_signals > 0
+        loss = loss / world_size
+        stopped = n_signals > 0
 
         # Update the weights, or in all processes skip the step if loss or gradient is not finite
         if math.isfinite(loss) and math.isfinite(grad_norm):

@@ -1,8 +1,7 @@
 """Export models to folders that Hugging Face's transformers loads, and read them back."""
 import shutil
 import tempfile
-from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from configurator import build, check
 from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import read_json, to_json
-from nanocem.tokenizers import MODEL_FILE, tokenizer_of
+from nanocem.tokenizers import MODEL_FILE, UNCONVERTED_FILE, tokenizer_of
 
 WEIGHTS_FILE = 'model.safetensors'
 CODE = ('model.py', 'nanocem/decode.py', 'nanocem/modeling_nanocem.py')  # copied into exports
@@ -22,6 +21,11 @@ LLAMA_NAMES = {  # our names of weights -> those of LlamaForCausalLM
     'attn.W_K': 'self_attn.k_proj', 'attn.W_V': 'self_attn.v_proj', 'attn.W_O': 'self_attn.o_proj',
     'mlp.norm.gain': 'post_attention_layernorm', 'mlp.W': 'mlp.up_proj', 'mlp.V': 'mlp.gate_proj',
     'mlp.W_d': 'mlp.down_proj'}
+LLAMA_SIZES = {  # our names of sizes -> those of LlamaConfig
+    'vocab_size': 'vocab_size', 'd_model': 'hidden_size', 'd_mlp': 'intermediate_size',
+    'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
+    'context_length': 'max_position_embeddings'}
+OURS_ALONE = ('size', 'init_std')  # what a plain Llama's config.json says of ours beside them
 
 CARD = """---
 library_name: transformers
@@ -31,13 +35,24 @@ license: mit
 A language model by nanoCEM, an implementation of the paper
 [Causal Energy Minimization](https://arxiv.org/abs/2605.07588).
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{trust})
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)
-
-Tokenizer: {tokenizer}, vocabulary {vocab_size}{missing}. Texts begin with BOS.
-generate stops at the next BOS.{about}
+{load}
+Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS, id {bos}.
+generate stops at the next BOS.
+{about_tokenizer}{about}
 """
+LOAD_TOKENIZER = """
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)
+"""
+NO_TOKENIZER = 'AutoTokenizer does not load this tokenizer: {package} does, and adds no BOS.'
+ABOUT_PAD = """\
+The tokenizer pads{side} with `{pad}`, which no text contains. BOS ends a text, too: leave it
+in the labels."""
+ABOUT_BOS_AS_PAD = """\
+The tokenizer pads{side} with BOS, since no other id is free. DataCollatorForLanguageModeling leaves
+pads out of the loss, and so every BOS: train on texts of one length, with labels of your own."""
 ABOUT_CODE = """
 
 The model needs torch and transformers 5, and runs this folder's code. generate takes texts of one
@@ -93,16 +108,14 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
     # Write the tokenizer
     tokenizer = tokenizer_of(state)
-    write_tokenizer(path, tokenizer, cfg.context_length)
+    about_tokenizer = write_tokenizer(path, tokenizer, cfg)
     # Describe the model in config.json. If transformers does not know it, copy our code
     if plain:
         config: dict[str, Any] = dict(
-            model_type='llama', architectures=['LlamaForCausalLM'], hidden_act='silu',
-            vocab_size=cfg.vocab_size, hidden_size=cfg.d_model, intermediate_size=cfg.d_mlp,
-            num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
-            num_key_value_heads=cfg.n_head, max_position_embeddings=cfg.context_length,
-            rms_norm_eps=NORM_EPS, rope_theta=cfg.rope_theta, tie_word_embeddings=False,
-            nanocem=vars(cfg))
+            model_type='llama', architectures=['LlamaForCausalLM'],
+            **{theirs: getattr(cfg, ours) for ours, theirs in LLAMA_SIZES.items()},
+            rope_theta=cfg.rope_theta, **fixed_in_llama(cfg.d_model, cfg.n_head),
+            nanocem={name: getattr(cfg, name) for name in OURS_ALONE})
     else:
         for source in CODE:
             shutil.copyfile(Path(__file__).parents[1] / source, path / Path(source).name)
@@ -111,16 +124,24 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
         config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
                       **vars(cfg))
     # BOS is EOS, too: generation stops where the next document would begin
-    ids = dict.fromkeys(['bos_token_id', 'eos_token_id', 'pad_token_id'], tokenizer.bos)
+    ids = dict(bos_token_id=tokenizer.bos, eos_token_id=tokenizer.bos,
+               pad_token_id=find_pad(tokenizer))
+    write_json(path / 'generation_config.json', use_cache=plain, **ids)
+    # A LlamaForCausalLM never trains the embedding of config.json's pad: that must not be BOS
+    if ids['pad_token_id'] == tokenizer.bos:
+        del ids['pad_token_id']
+    # The folder may be published: of a path on this machine, or on one with Windows, write the name
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
+    data_dir = PureWindowsPath(run['data_dir'])  # it reads the paths of both
+    if data_dir.anchor or '..' in data_dir.parts:
+        run['data_dir'] = data_dir.name
     write_json(path / 'config.json', **config, **ids, run=run,
                dtype=str(dtype).removeprefix('torch.'))
-    write_json(path / 'generation_config.json', use_cache=plain, **ids)
     # Write a README.md that says how the folder is used
-    has_tokenizer = (path / 'tokenizer.json').exists()
-    missing = '' if has_tokenizer else ', which AutoTokenizer does not find here'
+    load = LOAD_TOKENIZER if (path / 'tokenizer.json').exists() else ''
     trust, about = ('', '') if plain else (', trust_remote_code=True', ABOUT_CODE)
-    card = CARD.format(**state['data'], missing=missing, trust=trust, about=about)
+    card = CARD.format(**state['data'], bos=tokenizer.bos, about_tokenizer=about_tokenizer,
+                       load=load, trust=trust, about=about)
     (path / 'README.md').write_text(card, encoding='utf-8')
 
 
@@ -131,19 +152,60 @@ def write_json(path: Path, **values: Any) -> None:
 def read_export(folder: str) -> dict[str, Any]:
     """Read an export, or what transformers' save_pretrained made of it, as a checkpoint with
     weights in float32. UserError if config.json does not describe the weights."""
-    config = read_json(f'{folder}/config.json') or {}
-    cfg = build(ModelConfig, config.get('nanocem', config))
+    path = f'{folder}/config.json'
+    config = read_json(path) or {}
+    kind = config.get('model_type')
+    check(kind in ('llama', 'nanocem') and 'run' in config, f'{path} is not of an export: expected '
+          f'model_type=llama or nanocem (it is {kind}), and run, what the model was trained on')
+    cfg = build(ModelConfig, read_llama(config, path) if kind == 'llama' else config)
     # Find the name that each parameter has in the file. A tied matrix is there by its first name
     with torch.device('meta'):
         model = Transformer(cfg)
     exported = {w: exported_name(name, cfg) for name, w in model.named_parameters()}
     found = load_file(f'{folder}/{WEIGHTS_FILE}')
-    different = sorted(found.keys() ^ set(exported.values()))
+    shapes = {exported[w]: convert_layout(name, w, cfg).shape
+              for name, w in model.named_parameters()}
+    different = sorted(name for name in found.keys() | shapes.keys()
+                       if name not in found or found[name].shape != shapes.get(name))
     check(not different, f'{folder} is not an export of a model of this version: config.json does '
           f'not describe the weights, or some are missing: {different[:3]}')
     weights = {name: convert_layout(name, found[exported[w]].float(), cfg)
                for name, w in model.named_parameters(remove_duplicate=False)}
-    return {**config.get('run', {}), 'folder': folder, 'model_config': vars(cfg), 'model': weights}
+    run = config['run']
+    if cfg.vocab_size > run['data']['vocab_size']:
+        print(f'{folder}: its model has {cfg.vocab_size} ids, its data had '
+              f'{run["data"]["vocab_size"]}; later ones, such as added chat tokens, have no text '
+              'here', flush=True)
+    return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
+
+
+def fixed_in_llama(d_model: int, n_head: int) -> dict[str, Any]:
+    """Return the fields of LlamaConfig that can have only one value in our model."""
+    return dict(hidden_act='silu', rms_norm_eps=NORM_EPS, num_key_value_heads=n_head,
+                head_dim=d_model // n_head, tie_word_embeddings=False, attention_bias=False,
+                mlp_bias=False)
+
+
+def read_llama(config: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return ModelConfig's options of a LlamaForCausalLM, whose `config` any program may have
+    written: transformers' own fields count. UserError naming those that our model cannot follow."""
+    missing = [theirs for theirs in LLAMA_SIZES.values() if theirs not in config]
+    check(not missing, f'{path} lacks {", ".join(missing)}')
+    sizes = {ours: config[theirs] for ours, theirs in LLAMA_SIZES.items()}
+    # transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters
+    rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
+    found = {'rms_norm_eps': 1e-6, **config,  # LlamaConfig's default
+             'rope_type': rope.get('rope_type', rope.get('type', 'default'))}
+    expected = {**fixed_in_llama(sizes['d_model'], sizes['n_head']), 'rope_type': 'default',
+                'sliding_window': None, 'quantization_config': None}
+    # Null means the default of LlamaConfig, which is what we expect
+    different = [f'{name}={found[name]} (here {value})' for name, value in expected.items()
+                 if found.get(name) is not None and found[name] != value]
+    check(not different, f'{path}: our model cannot compute {", ".join(different)}')
+    # Older exports have a copy of every option
+    ours = {name: value for name, value in config.get('nanocem', {}).items() if name in OURS_ALONE}
+    return {**ours, **sizes, 'attn': 'llama', 'mlp': 'llama', 'positions': 'rope',
+            'rope_theta': rope.get('rope_theta', config.get('rope_theta', 10_000.0))}
 
 
 # Tokenizers
@@ -153,35 +215,53 @@ PROBES = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界�
           '\0\x7f\u00a0\u3000', '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
 
 
-def write_tokenizer(path: Path, tokenizer: Any, context_length: int) -> None:
-    """Write a SentencePiece model as tokenizer.model, which our scripts read, and any tokenizer as
-    tokenizer.json, which transformers reads. If its ids would differ, print a line instead."""
-    if tokenizer.path:
-        shutil.copyfile(tokenizer.path, path / MODEL_FILE)
+def write_tokenizer(path: Path, tokenizer: Any, cfg: ModelConfig) -> str:
+    """Write a tokenizer as tokenizer.json, which transformers reads, and a SentencePiece model also
+    as tokenizer.model, which our scripts and llama.cpp's converter read. If tokenizer.json would
+    have other ids, only our scripts find the model. Return sentences about it."""
     converted = convert_tokenizer(tokenizer)
+    if tokenizer.path:
+        shutil.copyfile(tokenizer.path, path / (MODEL_FILE if converted else UNCONVERTED_FILE))
     if converted is None:
         print("WARNING: the export has no tokenizer.json: only bytes, our own byte-pair pieces and "
-              "Llama's model have one, and pip install tokenizers is needed", flush=True)
-        return
+              "Llama's model have one", flush=True)
+        package = ("tiktoken's get_encoding('gpt2')" if tokenizer.name == 'gpt2' else
+                   f"sentencepiece's SentencePieceProcessor(model_file='{UNCONVERTED_FILE}')")
+        return NO_TOKENIZER.format(package=package)
     converted.save(str(path / 'tokenizer.json'))
-    bos = converted.id_to_token(tokenizer.bos)
+    # generate continues texts at their right ends. Models of ours take pads there alone
+    side = 'left' if is_plain_llama(cfg) else 'right'
+    bos, pad = map(converted.id_to_token, (tokenizer.bos, find_pad(tokenizer)))
+    # llama.cpp would put a space before every text of a SentencePiece model
+    no_space = {} if tokenizer.path and tokenizer.adds_space else {'add_prefix_space': False}
     write_json(path / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast',
-               bos_token=bos, eos_token=bos, pad_token=bos, unk_token=converted.model.unk_token,
-               split_special_tokens=True, clean_up_tokenization_spaces=False, padding_side='right',
-               model_input_names=['input_ids', 'attention_mask'], model_max_length=context_length)
+               bos_token=bos, eos_token=bos, pad_token=pad, unk_token=converted.model.unk_token,
+               split_special_tokens=True, clean_up_tokenization_spaces=False, padding_side=side,
+               model_input_names=['input_ids', 'attention_mask'],
+               model_max_length=cfg.context_length, **no_space)
+    about = ABOUT_BOS_AS_PAD if pad == bos else ABOUT_PAD
+    return about.format(pad=pad, side=' on the left' if side == 'left' else '')
+
+
+def find_pad(tokenizer: Any) -> int:
+    """Return an id for padding that no text has and that is not BOS, or else BOS. A SentencePiece
+    model has one if it has another control piece, such as EOS."""
+    ids = range(tokenizer.vocab_size) if tokenizer.path else ()
+    return next((i for i in ids if tokenizer.model.is_control(i) and i != tokenizer.bos),
+                tokenizer.bos)
 
 
 def convert_tokenizer(tokenizer: Any) -> Any:
-    """Convert a tokenizer to one of Hugging Face's package tokenizers. None without that package,
-    for gpt2, and if some ids differ, as those of another kind of SentencePiece model do."""
-    if tokenizer.name == 'gpt2' or not find_spec('tokenizers'):
+    """Convert a tokenizer to one of Hugging Face's package tokenizers. None for gpt2, and if some
+    ids differ, as those of another kind of SentencePiece model do."""
+    if tokenizer.name == 'gpt2':
         return None
     from tokenizers import AddedToken, processors
     converted = convert_sentencepiece(tokenizer) if tokenizer.path else convert_bytes()
     # Begin each text with BOS, and read "<s>" in a text as text
-    bos = converted.id_to_token(tokenizer.bos)
+    bos, pad = map(converted.id_to_token, (tokenizer.bos, find_pad(tokenizer)))
     converted.add_special_tokens([AddedToken(token, normalized=False)
-                                  for token in (bos, converted.model.unk_token)])
+                                  for token in (bos, pad, converted.model.unk_token)])
     converted.post_processor = processors.TemplateProcessing(
         f'{bos} $A', f'{bos} $A $B', [(bos, tokenizer.bos)])
     converted.encode_special_tokens = True

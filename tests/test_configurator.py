@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from running import MODEL_FILES, ROOT, SIZE_FILES
@@ -107,6 +108,9 @@ def test_values_from_python_are_checked(wrong: dict[str, Any], words: str) -> No
 @pytest.mark.parametrize('wrong, words', [
     (dict(n_layer='3'), 'n_layer=3: expected a whole number from 1'), (dict(n_head=2.0), 'whole'),
     (dict(attn=None), 'attn=None: expected one of llama, cem'), (dict(exact_update=1), 'True or'),
+    (dict(n_layer=True), 'n_layer=True: expected a whole number from 1'),
+    (dict(init_std=True), 'init_std=True: expected a number above 0'),
+    (dict(n_layer=np.float64(2)), 'whole'), (dict(n_layer=np.int64(0)), 'n_layer=0: expected'),
     (dict(init_std=float('nan')), 'init_std=nan: expected a number above 0')])
 def test_a_model_refuses_values_of_other_types(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
@@ -116,8 +120,10 @@ def test_a_model_refuses_values_of_other_types(wrong: dict[str, Any], words: str
 
 
 def test_a_model_is_described_by_json() -> None:
-    """Where 5.0 may be 5."""
-    cfg = ModelConfig(size='nano', n_layer=3, positions='rope', rope_theta=5, d_mlp=None)
+    """Where 5.0 may be 5. Numbers of numpy become Python's, which JSON and checkpoints hold."""
+    cfg = ModelConfig(size='nano', n_layer=np.int64(3), positions='rope', rope_theta=np.int32(5),
+                      init_std=np.float32(0.5), d_mlp=None)
+    assert type(cfg.n_layer) is int and type(cfg.rope_theta) is type(cfg.init_std) is float
     assert (cfg.n_layer, cfg.rope_theta, cfg.d_mlp) == (3, 5.0, 86)
     assert ModelConfig(**json.loads(json.dumps(vars(cfg)))) == cfg
 

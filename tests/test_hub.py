@@ -1,5 +1,9 @@
 """Exports: the folder alone gives transformers the same model and tokenizer, and is read back."""
+import ast
+import itertools
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +26,13 @@ from nanocem import hf
 from nanocem.hf import WEIGHTS_FILE, export
 from nanocem.runs import load_model
 from nanocem.sampling import sample_text
-from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, train_bpe
+from nanocem.tokenizers import (
+    UNCONVERTED_FILE,
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 transformers = pytest.importorskip('transformers')
 LLAMA_MODEL = dict(attn='llama', mlp='llama')
@@ -125,6 +135,224 @@ def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> Non
         model.generate(idx, attention_mask=mask, max_new_tokens=1)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('options', [
+    {}, dict(kq_diag='shared'), dict(positions='rope', attn_steps=2),
+    dict(LLAMA_MODEL, positions='alibi')], ids=str)
+def test_generation_reads_only_new_tokens(
+        options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beams reorder their texts, and give what they give without a cache."""
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    export(model_of(**options), str(tmp_path / 'hub'), state_of(model_of(**options)))
+    model = NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+    idx = torch.randint(256, (2, 6), generator=torch.Generator().manual_seed(1))
+    idx, hidden, read = idx.index_fill(1, torch.tensor([0]), 256), Transformer.hidden, []
+    for number, options in enumerate((
+            dict(do_sample=False), dict(do_sample=True, top_k=20, num_return_sequences=2),
+            dict(do_sample=False, num_beams=3), dict(do_sample=True, num_beams=2))):
+        torch.manual_seed(number)
+        # As many as make the text longer than the context of 16
+        options = dict(options, max_new_tokens=14, min_new_tokens=14)
+        right = transformers.GenerationMixin.generate(model, idx, **options)
+        torch.manual_seed(number)
+        assert torch.equal(model.generate(idx, **options), right) and right.shape[1] == 20
+    monkeypatch.setattr(Transformer, 'hidden', lambda self, new, past=0: (
+        read.append(new.shape[1]) or hidden(self, new, past)))
+    model.generate(idx, do_sample=False, max_new_tokens=8, min_new_tokens=8)
+    assert read[-8:] == [6, *[1] * 7]
+
+
+def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> None:
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    model, info = NanocemForCausalLM.from_pretrained(tmp_path / 'hub', output_loading_info=True)
+    assert not any(map(len, (info['missing_keys'], info['unexpected_keys'])))
+    assert model.get_input_embeddings().weight is model.model.embedding
+    assert model.get_output_embeddings().weight is model.model.head
+    idx = torch.randint(256, (1, 6))
+    with torch.no_grad():
+        right = model(idx).logits
+        assert model.resize_token_embeddings(300).weight.shape[0] == 300
+        assert model(idx).logits.shape == (1, 6, 300)
+        torch.testing.assert_close(model(idx).logits[..., :257], right)
+    model(torch.tensor([[299, 1]]), labels=torch.tensor([[299, 1]])).loss.backward()
+    assert model.model.embedding.grad[299].any() and model.model.head.grad.shape[0] == 300
+    model.save_pretrained(tmp_path / 'larger')
+    again = NanocemForCausalLM.from_pretrained(tmp_path / 'larger')
+    assert torch.equal(again(idx).logits, model(idx).logits)
+    assert again.model.cfg.vocab_size == model.model.cfg.vocab_size == 300
+
+
+def test_an_edited_export_is_what_runs(tmp_path: Path) -> None:
+    export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    code = tmp_path / 'hub' / 'model.py'
+    edited = code.read_text().replace('a = self.scores(', 'a = 2 * self.scores(')
+    assert edited != code.read_text()
+    code.write_text(edited)
+    script = """
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained('hub', trust_remote_code=True)
+assert 'attend' not in vars(model.model.blocks[0].attn)
+idx = torch.arange(6)[None]
+with torch.no_grad():
+    right = model(idx).logits
+    new = model.generate(idx, do_sample=False, max_new_tokens=1)
+assert new[0, -1] == right[0, -1].argmax()
+"""
+    env = {**os.environ, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
+    done = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 'attention gives another output than the lines of model.py' in done.stderr
+
+
+# A plain Llama, which any program may change
+
+def save_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / 'config.json').read_text())
+    (folder / 'config.json').write_text(json.dumps({**config, **changes}))
+
+
+@torch.no_grad()
+def test_a_llama_that_transformers_changed_means_the_same_here(tmp_path: Path) -> None:
+    source, new = tmp_path / 'hub', tmp_path / 'new'
+    model = model_of(**LLAMA_MODEL, rope_theta=500.0)
+    export(model, str(source), state_of(model))
+    idx = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
+    base = {'rope_theta': 50.0, 'rope_type': 'default'}
+    for changes, field, value in [
+            ({'rope_parameters': base}, 'rope_theta', 50.0),
+            ({'max_position_embeddings': 40}, 'context_length', 40),
+            ({'num_hidden_layers': 1}, 'n_layer', 1)]:
+        config = transformers.AutoConfig.from_pretrained(source, **changes)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(source, config=config)
+        theirs.save_pretrained(new)
+        ours, state = load_model(str(new))
+        assert getattr(ours.cfg, field) == value and state['step'] == 2
+        torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
+    # transformers 4 writes the base beside rope_scaling, and a program may edit the file alone
+    for changes in {'rope_scaling': None, 'rope_theta': 9.0}, {'rope_theta': 9.0}:
+        export(model_of(**LLAMA_MODEL), f'{tmp_path}/{len(changes)}', state_of(model_of()))
+        save_config(tmp_path / str(len(changes)), **changes)
+        assert load_model(f'{tmp_path}/{len(changes)}')[0].cfg.rope_theta == 9.0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('options', [LLAMA_MODEL, {}], ids=['llama', 'cem'])
+def test_added_chat_tokens_are_read(
+        tmp_path: Path, capfd: pytest.CaptureFixture, options: dict) -> None:
+    """The larger vocabulary is that of the weights. Our tokenizer has no text for the new ids."""
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    source, new = str(tmp_path / 'hub'), str(tmp_path / 'new')
+    export(model_of(**options), source, state_of(model_of(**options)))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    tokenizer.add_tokens(['<|user|>', '<|model|>'])
+    Model = transformers.LlamaForCausalLM if options else NanocemForCausalLM
+    theirs = Model.from_pretrained(source)
+    theirs.resize_token_embeddings(len(tokenizer))
+    theirs.save_pretrained(new)
+    ours, _ = load_model(new)
+    assert 'has 259 ids, its data had 257' in capfd.readouterr().out
+    idx = torch.tensor([tokenizer('<|user|>A text<|model|>').input_ids])
+    assert 258 in idx and ours.cfg.vocab_size == 259
+    torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
+    sample.main([f'--out_dir={new}', '--device=cpu', '--tokens=4'])
+    # config.json may say a size that its weights do not have
+    save_config(Path(new), vocab_size=257)
+    with pytest.raises(ValueError, match=r'not describe.*(lm_|model\.)head'):
+        load_model(new)
+
+
+CHANGES = [
+    {'rope_parameters': {'rope_theta': 1e4, 'rope_type': 'linear', 'factor': 4.0}},
+    {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, {'rms_norm_eps': 0.1},
+    {'tie_word_embeddings': True}, {'attention_bias': True}, {'mlp_bias': True},
+    {'num_key_value_heads': 1}, {'hidden_act': 'gelu'}, {'sliding_window': 8}, {'head_dim': 4},
+    {'quantization_config': {'quant_method': 'fp8'}}]
+
+
+@pytest.mark.parametrize('change', CHANGES, ids=lambda change: next(iter(change)))
+def test_what_our_llama_cannot_compute_is_refused_by_name(tmp_path: Path, change: dict) -> None:
+    export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
+    save_config(tmp_path / 'hub', **change)
+    name = 'rope_type' if 'rope' in next(iter(change)) else next(iter(change))
+    with pytest.raises(ValueError, match=f'config.json: our model cannot compute {name}='):
+        load_model(f'{tmp_path}/hub')
+
+
+def test_a_missing_norm_eps_is_that_of_transformers(tmp_path: Path) -> None:
+    export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
+    config = json.loads((tmp_path / 'hub/config.json').read_text())
+    del config['rms_norm_eps']
+    (tmp_path / 'hub/config.json').write_text(json.dumps(config))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / 'hub').rms_norm_eps == 1e-6
+    with pytest.raises(ValueError, match='rms_norm_eps=1e-06'):
+        load_model(f'{tmp_path}/hub')
+
+
+def test_another_program_s_model_is_refused_in_a_line(tmp_path: Path) -> None:
+    export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
+    save_config(tmp_path / 'hub', model_type='mistral')
+    with pytest.raises(ValueError, match=r'expected model_type=llama or nanocem \(it is mistral'):
+        load_model(f'{tmp_path}/hub')
+
+
+# config.json of exports by an older version: our fields stood beside those of transformers
+OLD_SIZE = {'size': '134m', 'd_model': 16, 'n_layer': 2, 'n_head': 2, 'd_mlp': 24,
+            'vocab_size': 257, 'context_length': 16}
+OLD_IDS = {
+    'bos_token_id': 256, 'eos_token_id': 256, 'pad_token_id': 256, 'dtype': 'float32',
+    'run': {'step': 2, 'data_dir': '/home/me/data', 'data': {
+        'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257, 'train tokens': 4013}}}
+OLD_LLAMA = {
+    'model_type': 'llama', 'architectures': ['LlamaForCausalLM'], 'hidden_act': 'silu',
+    'vocab_size': 257, 'hidden_size': 16, 'intermediate_size': 24, 'num_hidden_layers': 2,
+    'num_attention_heads': 2, 'num_key_value_heads': 2, 'max_position_embeddings': 16,
+    'rms_norm_eps': 1e-05, 'rope_theta': 500.0, 'tie_word_embeddings': False,
+    'nanocem': {**OLD_SIZE, 'attn': 'llama', 'mlp': 'llama', 'tie': 'none', 'attn_steps': 1,
+                'mlp_steps': 1, 'attn_reuse': 1, 'mlp_reuse': 1, 'loops': 1, 'attn_step_size': 1.0,
+                'mlp_step_size': 1.0, 'positions': 'rope', 'kq_diag': 'none',
+                'score_scale': 'head', 'preconditioner': 'none', 'attn_rank': 4, 'mlp_rank': 16,
+                'residual': 'raw', 'exact_update': False, 'mlp_energy': 'gated',
+                'mlp_match': 'dims', 'init_std': 0.13856406460551018, 'rope_theta': 500.0},
+    **OLD_IDS}
+OLD_CEM = {
+    'model_type': 'nanocem', 'architectures': ['NanocemForCausalLM'],
+    'auto_map': {'AutoConfig': 'modeling_nanocem.NanocemConfig',
+                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'},
+    **OLD_SIZE, 'attn': 'cem', 'mlp': 'cem', 'tie': 'none', 'attn_steps': 2, 'mlp_steps': 2,
+    'attn_reuse': 1, 'mlp_reuse': 1, 'loops': 1, 'attn_step_size': 0.5, 'mlp_step_size': 0.5,
+    'positions': 'alibi', 'kq_diag': 'none', 'score_scale': 'model', 'preconditioner': 'none',
+    'attn_rank': 4, 'mlp_rank': 16, 'residual': 'raw', 'exact_update': False,
+    'mlp_energy': 'gated', 'mlp_match': 'dims', 'init_std': 0.13856406460551018,
+    'rope_theta': 10000.0, **OLD_IDS}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('config', [OLD_LLAMA, OLD_CEM], ids=['llama', 'cem'])
+def test_older_exports_load(tmp_path: Path, config: dict) -> None:
+    model = model_of(**{**LLAMA_MODEL, 'rope_theta': 500.0} if config is OLD_LLAMA else {})
+    export(model, f'{tmp_path}/hub', state_of(model))
+    (tmp_path / 'hub/config.json').write_text(json.dumps(config))
+    again, state = load_model(f'{tmp_path}/hub')
+    assert again.cfg == model.cfg and state['data_dir'] == '/home/me/data'
+    idx = torch.arange(16)[None]
+    assert torch.equal(again(idx)[0], model(idx)[0])
+
+
+def test_a_published_folder_has_no_path_of_this_machine(tmp_path: Path) -> None:
+    for n, (data_dir, public) in enumerate([
+            (f'{tmp_path}/corpus', 'corpus'), (f'{tmp_path}/corpus/', 'corpus'),
+            ('../../me/corpus', 'corpus'), ('C:\\Users\\me\\corpus', 'corpus'),
+            ('data/english', 'data/english')]):
+        state = {**state_of(model_of()), 'data_dir': data_dir}
+        export(model_of(), f'{tmp_path}/{n}', state)
+        assert load_model(f'{tmp_path}/{n}')[1]['data_dir'] == public
+        files = [file.read_bytes() for file in (tmp_path / str(n)).iterdir()]
+        assert not any(str(tmp_path).encode() in content for content in files)
+
+
 def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
     from nanocem.modeling_nanocem import NanocemForCausalLM
     folder, model = tmp_path / 'hub', model_of(preconditioner='diag')
@@ -182,22 +410,104 @@ def test_transformers_tokenizers_give_the_same_ids(pairs: dict, text: str) -> No
         assert (theirs.bos_token_id, theirs.padding_side) == (ours.bos, 'right')
 
 
+def test_bos_is_in_the_loss_where_another_id_can_be_the_pad(pairs: dict) -> None:
+    for name, (ours, theirs) in pairs.items():
+        collate = transformers.DataCollatorForLanguageModeling(theirs, mlm=False)
+        batch = collate([theirs(text) for text in ('A text', 'A longer text')])
+        card = Path(theirs.name_or_path, 'README.md').read_text()
+        if name == 'byte':  # its ids are bytes and BOS
+            assert theirs.pad_token_id == ours.bos
+            assert 'pads with BOS, since no other id is free' in card
+        else:
+            assert batch['labels'][:, 0].tolist() == [ours.bos] * 2
+            assert 'pads with `</s>`, which no text contains' in card
+            assert (batch['labels'] == -100).equal(batch['attention_mask'] == 0)
+
+
+@torch.no_grad()
+def test_a_padded_batch_of_a_plain_llama_continues_each_text(tmp_path: Path) -> None:
+    model = model_of(**LLAMA_MODEL)
+    export(model, f'{tmp_path}/hub', state_of(model))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hub')
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hub')
+    texts = ['Once', 'A longer']
+    batch = tokenizer(texts, return_tensors='pt', padding=True)
+    found = theirs.generate(**batch, do_sample=False, max_new_tokens=4)
+    for text, ids in zip(texts, found, strict=True):
+        alone = tokenizer(text, return_tensors='pt')
+        expected = theirs.generate(**alone, do_sample=False, max_new_tokens=4)[0]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(
+            expected, skip_special_tokens=True)
+    # BOS is trained, although bytes have no other id for padding
+    theirs.train().requires_grad_(True)
+    with torch.enable_grad():
+        theirs(batch.input_ids, labels=batch.input_ids).loss.backward()
+    assert theirs.model.embed_tokens.weight.grad[256].any()
+
+
+@pytest.mark.parametrize('texts', [
+    ['\u4e16\u754c\u548c\u5e73\u4eba\u6c11' * 40], ['a\u2581b \u2581c the \u2581\u2581 sea ' * 40],
+    ['<s> </s> <unk> <0x0A>x</s>y ' * 40], ['one\r\n\t\ttwo   three\0 ' * 40]])
+def test_pieces_trained_here_can_be_converted_always(tmp_path: Path, texts: list[str]) -> None:
+    train_bpe(f'{tmp_path}/bpe.model', 350, [*texts, *documents(60, seed=4)])
+    ours = SentencePieceTokenizer(f'{tmp_path}/bpe.model')
+    assert hf.convert_tokenizer(ours).encode(texts[0]).ids == [ours.bos, *ours.encode(texts[0])]
+
+
+def test_requirements_have_every_package_that_is_imported() -> None:
+    files = [*running.ROOT.glob('*.py'), *running.ROOT.glob('nanocem/*.py')]
+    ours = {'nanocem', *(path.stem for path in running.ROOT.glob('*.py'))}
+    known = sys.stdlib_module_names | ours
+    known |= {'triton', 'transformers'}  # torch brings one, whoever loads an export has the other
+    known |= set(re.findall(r'^([\w-]+)==', (running.ROOT / 'requirements.txt').read_text(), re.M))
+    for file in files:
+        if file.name.startswith(('test_', 'conftest')):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            assert not {name.split('.')[0] for name in names} - known, file
+
+
+def test_llama_cpp_puts_a_space_before_a_text_if_the_model_does(pairs: dict) -> None:
+    """Its converter reads tokenizer.model and this option, whose default is true."""
+    for ours, theirs in pairs.values():
+        config = json.loads(Path(theirs.name_or_path, 'tokenizer_config.json').read_text())
+        assert config.get('add_prefix_space', True) == (ours.name == 'llama')
+        assert Path(theirs.name_or_path, 'tokenizer.model').exists() == (ours.path is not None)
+
+
 def test_a_tokenizer_that_transformers_does_not_get_is_said(
         tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(documents(300, seed=3)), model_prefix=f'{tmp_path}/unigram',
         vocab_size=400, minloglevel=2, hard_vocab_limit=False)
     unigram = SentencePieceTokenizer(f'{tmp_path}/unigram.model')
-    for n, ours in enumerate([unigram, small_gpt2(), ByteTokenizer()]):
-        monkeypatch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
-        if ours.name == 'byte':  # the package tokenizers is not installed
-            monkeypatch.setattr(hf, 'find_spec', lambda name: None)
-        export(model_of(), f'{tmp_path}/{n}', state_of(model_of(), ours.name))
+    loads = transformers.AutoTokenizer.from_pretrained
+    for n, (ours, cfg) in enumerate(itertools.product([unigram, small_gpt2()], [{}, LLAMA_MODEL])):
+        folder = tmp_path / str(n)
+        with monkeypatch.context() as patch:
+            patch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
+            export(model_of(**cfg), str(folder), state_of(model_of(**cfg), ours.name))
         assert 'the export has no tokenizer.json' in capfd.readouterr().out
-        files = {path.name for path in (tmp_path / str(n)).iterdir()}
+        # AutoTokenizer and llama.cpp's converter would read any *.model, with other ids
+        files = {path.name for path in folder.iterdir()}
         assert not {'tokenizer.json', 'tokenizer_config.json'} & files
-        assert ('tokenizer.model' in files) == bool(ours.path)
-        assert 'AutoTokenizer does not find' in (tmp_path / str(n) / 'README.md').read_text()
+        assert not any(name.endswith('.model') for name in files)
+        with pytest.raises(ValueError, match='instantiate the backend tokenizer'):
+            loads(folder, trust_remote_code=False)
+        card = (folder / 'README.md').read_text()
+        assert 'AutoTokenizer does not load this tokenizer' in card
+        assert 'AutoTokenizer.from_pretrained' not in card
+        # Our loaders find it, as they do where an older export has it as tokenizer.model
+        if ours.path:
+            meta = {'tokenizer': ours.name, 'vocab_size': ours.vocab_size,
+                    'tokenizer_sha256': ours.sha256}
+            text = 'The energy of a word'
+            assert load_tokenizer(str(folder), meta).encode(text) == ours.encode(text)
+            (folder / UNCONVERTED_FILE).rename(folder / 'tokenizer.model')
+            assert load_tokenizer(str(folder), meta).encode(text) == ours.encode(text)
 
 
 # An exported folder in place of a run

@@ -6,11 +6,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
+from PIL import Image
 from running import ROOT, write_data
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
@@ -18,7 +22,7 @@ from scipy.stats import t as student
 from scipy.stats import ttest_ind, ttest_rel
 
 import reproduce
-from model import Transformer
+from model import SIZES, Transformer
 from nanocem.verdicts import Effect, compare, decide, split_failed
 from reproduce import FAMILIES, FIGURES, FIRST, MODELS, STUDY_SIZES, Run, configs, run_options
 
@@ -93,7 +97,7 @@ def test_published_words_pages_and_models(monkeypatch: pytest.MonkeyPatch, tmp_p
                                           capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     reproduce.main([])
-    assert Path('out/results/rows.png').exists()
+    assert Path('out/results/rows.png').exists() and Path('out/results/claims.png').exists()
     first, second, third = capsys.readouterr().out.split('expected_S')
     found = dict(re.findall(r'^\| (\w\d?) +\|.*\| ([^|]+?) +\|$', first, re.M))
     assert found == {name: word for word, names in WORDS.items() for name in names.split()}
@@ -143,8 +147,13 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     subprocess.run(line, shell=True, check=True, capture_output=True, env=os.environ)
     reproduce.print_todo([run], 'out/reproduce')
     assert '--init_from=resume' in capsys.readouterr().out
-    assert reproduce.read_own() == {} and 'not the text' in capsys.readouterr().err
-    os.remove('data/meta.json')
+    # It read another text than the study's. Then this text is the study's
+    ((found, result),) = reproduce.read_own().items()
+    assert found[:4] == run[:4] and found.data.startswith('data (')
+    assert result['y'] == result['test_loss'] and result['panel'].endswith('; per token')
+    must_match = json.loads(Path(result['folder'], 'config.json').read_text())['must_match']
+    text = {name: must_match[name] for name in reproduce.TEXTS[257]}
+    monkeypatch.setitem(reproduce.TEXTS, 257, text)
     ((found, result),) = reproduce.read_own().items()
     val, test = reproduce.read_csv(f'{FIRST}/text.csv')
     bits = sum(result[f'{row["split"]}_bits_per_byte'] * int(row['bytes']) for row in (val, test))
@@ -183,6 +192,169 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert math.isinf(reproduce.read_own()[run]['y'])
 
 
+def write_run(run: Run, root: str = 'out/reproduce', name: str | None = None,
+              bits: float = 1.5, **must_match: Any) -> str:
+    """Write the folder of a finished run, as train.py does. Without must_match it read the study's
+    text."""
+    folder = Path(root, run.size, name or f'{run.model}_rate={run.rate:g}_seed={run.seed}')
+    folder.mkdir(parents=True, exist_ok=True)
+    train, cfg = configs(run_options(run))
+    text = reproduce.TEXTS[cfg.vocab_size] | must_match
+    step = train.batch_size * cfg.context_length
+    (folder / 'config.json').write_text(json.dumps({
+        'train': asdict(train), 'model': asdict(cfg) | {'vocab_size': text['vocab_size']},
+        'must_match': text}))
+    (folder / 'result.json').write_text(json.dumps({
+        'tokens': math.ceil(train.tokens / step) * step, 'parameters': 9, 'test_loss': 2.0,
+        'val_bits_per_byte': bits, 'test_bits_per_byte': bits}))
+    return str(folder)
+
+
+def test_the_studys_text_is_that_of_text_csv() -> None:
+    for row in reproduce.read_csv(f'{FIRST}/text.csv'):
+        name = f'{row["split"]} tokens'
+        assert reproduce.TEXTS[2048][name] == int(row['bpe2048_tokens'])
+        assert reproduce.TEXTS[257][name] == int(row['bytes']) + int(row['documents'])
+
+
+LAST = Run('S', 'attn-1-none', 0.0157, 4)  # a run of the second family
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, *left_out: Run) -> None:
+    """Publish all runs but these."""
+    published = reproduce.read_published()
+    kept = {run: row for run, row in published.items() if run not in left_out}
+    monkeypatch.setattr(reproduce, 'read_published', lambda: kept)
+
+
+@pytest.mark.parametrize(('must_match', 'counts'), [
+    ({}, True), ({'test fingerprint': 1}, False), ({'train fingerprint': 1}, False),
+    ({'tokenizer_sha256': 'x'}, False), ({'vocab_size': 2100}, False)])
+def test_rows_count_runs_of_the_studys_text_alone(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture,
+        must_match: dict[str, Any], counts: bool) -> None:
+    """Whatever the name of the folder says."""
+    monkeypatch.chdir(tmp_path)
+    keep(monkeypatch, LAST)
+    folder = write_run(LAST, **must_match)
+    found = reproduce.read_all()
+    reproduce.leave_out_of_rows(found)
+    error = capsys.readouterr().err
+    (effect,) = [effect for claim, effects, _ in reproduce.judge(FAMILIES[1], found)
+                 if claim['id'] == 'a1' for effect in effects if effect.size == 'S']
+    assert list(effect.by_seed) == ([1, 2, 3, 4] if counts else [1, 2, 3])
+    assert (f'{folder} is left out: it read data/english (' in error) == (not counts)
+    assert (LAST in reproduce.finished(found)) == counts
+
+
+def test_figures_average_no_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The table and the titles name the data where there are two: two texts in folders of one name,
+    and data/builtin of two versions of Python."""
+    monkeypatch.chdir(tmp_path)
+    for model in 'llama', 'attn-1-none':
+        run = next(run for run in reproduce.planned('2a', 'S') if run.model == model)
+        write_run(run._replace(seed=5), 'out/figures', **{'val fingerprint': 1})
+        for seed in 1, 2:
+            write_run(Run('nano', model, 0.016, seed), 'out/figures', **{'test tokens': seed})
+    found = reproduce.read_all()
+    points = reproduce.collect('2a', 'S', found)
+    seeds = {(p.model, p.panel.startswith('English manuals')): p.seeds for p in points}
+    assert seeds['llama', True] == '1 2 3 4' and seeds['llama', False] == '5'
+    table = reproduce.figure_table('2a', points, found)
+    assert table.count('| English manuals, vocabulary 2,048') == 3
+    assert re.search(r'\| data/english \(\w{8}\), vocabulary 2,048.*; per token +\| llama', table)
+    assert 'English' not in reproduce.figure_table('2a', points[:1], found)
+    titles = [ax.get_title() for ax in reproduce.draw_figure('2a', points).axes]
+    assert len(titles) == len(set(titles)) == 2
+    points = reproduce.collect('2a', 'nano', found)
+    assert [p.seeds for p in points if p.model == 'llama'] == ['1', '2']
+    assert len(reproduce.draw_figure('2a', points).axes) == 2
+
+
+def test_each_run_that_is_left_out_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep(monkeypatch, LAST)
+    first = write_run(LAST, 'out/figures')
+    copied = LAST._replace(seed=1)
+    y = reproduce.read_published()[copied]['y']
+    rows = reproduce.read_csv(f'{FIRST}/text.csv')
+    n_bytes, n_tokens = (sum(int(row[name]) for row in rows) for name in ('bytes', 'llama_tokens'))
+    lines = {
+        write_run(LAST, bits=1.6): f'{first} is the same run',
+        write_run(LAST, name='attn-1-none_rate=1.57e-2_seed=4'): f'{first} is the same run',
+        write_run(copied): f'the run is published with a loss of {y:.4f}; here it is '
+                           f'{math.log(2) * 1.5 * n_bytes / n_tokens:.4f}',
+        write_run(LAST._replace(seed=102)): 'seeds from 101 on choose learning rates',
+        write_run(LAST._replace(rate=0.03)): 'no row has its model at its size, rate and seed'}
+    found = reproduce.read_all()
+    reproduce.leave_out_of_rows(found)
+    error = capsys.readouterr().err
+    for folder, reason in lines.items():
+        assert error.count(f'{folder} is left out: {reason}\n') == 1, (folder, error)
+    assert error.count('\n') == len(lines) and found[LAST]['folder'] == first
+    # A picture of bars has one rate of each model
+    points = reproduce.collect('2c', 'S', found)
+    assert len({p.model for p in points}) == len(points)
+    (point,) = [p for p in points if p.model == 'attn-1-none']
+    assert point.rate == 0.0157 and point.seeds == '1 2 3 4'
+    error = capsys.readouterr().err
+    assert '_rate=0.03_seed=4 is left out: figure 2c has its model at the rate 0.0157' in error
+    assert '_seed=102 is left out: at S figure 2c has the seeds below 101 alone' in error
+    write_run(Run('S', 'cem-2', 0.0125, 6))
+    reproduce.collect('3a', 'S', reproduce.read_all())
+    assert 'seed=6 is left out: at S figure 3a has the seeds from 101 alone' in (
+        capsys.readouterr().err)
+
+
+def test_a_run_is_published_once() -> None:
+    folders = *FAMILIES, reproduce.FIGURE_DATA
+    paths = [f'{FIRST}/more_seeds.csv', *(f'{folder}/runs.csv' for folder in folders)]
+    rows = [row for path in paths for row in reproduce.read_csv(path)]
+    assert len(rows) == len(reproduce.read_published())
+
+
+def test_a_model_has_one_rate_at_a_size() -> None:
+    """Of two rates the later line of a CSV would count. One model has two, by mistake."""
+    runs = [*reproduce.planned_cells(FAMILIES), *reproduce.read_runs(f'{FIRST}/more_seeds.csv')]
+    rates: dict[tuple[str, str], set[float]] = {}
+    for run in runs:
+        if run.seed < reproduce.TRIAL_SEEDS:
+            rates.setdefault((run.size, run.model), set()).add(run.rate)
+    assert [cell for cell, values in rates.items() if len(values) > 1] == [('XS', 'cem-2-normed')]
+
+
+def test_the_claims_picture() -> None:
+    """It has the rows of claims.csv, which are in the page's table: the last family's if it has
+    an interval; no text is cut off or small."""
+    found = reproduce.read_published()
+    families = [reproduce.judge(folder, found) for folder in FAMILIES]
+    rows = reproduce.claim_rows(families)
+    page = (ROOT / 'results/README.md').read_text(encoding='utf-8')
+    assert len(rows) == len(reproduce.read_csv(f'{reproduce.RESULTS}/claims.csv')) <= 24
+    for _, (claim, _, _), effect in rows:
+        d, low, high = effect.percent()
+        assert f'{d:+.1f} ({low:+.1f} to {high:+.1f})' in page, claim['claim']
+    # With two seeds of each model at M the third family decides on the headline
+    M = {run._replace(seed=2): row for run, row in found.items() if run.size == 'M'}
+    later = [reproduce.judge(folder, M | found) for folder in FAMILIES]
+    decided = {claim['claim']: effects[-1] for claim, effects, _ in later[-1] if effects}
+    at_M = {claim['claim']: effect for _, (claim, _, _), effect in reproduce.claim_rows(later)
+            if effect.size == 'M'}
+    assert len(at_M) == 4 and all(decided[name] == effect for name, effect in at_M.items())
+    for shown in rows, reproduce.all_rows(families):
+        figure = reproduce.draw_verdicts(shown)
+        figure.draw_without_rendering()
+        texts = [text for text in figure.findobj(Text) if re.search('[a-z]', text.get_text(), re.I)]
+        assert len(texts) > 2 * len(shown) and figure.get_figwidth() == 8.3
+        for text in texts:
+            box = text.get_window_extent()
+            assert text.get_fontsize() >= 9, text
+            assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text
+    marks = [mark for mark, _, _ in reproduce.MARKS.values()]
+    assert len(set(marks)) == 3
+
+
 # The paper's figures
 
 def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> None:
@@ -199,16 +371,91 @@ def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> N
     points = reproduce.collect('3a', 'XS', found)
     axes = reproduce.draw_figure('3a', points).axes[0]
     stars = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == '*']
-    for model, star in zip(('llama', 'cem-2'), stars, strict=True):
+    for model, star in zip(('llama', 'llama-alibi', 'cem-2'), stars, strict=True):
         x, y = np.array([(math.log(p.rate), p.perplexity) for p in points if p.model == model]).T
         best = minimize_scalar(Akima1DInterpolator(x, y), bounds=(x[0], x[-1]), method='bounded')
         assert (math.log(star[0]), star[1]) == pytest.approx((best.x, best.fun), abs=2e-3)
 
 
+def draw_sweep(*runs: tuple[float, float]) -> tuple[list, list, str]:
+    """Draw one model's curve of (rate, perplexity), where an infinite one is a failed run. Return
+    the lines and the stars of the picture, and the legend's text."""
+    found = {Run('nano', 'llama', rate, 1):
+             {'y': math.log(perplexity), 'panel': 'a; per token', 'parameters': 1.0, 'tokens': 1.0}
+             for rate, perplexity in runs}
+    axes = reproduce.draw_figure('3a', reproduce.collect('3a', 'nano', found)).axes[0]
+    curves = [line.get_xydata() for line in axes.lines if len(line.get_xydata()) > 100]
+    stars = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == '*']
+    return curves, stars, axes.get_legend_handles_labels()[1][-1]
+
+
+@pytest.mark.parametrize(('runs', 'n_curves', 'label'), [
+    ([(0.008, 6.7), (0.016, 6.5), (0.032, 257)], 0, '6.5 at 0.016, lowest, at the edge'),
+    ([(0.004, 6.9), (0.008, 6.7), (0.016, 6.5)], 1, '6.5 at 0.016, lowest, at the edge'),
+    ([(0.016, 6.5), (0.032, 6.7), (0.064, 6.9)], 1, '6.5 at 0.016, lowest, at the edge'),
+    ([(0.004, 6.9), (0.016, 6.5), (0.064, 6.7)], 0, '6.5 at 0.016, lowest, at the edge'),
+    ([(0.004, 6.9), (0.008, 6.5), (0.016, math.inf), (0.032, 6.6), (0.064, 6.9)], 0,
+     '6.5 at 0.008, lowest, at the edge'),
+    ([(0.002, 7.1), (0.004, 6.9), (0.008, 6.8), (0.016, math.inf), (0.032, 6.7)], 1,
+     '6.7 at 0.032, lowest, at the edge'),
+    ([(0.016, 6.5)], 0, '6.5 at 0.016, one rate')])
+def test_no_star_without_two_near_neighbours(runs: list[tuple[float, float]], n_curves: int,
+                                             label: str) -> None:
+    curves, stars, legend = draw_sweep(*runs)
+    assert stars == [] and legend == f'Llama with RoPE, nano: {label}'
+    assert len(curves) == n_curves
+    failed = [rate for rate, perplexity in runs if math.isinf(perplexity)]
+    for curve in curves:
+        assert not any(curve[0, 0] < rate < curve[-1, 0] for rate in failed)
+
+
+def test_a_star_between_two_near_neighbours() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        rates = 0.004 * 2.0 ** np.arange(5)
+        values = 6 + rng.uniform(0, 1, 5)
+        values[rng.integers(1, 4)] = 5.8
+        ((curve,), (star,), legend) = draw_sweep(*zip(rates, values, strict=True))
+        n = values.argmin()
+        assert rates[n - 1] < star[0] < rates[n + 1]
+        assert star[1] == pytest.approx(curve[:, 1].min(), abs=1e-4) and star[1] <= values.min()
+        assert legend == f'Llama with RoPE, nano: star {star[1]:.1f} at {star[0]:.3g}'
+
+
+def test_a_curve_has_equal_seeds_and_no_failed_run() -> None:
+    """A mean over other seeds, or over those that did not fail, is no point of a curve."""
+    points = reproduce.collect('3a', 'XS', reproduce.read_published())
+    curve = [p for p in points if p.model == 'llama']
+    n = min(range(len(curve)), key=lambda n: curve[n].perplexity)
+    assert reproduce.segments(curve) == [curve]
+    for change in {'failed': '102'}, {'seeds': '101'}, {'perplexity': math.nan, 'failed': '101'}:
+        changed = [*curve[:n + 1], curve[n + 1]._replace(**change), *curve[n + 2:]]
+        assert reproduce.segments(changed) == [curve[:n + 1], curve[n + 2:]]
+
+
+def test_both_llamas_are_drawn_and_planned_once() -> None:
+    found = reproduce.read_published()
+    for figure, row in FIGURES.items():
+        points = reproduce.collect(figure, None, found)
+        assert {(p.size, p.x) for p in points if p.model == 'llama-alibi'} >= {
+            ('XS', '' if figure == '3a' else 'baseline')}
+        for ax in reproduce.draw_figure(figure, points).axes:
+            names = ' '.join(ax.get_legend_handles_labels()[1])
+            assert 'Llama with RoPE' in names and 'Llama with ALiBi' in names
+            if row['plot'] == 'bars':
+                assert ax.get_ylabel().endswith('(the axis does not start at zero)')
+                grey = [patch for patch in ax.patches if patch.get_alpha()]
+                assert bool(grey) == ('change from T = 1 to T = 2' in names)
+        for size in SIZES:
+            runs = [run for run in reproduce.planned(figure, size) if run.model == 'llama-alibi']
+            assert len(runs) == (figure != '3a')
+        assert [run for run in reproduce.planned(figure, 'XS') if run not in found] == []
+
+
 def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                              capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    found = {Run('nano', model, 0.016, seed):
+    found = {Run('nano', model, 0.016, seed, panel):
              {'y': y, 'panel': f'{panel}; per token', 'parameters': 1.0, 'tokens': 1.0}
              for model, seed, y, panel in (
                  ('llama', 1, 4.0, 'a'), ('attn-1-none', 1, 4.1, 'a'), ('llama', 2, 5.0, 'b'),
@@ -218,6 +465,13 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
     assert [ax.get_title() for ax in picture.axes] == ['2a: a; per token', '2a: b; per token']
     table = reproduce.figure_table('2a', points, found)
     assert re.search(r'attn-1-plain .* nan +\| failed: 1 ', table)
+    failed = Run('nano', 'attn-1-plain', 0.016, 1, 'a')  # alone it has a table, but no picture
+    monkeypatch.setattr(reproduce, 'read_all', lambda: {failed: found[failed]})
+    reproduce.main(['--figure=2a'])
+    assert 'All runs of figure 2a failed: it is not drawn' in capsys.readouterr().out
+    assert not Path('out/figures/2a.png').exists()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     found.popitem()
     assert re.search(r'attn-1-plain .* missing ', reproduce.figure_table('2a', points, found))
     reproduce.main(['--figure=2b', '--size=nano'])
@@ -227,3 +481,11 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
     assert [re.search(r'rate=(\S+)', line)[1] for line in lines] == [
         '0.0005', '0.001', '0.002', '0.004', '0.008'] * 2
     assert all(line.startswith('torchrun') and 'A100-hours' in line for line in lines)
+
+
+def test_pages_show_pictures_830_pixels_wide() -> None:
+    pictures = sorted((ROOT / 'results').rglob('*.png'))
+    assert len(pictures) == len(FIGURES) + 2
+    for path in pictures:
+        with Image.open(path) as picture:
+            assert picture.width == 2 * 830, path

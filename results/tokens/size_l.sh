@@ -20,7 +20,7 @@ if [ "${1:-}" = text ]; then
   python - "$2" <<'PYTHON'
 import io, json, sys
 import pyarrow
-from prepare_slimpajama import split_by_hash
+from nanocem.prepare import split_by_hash
 
 LARGE = 166_000_000  # bytes of the larger text: 46 of 60 MB, compressed
 
