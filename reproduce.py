@@ -215,7 +215,8 @@ def read_run(folder: str) -> Results:
             for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
     must_match = config.get('must_match') or fail('it does not say what it read')
-    check(not must_match.get('classes'), f'its energy is its own: {must_match.get("classes")}')
+    classes = must_match.get('classes')
+    check(not classes, f'it has an energy of its own, {classes}')
     run = run._replace(data=name_data(run.size, train.data, must_match))
     # Read the loss
     row = {'panel': panel(run, train, cfg)}

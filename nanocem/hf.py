@@ -194,11 +194,11 @@ def read_llama(config: dict[str, Any], path: str) -> dict[str, Any]:
     sizes = {ours: config[theirs] for ours, theirs in LLAMA_SIZES.items()}
     # transformers 4 writes rope_theta and rope_scaling, transformers 5 rope_parameters
     rope = config.get('rope_scaling') or config.get('rope_parameters') or {}
-    found = {'rms_norm_eps': 1e-6, **config,  # LlamaConfig's default
+    found = {'rms_norm_eps': 1e-6, **config,  # where LlamaConfig's default is not ours
              'rope_type': rope.get('rope_type', rope.get('type', 'default'))}
     expected = {**fixed_in_llama(sizes['d_model'], sizes['n_head']), 'rope_type': 'default',
                 'sliding_window': None, 'quantization_config': None}
-    # Null means the default of LlamaConfig, which is what we expect
+    # A field that is null or missing has LlamaConfig's default, which is what we expect
     different = [f'{name}={found[name]} (here {value})' for name, value in expected.items()
                  if found.get(name) is not None and found[name] != value]
     check(not different, f'{path}: our model cannot compute {", ".join(different)}')
@@ -229,7 +229,7 @@ def write_tokenizer(path: Path, tokenizer: Any, cfg: ModelConfig) -> str:
                    f"sentencepiece's SentencePieceProcessor(model_file='{UNCONVERTED_FILE}')")
         return NO_TOKENIZER.format(package=package)
     converted.save(str(path / 'tokenizer.json'))
-    # generate continues texts at their right ends. Models of ours take pads there alone
+    # A batch is continued at its right end: pads are on the left, which our own code does not take
     side = 'left' if is_plain_llama(cfg) else 'right'
     bos, pad = map(converted.id_to_token, (tokenizer.bos, find_pad(tokenizer)))
     # llama.cpp would put a space before every text of a SentencePiece model

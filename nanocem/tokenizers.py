@@ -15,7 +15,7 @@ from nanocem.data import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
-# That of an export whose ids other programs would not get from it: they look for *.model
+# The same in an export, where other programs would get other ids from it: they look for *.model
 UNCONVERTED_FILE = 'tokenizer.sentencepiece'
 LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
 
@@ -147,11 +147,11 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
     if name in WITHOUT_FILE:
         tokenizer = WITHOUT_FILE[name]()
     else:
-        path = os.path.join(folder, MODEL_FILE)
-        unconverted = os.path.join(folder, UNCONVERTED_FILE)
-        path = unconverted if os.path.isfile(unconverted) else path
-        check(os.path.isfile(path), f'{path}: no such file; copy it from the folder that this one '
-              'was made from (an export, or a data folder), or prepare the data again')
+        paths = [os.path.join(folder, name) for name in (UNCONVERTED_FILE, MODEL_FILE)]
+        path = next(filter(os.path.isfile, paths), None)
+        check(path is not None, f'{folder}/{MODEL_FILE} (or {UNCONVERTED_FILE}): no such file; '
+              'copy it from the folder that this one was made from (an export, or a data folder), '
+              'or prepare the data again')
         tokenizer = SentencePieceTokenizer(path)
     check(vocab_size <= tokenizer.vocab_size and sha256 == tokenizer.sha256,
           f'{folder} was made with another {tokenizer.name} tokenizer, of vocabulary {vocab_size} '

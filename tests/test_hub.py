@@ -455,9 +455,9 @@ def test_pieces_trained_here_can_be_converted_always(tmp_path: Path, texts: list
 
 
 def test_requirements_have_every_package_that_is_imported() -> None:
-    files = [*running.ROOT.glob('*.py'), *running.ROOT.glob('nanocem/*.py')]
-    ours = {'nanocem', *(path.stem for path in running.ROOT.glob('*.py'))}
-    known = sys.stdlib_module_names | ours
+    scripts = [*running.ROOT.glob('*.py')]
+    files = [*scripts, *running.ROOT.glob('nanocem/*.py')]
+    known = sys.stdlib_module_names | {file.stem for file in scripts} | {'nanocem'}
     known |= {'triton', 'transformers'}  # torch brings one, whoever loads an export has the other
     known |= set(re.findall(r'^([\w-]+)==', (running.ROOT / 'requirements.txt').read_text(), re.M))
     for file in files:
@@ -508,6 +508,13 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
             assert load_tokenizer(str(folder), meta).encode(text) == ours.encode(text)
             (folder / UNCONVERTED_FILE).rename(folder / 'tokenizer.model')
             assert load_tokenizer(str(folder), meta).encode(text) == ours.encode(text)
+
+
+@pytest.mark.parametrize('name', ['cem', 'cem_plain', 'llama_alibi'])
+def test_autotokenizer_has_no_other_ids_in_pretrained(name: str) -> None:
+    with pytest.raises(ValueError, match='instantiate the backend tokenizer'):
+        transformers.AutoTokenizer.from_pretrained(
+            running.ROOT / 'pretrained' / name, trust_remote_code=False)
 
 
 # An exported folder in place of a run
