@@ -15,9 +15,11 @@ import sys
 
 from configurator import command_line, read_options
 from nanocem.prepare import PrepareConfig, prepare
+from nanocem.process import process_of_a_run
 
 
 @command_line
+@process_of_a_run()
 def main(argv: list[str]) -> None:
     prepare(PrepareConfig(**read_options(argv, PrepareConfig)))
 

@@ -39,6 +39,7 @@ from tqdm import tqdm
 from configurator import build, check, command_line, in_range, read_options
 from nanocem.files import write_atomic
 from nanocem.metrics import markdown_table
+from nanocem.process import process_of_a_run
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
@@ -341,6 +342,7 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
 
 
 @command_line
+@process_of_a_run()
 def main(argv: list[str]) -> None:
     given = read_options(argv, GPConfig)
     cfg = build(GPConfig, given)

@@ -25,8 +25,8 @@ import model
 
 class ReluMLP(model.CEMMLP):
     """T steps down xi(u | h) = -gamma . phi(V u + b), phi(z) = relu(z)^3 / 3. phi' is the squared
-    ReLU, and b is learned. P, residual and mlp_energy have no part in it. The other scripts know
-    no b, and fail to load such a model unless they run through this file."""
+    ReLU, and b is learned. P, residual and mlp_energy have no part in it. A checkpoint names this
+    class, and the other scripts refuse it unless they run through this file."""
     def __init__(self, cfg: model.ModelConfig):
         super().__init__(cfg)
         self.b = nn.Parameter(torch.zeros(self.V.shape[0]))

@@ -257,6 +257,15 @@ def test_a_killed_preparation_begins_again(tmp_path: Path) -> None:
     assert not list(tmp_path.glob('.*.partial'))
 
 
+def test_a_preparation_outlives_its_console(tmp_path: Path) -> None:
+    (tmp_path / 'a.txt').write_text(book(2000))
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run([sys.executable, ROOT / 'prepare_slimpajama.py', '--input=a.txt',
+                               '--out_dir=out', '--tokenizer=byte', '--held_out=0.1'],
+                              cwd=tmp_path, stdout=full, stderr=full)
+    assert done.returncode == 0 and (tmp_path / 'out/meta.json').exists()
+
+
 def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     where, out = write(tmp_path / 'a.jsonl', documents(600, seed=8)), tmp_path / 'out'
     prepare(where, out)

@@ -179,7 +179,8 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     (good / 'result.json').write_text(whole)
     for name, content, words in (
             ('result.json', whole.replace('"tokens": 160', '"tokens": 80'), 'is that of 80 tokens'),
-            ('config.json', config.replace('"rescheduled": 0', '"rescheduled": 4'), 'of another')):
+            ('config.json', config.replace('"rescheduled": 0', '"rescheduled": 4'), 'of another'),
+            ('config.json', config.replace('"classes": []', '"classes": ["Mine"]'), "['Mine']")):
         before = (good / name).read_text()
         assert content != before
         (good / name).write_text(content)
