@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model import CEMAttention, ModelConfig, Transformer
 from nanocem import decode, fast, triton_attention
-from nanocem.triton_attention import TILES, settings, triton
+from nanocem.triton_attention import TILES, load_bias, settings, tl, triton
 from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
 
@@ -48,6 +48,28 @@ def poisoned_memory() -> Iterator[None]:
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
     assert decode.find_error(layer(*case[1:]), fast.triton_kernels, torch.float32, case[0]) == ''
+
+
+@triton.jit
+def last_of(Bias, Out, width):
+    i = width - 1 + tl.arange(0, 1)
+    tl.store(Out + tl.arange(0, 1), load_bias(Bias, i, i, width, True))
+
+
+def print_last(path: str) -> None:
+    """Print the last element of a bias of 46,400 positions, in a sparse file: it is 7."""
+    width = 46_400
+    bias = torch.from_file(path, shared=True, size=width ** 2, dtype=torch.int8)
+    bias[-1], out = 7, torch.zeros(1, dtype=torch.int8)
+    last_of[(1,)](bias, out, width)
+    print(out.item())
+
+
+@interpreted
+def test_a_bias_may_have_more_elements_than_int32_counts(tmp_path: Path) -> None:
+    """In a process of its own, which an offset that is too small would end."""
+    code = f"import tests.test_triton_attention as t; t.print_last('{tmp_path / 'bias'}')"
+    assert python('-c', code, interpret='1') == '7\n'
 
 
 @interpreted
@@ -86,11 +108,11 @@ def test_whole_models_agree(options: dict) -> None:
 
 # Compiled for GPUs
 
-def python(*arguments: str) -> str:
-    """Return the output of a Python process in which kernels are not interpreted."""
+def python(*arguments: str, interpret: str = '0') -> str:
+    """Return the output of a Python process in which kernels are not interpreted, or are with 1."""
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True,
                           cwd=Path(__file__).parents[1],
-                          env={**os.environ, 'TRITON_INTERPRET': '0'})
+                          env={**os.environ, 'TRITON_INTERPRET': interpret})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
