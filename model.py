@@ -368,6 +368,8 @@ def straight_through_sign(x: Tensor) -> Tensor:
 class Phi(torch.autograd.Function):
     """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
     identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2."""
+    generate_vmap_rule = True  # forward and backward are torch's operations
+
     @staticmethod
     def forward(z: Tensor) -> Tensor:
         b = z.detach().double().abs()                            # y = e^-b <= 1: e^b would overflow

@@ -472,9 +472,10 @@ def test_energy_py_as_a_library() -> None:
     x.requires_grad_()
     assert torch.equal(torch.autograd.grad(layers(x).sum(), x)[0].isfinite(), torch.ones(2, 5, 16))
     z = torch.linspace(-9, 9, 12).view(3, 4)
-    assert torch.equal(torch.func.vmap(Phi.apply)(z), Phi.apply(z))
-    gradients = torch.func.vmap(torch.func.grad(lambda row: Phi.apply(row).sum()))(z)
-    torch.testing.assert_close(gradients, torch.nn.functional.silu(z))
+    for phi in energy.Phi.apply, Phi.apply:  # the second is model.py's
+        assert torch.equal(torch.func.vmap(phi)(z), phi(z))
+        gradients = torch.func.vmap(torch.func.grad(lambda row, phi=phi: phi(row).sum()))(z)
+        torch.testing.assert_close(gradients, torch.nn.functional.silu(z))
 
 
 @pytest.mark.parametrize('n', [None, 0, 64])
