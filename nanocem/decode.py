@@ -66,10 +66,11 @@ def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None 
     """Attend with torch's fused attention, whose mask is causal, or the biases: (B, K, I, R). On a
     CPU it has no second derivatives."""
     I, R = q.shape[2:]
-    # Without a bias, torch's causal mask suits a whole sequence, and a single query needs none
-    if not has_bias(attn) and I in (1, k.shape[2]):
-        return F.scaled_dot_product_attention(q, k, v, scale=1 / attn.tau, is_causal=I > 1)
     bias = attn.bias(pos)
+    # Without a bias, torch's causal mask suits a whole sequence, and a single query needs none. An
+    # edited bias is no longer the mask itself
+    if not has_bias(attn) and bias is pos.mask and I in (1, k.shape[2]):
+        return F.scaled_dot_product_attention(q, k, v, scale=1 / attn.tau, is_causal=I > 1)
     if attn.cfg.kq_diag != 'none':
         bias = bias + attn.scaled_diagonal(u) @ h[:, None].mT
     # With a bias, the fused kernel needs widths that are multiples of 8
@@ -113,15 +114,30 @@ def agrees(model: Any, attend: Callable, name: str, dtype: torch.dtype | None = 
     """Return whether attend(attn, q, k, v, pos, u, h) computes what the layers' own lines do, with
     queries and keys in dtype. If not, print a line on stderr that says what differs. Sequences of
     these lengths are tried, by default one."""
-    # Layers that are alike are tried once
-    kinds = {(type(block.attn), *map(vars(block.attn).get, ('attend', 'scores', 'bias'))):
-             block.attn for block in model.blocks}
-    for attn in kinds.values():
-        for length in lengths or (min(150, model.cfg.context_length),):
-            if wrong := find_error(attn, attend, dtype or attn.W_Q.dtype, length):
-                print(f'Warning: {name} attention {wrong}: it is not used', file=sys.stderr)
-                return False
+    for attn in different_layers(model):
+        # Two ids at least: of one, the gradient of its query is 0, and rounding no share of it
+        tried = lengths or (min(150, max(2, model.cfg.context_length)),)
+        errors = [find_error(attn, attend, dtype or attn.W_Q.dtype, n) for n in tried]
+        if not any(errors):
+            whole = partial(attend_whole, attend)
+            errors.append(find_far_error(attn, whole, dtype or attn.W_Q.dtype))
+        for wrong in filter(None, errors):
+            print(f'Warning: {name} attention {wrong}: it is not used', file=sys.stderr)
+            return False
     return True
+
+
+def different_layers(model: Any) -> list[Any]:
+    """Return the attention layers, but of those that are alike only one. Layers with other methods,
+    attributes or buffers can attend in another way."""
+    layers = {}
+    for block in model.blocks:
+        attn = block.attn
+        attributes = [(name, id(value) if callable(value) else repr(value))
+                      for name, value in vars(attn).items() if not name.startswith('_')]
+        buffers = id(attn) if any(True for _ in attn.buffers()) else None
+        layers[(type(attn), *attributes, buffers)] = attn
+    return list(layers.values())
 
 
 def plug_attention(model: Any, attend: Callable) -> None:
@@ -177,6 +193,49 @@ def find_error(attn: Any, attend: Callable, dtype: torch.dtype, length: int) -> 
         reason = (str(error).strip() or 'no reason given').splitlines()[0]
         return f'does not run ({type(error).__name__}: {reason})'
     return ''
+
+
+def find_far_error(attn: Any, attend: Callable, dtype: torch.dtype) -> str:
+    """Compare the output of the last query of a whole context: a sliding window, for example, shows
+    in long contexts alone. attend(attn, q, k, v, u, h) has all queries, and returns the last output
+    (B, K, 1, R). Return a message if it is wrong, or ''."""
+    device, weights = attn.W_Q.device, attn.W_Q.dtype
+    dtype = dtype if weights == torch.float32 else weights
+    length, K, D = attn.cfg.context_length, attn.K, attn.W_Q.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with (torch.inference_mode(False), torch.no_grad(),
+              torch.autocast(device.type, enabled=False)):
+            layer = copy.deepcopy(attn)
+            for p in layer.parameters():
+                p.add_((0.3 * torch.randn(p.shape, generator=generator)).to(p))
+            # Scores of about 1: the query attends to all keys
+            W_K = torch.randn(D, D, generator=generator) / math.sqrt(D)
+            layer.W_K.copy_(W_K)
+            q, v = torch.randn(2, 1, K, length, D // K, generator=generator).to(device, dtype)
+            u, h = torch.randn(2, 1, length, D, generator=generator).to(device, weights)
+            k = layer.split_heads(F.linear(h, layer.W_K)).to(dtype)
+            if attn.cfg.attn == 'cem' or attn.cfg.tie in ('kv', 'both'):  # the values are the keys
+                v = k
+            found = attend(layer, q, k, v, u, h)
+            layer = copy.deepcopy(layer).to('cpu', torch.float64)
+            q, k, v, u, h = (x.cpu().double() for x in (q, k, v, u, h))
+            pos = make_positions(attn.cfg, h[:, -1:], length - 1)
+            right = own_lines(layer, layer.attend)(q[:, :, -1:], k, v, pos, u[:, -1:], h)
+            error, most = largest_error(found, right), most_error(device, dtype)
+            if not error <= most:  # true for NaN
+                return (f'gives another output than the lines of model.py at the end of a context '
+                        f'(off by {error:.2g}, at most {most:.2g} is rounding)')
+    except Exception as error:
+        reason = (str(error).strip() or 'no reason given').splitlines()[0]
+        return f'does not run on a whole context ({type(error).__name__}: {reason})'
+    return ''
+
+
+def attend_whole(attend: Callable, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
+                 h: Tensor) -> Tensor:
+    """Return the last output of an implementation that attends to a whole sequence."""
+    return attend(attn, q, k, v, make_positions(attn.cfg, h), u, h)[:, :, -1:]
 
 
 def with_gradients(layer: Any, attend: Callable, inputs: dict[str, Tensor],
@@ -280,6 +339,9 @@ class Cache:
         """Compare logits with the cache, for a few random ids, with those without it. Return a
         message if they differ by more than rounding, or ''."""
         model = self.model
+        for attn in different_layers(model):
+            if wrong := find_far_error(attn, attend_last, attn.W_Q.dtype):
+                return wrong
         W, length = model.head, min(6, model.cfg.context_length)
         generator = torch.Generator().manual_seed(0)  # does not disturb the global one
         idx = torch.randint(len(W), (1, length), generator=generator).to(W.device)
@@ -315,7 +377,6 @@ class Cache:
                u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         """Insert the new k, v (B, K, I, R) or h (B, I, D), and attend to those of all ids.
         `replaced` is the method that this one takes the place of."""
-        plugged = isinstance(replaced, partial)
         # The steps of one sublayer pass the same keys; other keys are those of the next one
         if k is not self.new_k:
             self.new_k = k
@@ -323,15 +384,9 @@ class Cache:
         if self.past == 0:  # all keys are at hand
             return replaced(q, k, v, pos, u, h)
         all_k, all_v, all_h = self.context
-        if all_k is None:
-            return attend_to_h(attn, q, u, all_h, pos)
         if attn.cfg.attn == 'cem' and v is not k:  # the exact update attends to h, too
             all_v = all_h[:, None]
-        elif plugged and choose_attention(attn, q.device) == 'sdpa':
-            return sdpa(attn, q, all_k, all_v, pos, u, all_h)
-        # A plug may need the queries of all keys. The layer's own lines do not
-        own = partial(type(attn).attend, attn) if plugged else replaced
-        return own(q, all_k, all_v, pos, u, all_h)
+        return attend_to_stored(attn, replaced, q, all_k, all_v, pos, u, all_h)
 
     def insert(self, attn: Any, k: Tensor, v: Tensor, h: Tensor | None) -> tuple:
         """Insert what the table above says. Return k, v and h of all ids. If h alone is stored, k
@@ -339,7 +394,7 @@ class Cache:
         cfg = attn.cfg
         if cfg.kq_diag != 'none':
             h = self.append(h)
-            if cfg.positions == 'alibi' and not cfg.exact_update:  # store h alone
+            if stores_h_alone(cfg):
                 return None, None, h
         all_k = attn.split_heads(self.append(attn.merge_heads(k)))
         if cfg.attn == 'cem':  # values are keys
@@ -364,6 +419,36 @@ class Cache:
     def floats_per_token(self) -> int:
         """Return how many numbers are stored for a token, as in the table above, in all layers."""
         return sum(buffer.shape[-1] for buffer in self.buffers)
+
+
+def attend_to_stored(attn: Any, replaced: Callable, q: Tensor, k: Tensor | None, v: Tensor | None,
+                     pos: Any, u: Tensor | None, h: Tensor | None) -> Tensor:
+    """Attend to k, v and h of all ids. k and v are None if h alone is stored. `replaced` is the
+    layer's own attend, or a plug. Returns (B, K, I, R)."""
+    if k is None:
+        return attend_to_h(attn, q, u, h, pos)
+    if isinstance(replaced, partial) and choose_attention(attn, q.device) == 'sdpa':
+        return sdpa(attn, q, k, v, pos, u, h)
+    # A plug may need the queries of all keys. The layer's own lines do not
+    return own_lines(attn, replaced)(q, k, v, pos, u, h)
+
+
+def own_lines(attn: Any, attend: Callable) -> Callable:
+    """Return the layer's own attend: this one, unless it is a plug."""
+    return partial(type(attn).attend, attn) if isinstance(attend, partial) else attend
+
+
+def stores_h_alone(cfg: Any) -> bool:
+    """Return whether the cache holds h and no keys."""
+    return cfg.kq_diag != 'none' and cfg.positions == 'alibi' and not cfg.exact_update
+
+
+def attend_last(attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, h: Tensor) -> Tensor:
+    """Attend with the last query to a stored context, as a cache of this layer does."""
+    pos = make_positions(attn.cfg, h[:, -1:], h.shape[1] - 1)
+    if stores_h_alone(attn.cfg):
+        k = v = None
+    return attend_to_stored(attn, attn.attend, q[:, :, -1:], k, v, pos, u[:, -1:], h)
 
 
 def attend_to_h(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any) -> Tensor:

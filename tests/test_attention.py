@@ -177,6 +177,45 @@ def test_an_edited_layer_is_what_runs(
         assert 'Warning: sdpa attention gives another output' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('options', [
+    dict(attn='llama'), dict(positions='rope'), dict(kq_diag='shared'),
+    dict(positions='rope', kq_diag='per_head')], ids=str)
+@pytest.mark.parametrize('method', ['bias', 'scores'])
+@pytest.mark.parametrize('window', [4, 20, 170])
+def test_a_sliding_window_is_what_runs(
+        window: int, method: str, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window is shorter than the trial's text or longer, and the first layer has none."""
+    config = ModelConfig(**{**SMALL, **options, 'context_length': 260})
+    model = randomize(Transformer(config), seed=3)
+    idx = torch.randint(50, (1, 240), generator=torch.Generator().manual_seed(4))
+    unedited, _ = model(idx)
+    kind = type(model.blocks[0].attn)
+    original = getattr(kind, method)
+
+    def windowed(self: CEMAttention, *args) -> torch.Tensor:
+        pos = args[0] if method == 'bias' else args[2]
+        return original(self, *args).masked_fill(pos.distance >= self.window, -torch.inf)
+    monkeypatch.setattr(kind, method, windowed)
+    for n, block in enumerate(model.blocks):
+        block.attn.window = window if n else 10 ** 6
+    right, _ = model(idx)
+    if config.positions == 'rope':  # ALiBi's weights of such distances round to 0
+        assert not torch.allclose(right, unedited)
+    for impl in ('auto', 'blockwise', 'sdpa'):
+        fast.plug_in(model, impl)
+        torch.testing.assert_close(model(idx)[0], right, rtol=0, atol=1e-9)
+        with Cache(model):
+            for n in (3, 239, 240):
+                torch.testing.assert_close(
+                    model.next_logits(idx[:, :n]), right[:, n - 1].float(), rtol=0, atol=1e-5)
+
+
+def test_a_context_of_one_token_needs_no_warning(capsys: pytest.CaptureFixture) -> None:
+    model = Transformer(ModelConfig(**{**SMALL, 'context_length': 1}))
+    assert fast.plug_in(model, 'sdpa') == 'sdpa attention'
+    assert capsys.readouterr().err == ''
+
+
 def test_an_edited_loss_is_what_trains(capsys: pytest.CaptureFixture) -> None:
     class Smoothed(Transformer):
         def loss(self, x, targets):

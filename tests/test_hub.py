@@ -183,10 +183,13 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
     assert again.model.cfg.vocab_size == model.model.cfg.vocab_size == 300
 
 
-def test_an_edited_export_is_what_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize('line, other', [
+    ('a = self.scores(', 'a = 2 * self.scores('),
+    ('return (q / self.tau) @ k.mT', 'return 2 * (q / self.tau) @ k.mT')])  # seen on a GPU alone
+def test_an_edited_export_is_what_runs(line: str, other: str, tmp_path: Path) -> None:
     export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     code = tmp_path / 'hub' / 'model.py'
-    edited = code.read_text().replace('a = self.scores(', 'a = 2 * self.scores(')
+    edited = code.read_text().replace(line, other)
     assert edited != code.read_text()
     code.write_text(edited)
     script = """
