@@ -536,7 +536,7 @@ def check(ok: bool, message: str) -> None:
 
 def check_values(options: Any) -> None:
     """ValueError unless each field of a dataclass has a value of its type: a word of a Literal,
-    True or False, or a number above 0. Numbers of other libraries become Python's."""
+    True or False, or a number above 0. Values of numpy's types become Python's."""
     hints = get_type_hints(type(options))
     for field in fields(options):
         kind, value = hints[field.name], getattr(options, field.name)
@@ -545,7 +545,7 @@ def check_values(options: Any) -> None:
                 continue
             kind = get_args(kind)[0]
         if kind is bool:
-            ok, expected = isinstance(value, bool), 'True or False'
+            ok, expected = type(value).__name__ in ('bool', 'bool_'), 'True or False'
         elif kind in (int, float):
             number = numbers.Integral if kind is int else numbers.Real
             is_number = isinstance(value, number) and not isinstance(value, bool)
@@ -553,9 +553,9 @@ def check_values(options: Any) -> None:
             expected = 'a whole number from 1' if kind is int else 'a number above 0'
         else:
             ok, expected = value in get_args(kind), f'one of {", ".join(get_args(kind))}'
+            kind = str
         check(ok, f'{field.name}={value}: expected {expected}')
-        if kind in (int, float):
-            setattr(options, field.name, kind(value))
+        setattr(options, field.name, kind(value))
 
 
 def default_values(cfg: ModelConfig) -> dict[str, Any]:

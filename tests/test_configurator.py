@@ -122,7 +122,9 @@ def test_a_model_refuses_values_of_other_types(wrong: dict[str, Any], words: str
 def test_a_model_is_described_by_json() -> None:
     """Where 5.0 may be 5. Numbers of numpy become Python's, which JSON and checkpoints hold."""
     cfg = ModelConfig(size='nano', n_layer=np.int64(3), positions='rope', rope_theta=np.int32(5),
-                      init_std=np.float32(0.5), d_mlp=None)
+                      init_std=np.float32(0.5), d_mlp=None, attn=np.str_('cem'),
+                      kq_diag='shared', exact_update=np.True_)
+    assert cfg.exact_update is True and type(cfg.attn) is str
     assert type(cfg.n_layer) is int and type(cfg.rope_theta) is type(cfg.init_std) is float
     assert (cfg.n_layer, cfg.rope_theta, cfg.d_mlp) == (3, 5.0, 86)
     assert ModelConfig(**json.loads(json.dumps(vars(cfg)))) == cfg
