@@ -40,7 +40,7 @@ from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET
-from nanocem.metrics import markdown_table, perplexity, sum_losses
+from nanocem.metrics import markdown_table, perplexity, sum_losses, token_losses
 from nanocem.runs import check_match, load_model, newest_run, own_classes, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
@@ -167,14 +167,12 @@ def report_loss(model: Transformer, sequences: Sequences, bos: int,
 def target_losses(model: Transformer, ids: Tensor, bos: int) -> Tensor:
     """Return the loss of each target of sequences (n, length + 1), in nats: (n, length), float64.
     It is NaN where the target is BOS or padding."""
+    device = model.embedding.device
     losses = []
     blocks = ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))
     for block in tqdm(blocks, disable=None, leave=False):
         x, y = block[:, :-1].clamp(min=0), block[:, 1:]
-        logits = model(x.to(model.embedding.device))[0].float().cpu()
-        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction='none',
-                               ignore_index=NO_TARGET)
-        loss = loss.double().view_as(y)
+        loss = token_losses(model(x.to(device))[0], y.to(device))
         losses.append(loss.masked_fill((y == bos) | (y == NO_TARGET), torch.nan))
     return torch.cat(losses)
 

@@ -390,7 +390,7 @@ class Cache:
         if k is not self.new_k:
             self.new_k = k
             self.context = self.insert(attn, k, v, h)
-        if self.past == 0:  # all keys are at hand
+        if self.past == 0:  # k and v are those of all ids
             return replaced(q, k, v, pos, u, h)
         all_k, all_v, all_h = self.context
         if attn.cfg.attn == 'cem' and v is not k:  # the exact update attends to h, too

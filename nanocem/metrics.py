@@ -8,14 +8,20 @@ from torch import Tensor
 from nanocem.loss import NO_TARGET
 
 
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss in nats of each target (B, J) of logits (B, J, vocabulary): (B, J), float64,
+    on the CPU. It is 0 for targets of -100."""
+    # Compute a sequence at a time: float32 logits take much memory
+    return torch.stack([
+        F.cross_entropy(row.float(), y, reduction='none', ignore_index=NO_TARGET)
+        for row, y in zip(logits, targets, strict=True)]).cpu().double()
+
+
 def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
     """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
     loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
     Targets of -100 count in none."""
-    # Compute each token's loss, a sequence at a time: float32 logits take much memory
-    losses = torch.stack([
-        F.cross_entropy(row.float(), y, reduction='none', ignore_index=NO_TARGET)
-        for row, y in zip(logits, targets, strict=True)]).cpu().double()
+    losses = token_losses(logits, targets)
     n_targets = (targets != NO_TARGET).sum().cpu()
     return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
 
