@@ -20,7 +20,7 @@ that begin with "rope:" are ours. docs/paper.md lists our choices where the pape
 
 This file needs torch alone, and can be copied into another project. What is faster is plugged in
 from outside, by replacing a method of one object: nanocem/fast.py replaces attend and loss,
-nanocem/decode.py next_logits. Each tries itself beside the lines here first, so that a change of
+nanocem/decode.py next_logits. Each is tried beside the lines here first, so that a change of
 these lines is never ignored.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,

@@ -2,11 +2,11 @@
 Plug faster functions into a model of model.py. Each is tried first beside the lines there.
 
     readable               the lines in model.py
-    blockwise              the same for a block of queries at a time, without the keys after it
-    sdpa                   torch's fused attention; on a CPU it has no second derivatives
+    blockwise, sdpa        attention that keeps few scores in memory: attention.py
     triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
 
-The loss is computed in parts: loss.py. Shapes: B batch, I queries, D width, K heads, R = D / K.
+The trial is trial.py's. The loss is computed in parts, which loss.py explains. Shapes: B batch,
+I queries, D width, K heads, R = D / K.
 """
 import importlib.util
 import os
@@ -18,19 +18,17 @@ import torch
 from torch import Tensor
 
 from model import Transformer
-from nanocem.decode import (
-    agrees,
+from nanocem.attention import (
     automatic,
     blockwise,
     choose_attention,
     has_bias,
-    largest_error,
-    most_error,
     plug_attention,
     sdpa,
     unplug_attention,
 )
 from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
+from nanocem.trial import agrees, largest_error, most_error
 
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model import CEMAttention, ModelConfig, Transformer
-from nanocem import decode, fast, triton_attention
+from nanocem import attention, fast, triton_attention
 from nanocem.decode import Cache
 from test_model import SETS, TINY, describe, randomize
 
@@ -45,7 +45,7 @@ def loss_and_gradients(cfg: ModelConfig, impl: str, dtype: torch.dtype,
 ], ids=describe)
 def test_faster_attention_equals_the_readable_path(
         cfg: ModelConfig, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, 'BLOCK', 5)  # of 16 queries
+    monkeypatch.setattr(attention, 'BLOCK', 5)  # of 16 queries
     fused = loss_and_gradients(cfg, impl, torch.float64)
     expected = loss_and_gradients(cfg, 'readable', torch.float64)
     torch.testing.assert_close(fused, expected, rtol=1e-9, atol=1e-11)
@@ -84,7 +84,7 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
             model = Transformer(ModelConfig(**{**SMALL, **options}))
         attn = model.blocks[0].attn
         first = [*fast.candidates(attn, impl, device, dtype), 'readable'][0]
-        return decode.choose_attention(attn, device, compiled) if first == 'auto' else first
+        return attention.choose_attention(attn, device, compiled) if first == 'auto' else first
     llama, rope, alibi = dict(attn='llama'), dict(positions='rope'), dict(positions='alibi')
     assert chosen(cpu, torch.float32) == chosen(cpu, half, **llama, **alibi) == 'blockwise'
     assert chosen(cpu, torch.float32, **rope) == 'sdpa'
@@ -120,11 +120,11 @@ def test_a_smaller_last_batch_chooses_anew() -> None:
     idx, used = torch.randint(50, (1, 9)), []
 
     def record(name: str) -> Callable:
-        function = getattr(decode, name)
+        function = getattr(attention, name)
         return lambda *args: used.append(name) or function(*args)
     with pytest.MonkeyPatch.context() as patch:
         for name in ('blockwise', 'sdpa'):
-            patch.setattr(decode, name, record(name))
+            patch.setattr(attention, name, record(name))
         model(idx)
         assert used == ['sdpa', 'sdpa']
         patch.setattr(torch.compiler, 'is_compiling', lambda: True)

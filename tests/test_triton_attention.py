@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model import CEMAttention, ModelConfig, Transformer
-from nanocem import decode, fast, triton_attention
+from nanocem import fast, trial, triton_attention
 from nanocem.triton_attention import TILES, load_bias, settings, tl, triton
 from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
@@ -47,7 +47,7 @@ def poisoned_memory() -> Iterator[None]:
     (17, 1, 88, 0, False), (40, 12, 16, 1, True), (540, 1, 16, 1, True)], ids=str)
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
-    assert decode.find_error(layer(*case[1:]), fast.triton_kernels, torch.float32, case[0]) == ''
+    assert trial.find_error(layer(*case[1:]), fast.triton_kernels, torch.float32, case[0]) == ''
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def test_no_tile_reaches_beyond_the_bias() -> None:
 # The check before the kernels' first use on a GPU; here Triton's interpreter runs it
 
 def agree(model: Transformer) -> bool:
-    return decode.agrees(model, fast.triton_kernels, 'triton', torch.float16, (300, 256))
+    return trial.agrees(model, fast.triton_kernels, 'triton', torch.float16, (300, 256))
 
 
 @interpreted
@@ -203,7 +203,7 @@ def test_wrong_kernels_give_a_warning_and_are_not_used(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_kernels_equal_the_lines_of_the_model_on_a_gpu() -> None:
-    script = ('import torch\nfrom nanocem.decode import find_error\n'
+    script = ('import torch\nfrom nanocem.trial import find_error\n'
               'from nanocem.fast import triton_kernels\n'
               'from tests.test_triton_attention import layer\n'
               'for case in (12, 64, 1), (12, 72, 1), (8, 84, 8), (12, 88, 0):\n'
