@@ -100,9 +100,14 @@ def add_weighted(acc, p, rows, BT: tl.constexpr):
 
 
 @triton.jit
-def load_bias(bias, i, j, width, BIAS: tl.constexpr):
+def bias_at(bias, i, j, width):
     # i * width exceeds int32 beyond 46,340 positions
-    return tl.load(bias + i.to(tl.int64) * width + j) if BIAS else tl.zeros((1, 1), tl.float32)
+    return bias + i.to(tl.int64) * width + j
+
+
+@triton.jit
+def load_bias(bias, i, j, width, BIAS: tl.constexpr):
+    return tl.load(bias_at(bias, i, j, width)) if BIAS else tl.zeros((1, 1), tl.float32)
 
 
 @triton.jit
@@ -259,8 +264,8 @@ def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: 
                 p = tl.exp2(s + dot_products(q, k, BT) * (scale * LOG2E) - lse[:, None])
                 do = load_rows(DO + offset, i, J, D, R, BR, BT)
                 acc += p * (dot_products(do, k, BT) - delta[:, None])
-    rows = i.to(tl.int64) * width
-    tl.store(DBias + tile + rows[:, None] + j[None, :], acc.to(DBias.dtype.element_ty))
+    dbias = bias_at(DBias + tile, i[:, None], j[None, :], width)
+    tl.store(dbias, acc.to(DBias.dtype.element_ty))
 
 
 # For each kernel and head width (up to 64, up to 128): a tile's rows BM and columns BN, warps,
