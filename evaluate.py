@@ -436,7 +436,11 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         text += f'\n\n{markdown_table(["option", *folders], different)}'
     # The name of the data decides only where an old run does not know their fingerprint
     must_agree = [name for name in MUST_AGREE if name != 'data' or 'test fingerprint' not in shared]
-    if reasons := [name for name, *_ in different if name in must_agree]:
+    reasons = [name for name, *_ in different if name in must_agree]
+    # Beside such a run the others' fingerprints must agree
+    reasons += [name for name in FINGERPRINTS if name not in shared
+                and len({options[name] for options in all_options if name in options}) > 1]
+    if reasons:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
     return '\n\n'.join([text, *notes]), figure
 

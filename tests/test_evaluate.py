@@ -301,6 +301,10 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': {
             'val fingerprint': known, 'test fingerprint': 1}}))
     assert 'differ in val fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
+    # Beside a run of an older version, which knows neither
+    write_run(place / 'out/old', Path('bpe'), model_of())
+    text, _ = evaluate.compare_runs(['out/run', 'out/old', 'out/bpe'])
+    assert text.endswith('differ in val fingerprint.')
 
 
 def test_a_run_whose_name_looks_like_a_formula_is_drawn(place: Path) -> None:
