@@ -47,9 +47,10 @@ from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
 # Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
 Sequences = tuple[Tensor, int | None, int | None]
+FINGERPRINTS = ('val fingerprint', 'test fingerprint')  # of the data
 # Options in which runs must agree if their losses are to be compared
 MUST_AGREE = ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
-              'test fingerprint', 'rescheduled steps')
+              *FINGERPRINTS, 'rescheduled steps')
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
 COPYING = {'repeated': 'repeated: their pair stood earlier', 'other': 'other',
            'first': 'half a context, read once', 'second': 'the same, read again'}
@@ -173,6 +174,7 @@ def target_losses(model: Transformer, ids: Tensor, bos: int) -> Tensor:
     for block in tqdm(blocks, disable=None, leave=False):
         x, y = block[:, :-1].clamp(min=0), block[:, 1:]
         loss = token_losses(model(x.to(device))[0], y.to(device))
+        check(not loss.isnan().any(), 'a loss is NaN: the model has diverged, or is damaged')
         losses.append(loss.masked_fill((y == bos) | (y == NO_TARGET), torch.nan))
     return torch.cat(losses)
 
@@ -203,14 +205,20 @@ def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dic
         second      the same tokens once more, after these
 
     The sequences (n, length + 1) are cut as training cuts them. BOS is no target."""
+    check(ids.shape[1] > 4, f'copying: the sequences have {ids.shape[1] - 1} tokens: expected a '
+          'text, and a context, of 4 or more')
     losses = target_losses(model, ids, bos)
     repeated = repeated_targets(ids, model.cfg.vocab_size, n_before)
     # Read the first half of each sequence twice. Without padding: a text's last one may have some
     half = ids[(ids != NO_TARGET).all(dim=1), :ids.shape[1] // 2 - 1]
     begin = torch.full_like(half[:, :1], bos)
     first, second = target_losses(model, torch.cat([begin, half, half], dim=1), bos).chunk(2, dim=1)
-    return {'repeated': losses[repeated], 'other': losses[~repeated],
-            'first': first, 'second': second}
+    found = {'repeated': losses[repeated], 'other': losses[~repeated],
+             'first': first, 'second': second}
+    for kind, loss in found.items():
+        check(not loss.isnan().all(), f'copying: no target is of the kind "{COPYING[kind]}": '
+              'expected a longer text')
+    return found
 
 
 def report_copying(runs: dict[str, Transformer], ids: Tensor, bos: int, n_before: int) -> str:
@@ -397,9 +405,9 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
     for folder in folders:
         config = read_config(folder)
         options = config['train'] | config['model']
-        if known := config.get('must_match'):
-            options['test fingerprint'] = known['test fingerprint']  # of the data
-        options['classes of its own'] = (known or {}).get('classes', [])
+        known = config.get('must_match') or {}
+        options |= {name: known[name] for name in FINGERPRINTS if name in known}
+        options['classes of its own'] = known.get('classes', [])
         options['rescheduled steps'] = config.get('rescheduled', 0)
         all_options.append(options)
         # Add a row of results. There are none before the run ends
@@ -417,7 +425,8 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         log = [line for line in lines if line.get('loss') and 'tokens' in line]
         axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], lw=1,
                   label=f'run {folder}')
-    axes.legend(fontsize=7)
+    for label in axes.legend(fontsize=7).get_texts():
+        label.set_parse_math(False)
     text = markdown_table(['run', *names], rows)
     # Find the options in which the runs differ. Some of them make losses incomparable
     shared = [name for name in all_options[0] if all(name in options for options in all_options)]
@@ -427,7 +436,11 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
         text += f'\n\n{markdown_table(["option", *folders], different)}'
     # The name of the data decides only where an old run does not know their fingerprint
     must_agree = [name for name in MUST_AGREE if name != 'data' or 'test fingerprint' not in shared]
-    if reasons := [name for name, *_ in different if name in must_agree]:
+    reasons = [name for name, *_ in different if name in must_agree]
+    # Beside such a run the others' fingerprints must agree
+    reasons += [name for name in FINGERPRINTS if name not in shared
+                and len({options[name] for options in all_options if name in options}) > 1]
+    if reasons:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
     return '\n\n'.join([text, *notes]), figure
 
@@ -444,7 +457,7 @@ def show(subject: str, text: str, figure: Figure | None = None, name: str = '') 
     """Print a report's subject and text, and write its picture, if any, to out/results."""
     print(f'{subject}\n\n{text}', flush=True)
     if figure is not None:
-        figure.supxlabel(subject, fontsize=7)
+        figure.supxlabel(subject, fontsize=7, parse_math=False)
         os.makedirs('out/results', exist_ok=True)
         figure.savefig(f'out/results/{name}', dpi=100)
         print(f'out/results/{name}', flush=True)
@@ -459,6 +472,7 @@ def main(argv: list[str]) -> None:
     measured = sorted({'text', 'data', 'split', 'tokens'} & given.keys())
     check(not cfg.text or measured == ['text'], 'a text is read whole: no split, no tokens')
     check(bool(cfg.export) or 'export_dtype' not in given, 'export_dtype is for --export=DIR')
+    check(not (cfg.copying and cfg.steps), 'copying is measured with T as trained: no steps')
     if cfg.compare:
         others = ', '.join(name for name in given if name != 'compare')
         check(not others, f'--compare takes folders of runs alone, and not {others}')

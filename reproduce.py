@@ -46,7 +46,7 @@ from model import SIZES, ModelConfig, Transformer
 from nanocem.files import read_json, read_json_lines
 from nanocem.flops import flops_per_token
 from nanocem.metrics import markdown_table
-from nanocem.runs import read_result
+from nanocem.runs import left_out, read_result
 from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
@@ -207,6 +207,8 @@ def read_run(folder: str) -> Results:
     # Compare what was trained with what the folder's name says
     match = (re.fullmatch(r'out/\w+/(.+)/(.+)_rate=(.+)_seed=(\d+)', folder)
              or fail('expected SIZE/MODEL_rate=0.01_seed=1'))
+    check(match[1] in SIZE_OPTIONS and match[2] in MODELS,
+          f'no size {match[1]} has a model {match[2]} here: expected those of models.csv')
     run = Run(match[1], match[2], float(match[3]), int(match[4]))
     config = read_json(f'{folder}/config.json') or fail('it has no config.json')
     train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
@@ -214,6 +216,7 @@ def read_run(folder: str) -> Results:
     same = [getattr(train, name) == getattr(named_train, name)
             for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
+    check(not left_out(config['model']), left_out(config['model']))
     must_match = config.get('must_match') or fail('it does not say what it read')
     classes = must_match.get('classes')
     check(not classes, f'it has an energy of its own, {classes}')

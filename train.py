@@ -14,6 +14,7 @@ the test of the last weights. sample.py and evaluate.py take the weights of the 
 import atexit
 import math
 import os
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -215,7 +216,7 @@ def main(argv: list[str]) -> int:
     if resume:
         runs.check_match(began_with, must_match, out_dir)
     if state:
-        raw_model.load_state_dict(state['model'])
+        runs.load_weights(raw_model, state['model'], out_dir)
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
@@ -227,7 +228,7 @@ def main(argv: list[str]) -> int:
               f'seen {step * tokens_per_step} already')
     elif pretrained:
         runs.check_classes(pretrained, raw_model, cfg.init_from)
-        raw_model.load_state_dict(pretrained['model'])
+        runs.load_weights(raw_model, pretrained['model'], cfg.init_from)
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
     checksum = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
@@ -393,8 +394,8 @@ def main(argv: list[str]) -> int:
         dist.destroy_process_group()
         atexit.unregister(os._exit)
     if step < max_steps:
-        print(f'Stopped after step {step}; go on with --init_from=resume --out_dir={out_dir}',
-              flush=True)
+        print(f'Stopped after step {step}; go on with --init_from=resume '
+              f'--out_dir={shlex.quote(out_dir)}', flush=True)
         return STOPPED
 
     # Write the results and a sample of text
@@ -440,6 +441,8 @@ def start_from(given: dict[str, Any], rank: int) -> Start:
         # Take the options of the run, whose text and tokenizer cannot change, and its checkpoint
         out_dir = out_dir or runs.newest_run()
         config = runs.read_config(out_dir)
+        lost = runs.left_out(config['model'])
+        check(not lost, f'{out_dir} cannot be resumed: {lost}')
         saved = {**config['model'], **config['train'], 'stop_step': None}
         texts = [os.path.abspath(options.get('text') or '') for options in (saved, given)]
         if texts[0] == texts[1]:  # b.txt is ./b.txt
@@ -456,6 +459,7 @@ def start_from(given: dict[str, Any], rank: int) -> Start:
     if init_from != 'scratch' and not state:
         # Take the model of another run, whose weights must fit
         pretrained = runs.best_checkpoint(init_from)
+        runs.warn_of_left_out(pretrained['model_config'], init_from)
         saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
         given = must_equal(saved, given, WEIGHTS, init_from)
     return Start(merge(saved, given), out_dir, lock, began_with, began_steps, state, pretrained)

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from configurator import fail
+
 
 def write_atomic(path: str, data: bytes) -> None:
     """Write a file completely or not at all. OSError if that fails."""
@@ -21,8 +23,13 @@ def write_atomic(path: str, data: bytes) -> None:
 
 
 def read_json(path: str) -> dict[str, Any] | None:
-    """Read the object in a JSON file; None if there is no file. ValueError if it is damaged."""
-    return json.loads(Path(path).read_bytes()) if os.path.exists(path) else None
+    """Read the object in a JSON file; None if there is no file. UserError if it is damaged."""
+    if not os.path.exists(path):
+        return None
+    try:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as error:  # no JSON, or no UTF-8
+        fail(f'{path} is damaged ({error})')
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:

@@ -5,14 +5,16 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from configurator import build, check
+from configurator import build, check, fail
 from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import read_json, to_json
 from nanocem.tokenizers import MODEL_FILE, UNCONVERTED_FILE, tokenizer_of
 
+ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
 CODE = ('model.py', 'nanocem/attention.py', 'nanocem/trial.py', 'nanocem/decode.py',
         'nanocem/modeling_nanocem.py')  # copied into exports
@@ -119,7 +121,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
             nanocem={name: getattr(cfg, name) for name in OURS_ALONE})
     else:
         for source in CODE:
-            shutil.copyfile(Path(__file__).parents[1] / source, path / Path(source).name)
+            shutil.copyfile(ROOT / source, path / Path(source).name)
         auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
         config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
@@ -163,7 +165,10 @@ def read_export(folder: str) -> dict[str, Any]:
     with torch.device('meta'):
         model = Transformer(cfg)
     exported = {w: exported_name(name, cfg) for name, w in model.named_parameters()}
-    found = load_file(f'{folder}/{WEIGHTS_FILE}')
+    try:
+        found = load_file(f'{folder}/{WEIGHTS_FILE}')
+    except SafetensorError as error:  # of half a file, or of Git LFS's pointer to one
+        fail(f'{folder}/{WEIGHTS_FILE} is damaged, or not downloaded: copy it again ({error})')
     shapes = {exported[w]: convert_layout(name, w, cfg).shape
               for name, w in model.named_parameters()}
     different = sorted(name for name in found.keys() | shapes.keys()
@@ -177,7 +182,13 @@ def read_export(folder: str) -> dict[str, Any]:
         print(f'{folder}: its model has {cfg.vocab_size} ids, its data had '
               f'{run["data"]["vocab_size"]}; later ones, such as added chat tokens, have no text '
               'here', flush=True)
-    return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
+    code = Path(folder, 'model.py')
+    if code.is_file() and code.read_bytes() != (ROOT / 'model.py').read_bytes():
+        print(f'WARNING: {code} is not the model.py here, which computes these numbers; '
+              'transformers runs the one in the folder', flush=True)
+    # Only models of model.py's classes are exported
+    return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights,
+            'must_match': {'classes': []}}
 
 
 def fixed_in_llama(d_model: int, n_head: int) -> dict[str, Any]:

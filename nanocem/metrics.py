@@ -27,8 +27,8 @@ def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss); infinity above a loss of 50, which only a diverged model has."""
-    return math.exp(loss) if loss < 50 else math.inf
+    """Return exp(loss); infinity from a loss of 50 on, which only a diverged model has."""
+    return math.inf if loss >= 50 else math.exp(loss)  # NaN stays NaN
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import zipfile
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def newest_run() -> str:
 
 
 def read_config(out_dir: str) -> dict[str, Any]:
-    """Read a run's config.json. UserError if there is none or if it is another program's,
-    ValueError if it is damaged."""
+    """Read a run's config.json. UserError if there is none, or if it is damaged or another
+    program's."""
     config = read_json(f'{out_dir}/config.json') or {}
     check({'train', 'model'} <= {*config}, f'no run in {out_dir}')
     return config
@@ -50,7 +51,7 @@ def count_steps(train: dict[str, Any], cfg: ModelConfig) -> int:
 
 def read_result(out_dir: str, config: dict[str, Any]) -> dict[str, Any]:
     """Read the result.json of a run with this config.json. {} if the run has not ended. UserError
-    if the result is that of fewer or more tokens, KeyError or ValueError if it is damaged."""
+    if it is damaged, or that of fewer or more tokens; KeyError if it lacks them."""
     result = read_json(f'{out_dir}/result.json')
     if result is None:
         return {}
@@ -125,6 +126,29 @@ def check_classes(state: dict[str, Any], model: Transformer, path: str) -> None:
           'the file that trained it, as docs/new_energy.py does')
 
 
+def left_out(options: dict[str, Any]) -> str:
+    """Return those of a saved model's options that this model.py lacks, and `build` leaves out, as
+    a warning; '' if there are none."""
+    known = {field.name for field in fields(ModelConfig)}
+    unknown = [f'{name}={value}' for name, value in options.items() if name not in known]
+    return f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
+
+
+def warn_of_left_out(options: dict[str, Any], path: str) -> None:
+    """Print a line if the model in `path` has options that this model.py lacks."""
+    if warning := left_out(options):
+        print(f'WARNING: {path}: {warning}; it is read without', flush=True)
+
+
+def load_weights(model: Transformer, weights: dict[str, Any], path: str) -> None:
+    """Load the weights that were read from `path`. UserError if they are not this model's."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        fail(f'{path} does not have the weights of this model.py: expected the one that trained it '
+             f'({" ".join(str(error).split()):.300})')
+
+
 def checkpoints(out_dir: str) -> list[str]:
     """Return the paths of a run's numbered checkpoints, oldest first."""
     return sorted(glob.glob(f'{glob.escape(out_dir)}/step_{"[0-9]" * 8}.pt'))
@@ -159,6 +183,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise
     except Exception as error:  # a damaged file can fail in any way
         fail(f'{path} is damaged ({" ".join(str(error).split()):.200})')
+    check(isinstance(state, dict) and {'model', 'model_config'} <= {*state}, f'{path} is no '
+          "checkpoint of train.py: expected one, which has the model's options beside its weights")
     # Strip the prefixes that torch.compile and DDP put before the names of weights
     state['model'] = {re.sub(r'^((_orig_mod|module)\.)+', '', name): w
                       for name, w in state['model'].items()}
@@ -201,9 +227,10 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     """Load the model of best_checkpoint(path) onto a device, in evaluation mode. Return it and the
     checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
+    warn_of_left_out(state['model_config'], path)
     model = Transformer(build(ModelConfig, state['model_config']))
     check_classes(state, model, path)
-    model.load_state_dict(state['model'])
+    load_weights(model, state['model'], path)
     return model.to(find_device(device)).eval(), state
 
 

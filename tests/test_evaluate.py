@@ -258,6 +258,7 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     assert [row[1] for row in cells(attention)] == [f'{s:.2%}' for s in shifts]
     rows = cells(report('--attention=A $word_d\u00e9j\u00e0', '--steps=1,4'))
     assert [len(row) for row in rows] == [5, 5, 4, 4]
+    assert 'attention-run.png' in report('--attention=$x_$ and y')  # no formula
     assert Path('out/results/attention-run.png').read_bytes()[:4] == b'\x89PNG'
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
@@ -295,6 +296,21 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     (Path('out/bpe/config.json')).write_text(json.dumps(config | {'must_match': {
         'test fingerprint': 1}}))
     assert 'cannot be compared' not in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
+    # The same test text, another validation text
+    for run, known in ('run', 3), ('bpe', 4):
+        Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': {
+            'val fingerprint': known, 'test fingerprint': 1}}))
+    assert 'differ in val fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
+    # Beside a run of an older version, which knows neither
+    write_run(place / 'out/old', Path('bpe'), model_of())
+    text, _ = evaluate.compare_runs(['out/run', 'out/old', 'out/bpe'])
+    assert text.endswith('differ in val fingerprint.')
+
+
+def test_a_run_whose_name_looks_like_a_formula_is_drawn(place: Path) -> None:
+    write_run(place / 'out/lr_$1e-3^$', Path('data'), model_of())
+    evaluate.main(['--compare', 'out/run', 'out/lr_$1e-3^$'])
+    assert Path('out/results/compare-run-lr_$1e-3^$.png').read_bytes()[:4] == b'\x89PNG'
 
 
 def test_repeated_targets_are_those_of_a_slow_search() -> None:
@@ -354,6 +370,34 @@ def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> Non
     assert f'Of the gap {repeated / total:.0%} comes from repeated targets' in text
     assert 'There is no gap' in evaluate.report_copying(
         {'A': Copier(2.0), 'B': Copier(2.0)}, ids, 0, 1)
+
+
+@pytest.mark.parametrize(('text', 'words'), [
+    ('a', 'have 1 tokens: expected a text, and a context, of 4 or more'),
+    ('abcdefgh', 'no target is of the kind "repeated: their pair stood earlier"')])
+@pytest.mark.parametrize('copying', ['--copying', '--copying=out/other'])
+def test_too_little_text_for_copying_is_refused(text: str, words: str, copying: str,
+                                                place: Path) -> None:
+    write_run(place / 'out/other', Path('data'), model_of(kq_diag='shared'))
+    Path('text.txt').write_text(text)
+    with pytest.raises(SystemExit, match=words):
+        evaluate.main(['--out_dir=out/run', '--text=text.txt', copying, '--device=cpu'])
+
+
+def test_a_short_context_is_too_little_for_copying(place: Path) -> None:
+    write_run(place / 'out/one', Path('data'), model_of(context_length=1))
+    with pytest.raises(SystemExit, match='have 1 tokens: expected a text, and a context, of 4'):
+        evaluate.main(['--out_dir=out/one', '--copying', '--device=cpu'])
+
+
+def test_a_loss_that_is_no_number_is_never_left_out(place: Path, report: Report) -> None:
+    """As those of BOS and padding are."""
+    model = model_of()
+    model.embedding[ord('w')] = math.nan
+    write_run(place / 'out/nan', Path('data'), model)
+    with pytest.raises(SystemExit, match='a loss is NaN'):
+        evaluate.main(['--out_dir=out/nan', '--copying', '--device=cpu'])
+    assert cells(report('--out_dir=out/nan'))[0][2:] == ['nan'] * 3  # no perplexity of infinity
 
 
 def test_copying_on_the_command_line(capsys: pytest.CaptureFixture) -> None:

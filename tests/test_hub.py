@@ -21,7 +21,7 @@ from test_tokenizers import LLAMA, NASTY, WORDS, documents, small_gpt2
 
 import evaluate
 import sample
-from model import Transformer
+from model import CEMMLP, Transformer
 from nanocem import hf
 from nanocem.hf import WEIGHTS_FILE, export
 from nanocem.runs import load_model
@@ -292,6 +292,24 @@ def test_a_missing_norm_eps_is_that_of_transformers(tmp_path: Path) -> None:
     assert transformers.AutoConfig.from_pretrained(tmp_path / 'hub').rms_norm_eps == 1e-6
     with pytest.raises(ValueError, match='rms_norm_eps=1e-06'):
         load_model(f'{tmp_path}/hub')
+
+
+def test_an_export_s_own_code_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """An export has models of model.py's classes alone, of the model.py in its folder."""
+    folder = f'{tmp_path}/hub'
+    export(model_of(), folder, state_of(model_of()))
+    load_model(folder)
+    assert not capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr('model.CEMMLP', type('Mine', (CEMMLP,), {}))
+        with pytest.raises(ValueError, match=r'no class of your own, and this script has Mine'):
+            load_model(folder)
+    with open(f'{folder}/model.py', 'a') as file:
+        file.write('NORM_EPS = 1e-6\n')
+    load_model(folder)
+    assert f'WARNING: {folder}/model.py is not the model.py here' in capsys.readouterr().out
 
 
 def test_another_program_s_model_is_refused_in_a_line(tmp_path: Path) -> None:

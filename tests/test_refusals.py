@@ -1,5 +1,6 @@
 """What is wrong is one line that says what would be right, and exit code 1: a table of them."""
 import importlib
+import os
 import re
 import shutil
 import sys
@@ -58,6 +59,10 @@ evaluate            --out_dir=llama --text=a.txt --split=val       a text is rea
 evaluate            --out_dir=llama --export_dtype=bfloat16        export_dtype is for --export
 evaluate            --compare llama --energies --tokens=5          alone, and not energies, tokens
 evaluate            --compare                              expected folders of runs
+evaluate            --copying --steps=2                    is measured with T as trained: no steps
+evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py
+evaluate            --out_dir=half                         half/model.safetensors is damaged, or not
+evaluate            --out_dir=edited                       edited/config.json is damaged (
 evaluate            --tokens=5                             no run in out/: python train.py makes one
 bench               --device=cuda                          finds no GPU
 reproduce           --figure=3d                            figure=3d: expected one of 2a
@@ -90,7 +95,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(path / 'data')
     (path / 'data/config.json').write_text('{"of": "another program"}')
     edit_meta(write_data(path / 'gpt2'), tokenizer='gpt2')
-    shutil.copytree(ROOT / 'pretrained/llama_alibi', path / 'llama')
+    for name in ('llama', 'half', 'edited'):
+        shutil.copytree(ROOT / 'pretrained/llama_alibi', path / name)
+    os.truncate(path / 'half/model.safetensors', 10_000)
+    (path / 'edited/config.json').write_text('{"model_type": "nanocem",}')
+    torch.save({'embedding': torch.zeros(1)}, path / 'weights.pt')
     edit_meta(old, format=99)
     edit_meta(short, splits={**edit_meta(short), 'val': {'shards': []}})
     return path

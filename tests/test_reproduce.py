@@ -169,7 +169,8 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
         (good.parent / name).mkdir(exist_ok=True)
         (good.parent / name / file).write_text(content)
         reproduce.read_own()
-        assert f'{good.parent}/{name} is left out: ' in capsys.readouterr().err
+        assert f'{good.parent}/{name} is left out: ' in (error := capsys.readouterr().err)
+    assert 'left out: no size XS has a model cem-9 here' in error
     for option in '"test_tokens": 10000000', '"init_from": "scratch"':
         other = config.replace(option, option.replace('10000000', '300').replace('scratch', 'run'))
         (good / 'config.json').write_text(other)
@@ -180,7 +181,9 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     for name, content, words in (
             ('result.json', whole.replace('"tokens": 160', '"tokens": 80'), 'is that of 80 tokens'),
             ('config.json', config.replace('"rescheduled": 0', '"rescheduled": 4'), 'of another'),
-            ('config.json', config.replace('"classes": []', '"classes": ["Mine"]'), "['Mine']")):
+            ('config.json', config.replace('"classes": []', '"classes": ["Mine"]'), "['Mine']"),
+            ('config.json', config.replace('"attn_rank"', '"gate": "relu", "attn_rank"', 1),
+             'its model has gate=relu, unlike this model.py')):
         before = (good / name).read_text()
         assert content != before
         (good / name).write_text(content)

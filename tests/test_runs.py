@@ -21,6 +21,7 @@ import train
 from configurator import UserError
 from model import ModelConfig
 from nanocem import runs
+from nanocem.files import to_json
 from nanocem.runs import Log, checkpoints, last_checkpoint, read_checkpoint, save_checkpoint
 
 # Checkpoints
@@ -150,6 +151,32 @@ class Touch:
 
     def __reduce__(self) -> tuple:
         return Path.touch, (Path(self.path),)
+
+
+def test_what_this_model_py_lacks_is_said(
+    halves: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A run of an edited model.py has options, or weights, that this one would not read."""
+    out = Path(shutil.copytree(halves[1], tmp_path / 'o'))
+    config = runs.read_json(f'{out}/config.json')
+    config['model']['gate'] = 'relu'
+    (out / 'config.json').write_bytes(to_json(config))
+    with pytest.raises(SystemExit, match=r'cannot be resumed: its model has gate=relu'):
+        train.main([f'--out_dir={out}', RESUME])
+    state = torch.load(out / 'best.pt')
+    state['model_config']['gate'] = 'relu'
+    torch.save(state, out / 'best.pt')
+    warning = f'WARNING: {out}: its model has gate=relu, unlike this model.py'
+    runs.load_model(str(out))
+    assert warning in capsys.readouterr().out
+    tuned = [f'--init_from={out}', f'--out_dir={tmp_path / "tuned"}', '--tokens=1']
+    assert train.main([*TINY, *tuned]) == 0 and warning in capsys.readouterr().out
+    state['model']['blocks.0.mlp.bias'] = torch.zeros(1)
+    torch.save(state, out / 'best.pt')
+    with pytest.raises(UserError, match=r'not have the weights of this model.py: .*mlp.bias'):
+        runs.load_model(str(out))
+    with pytest.raises(SystemExit, match=r'not have the weights of this model.py'):
+        train.main([*TINY, tuned[0], f'--out_dir={tmp_path / "other"}', '--tokens=1'])
 
 
 # Folders and logs

@@ -234,13 +234,13 @@ def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
 def test_a_signal_to_one_process_stops_all_and_leaves_a_checkpoint(
     data: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / 'o'
+    out = tmp_path / 'a run'
     options = [f'--data={data}', f'--out_dir={out}', '--checkpoint_interval=100000']
     run = Run(tmp_path, *options, steps(100_000), world=2)
     running.wait_for(lambda: (out / 'log.jsonl').exists() and len(log(out)) > 10)
     os.kill(run.processes[1].pid, signal.SIGTERM)  # rank 1 alone is told
     assert run.wait().codes == [train.STOPPED] * 2
-    assert f'go on with --init_from=resume --out_dir={out}' in run.text
+    assert f"go on with --init_from=resume --out_dir='{out}'" in run.text  # as a shell reads it
     step = read_checkpoint(checkpoints(str(out))[-1])['step']
     assert step == log(out)[-1]['step'] >= 10
     # A job that is queued twice takes no step more
