@@ -3,7 +3,6 @@ import sys
 
 import pytest
 import torch
-
 from running import ROOT
 
 sys.path.insert(0, str(ROOT / 'results/copying'))
