@@ -217,6 +217,8 @@ def main(argv: list[str]) -> int:
         runs.check_match(began_with, must_match, out_dir)
     if state:
         runs.load_weights(raw_model, state['model'], out_dir)
+        wrong = runs.other_logits(state, raw_model)
+        check(not wrong, f'{out_dir} cannot be resumed: {wrong}')
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
@@ -229,6 +231,10 @@ def main(argv: list[str]) -> int:
     elif pretrained:
         runs.check_classes(pretrained, raw_model, cfg.init_from)
         runs.load_weights(raw_model, pretrained['model'], cfg.init_from)
+        # With other options it is meant to compute something else
+        same = model_cfg == build(ModelConfig, pretrained['model_config'])
+        if same and (warning := runs.other_logits(pretrained, raw_model)):
+            print(f'WARNING: {cfg.init_from}: {warning}', flush=True)
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
     checksum = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
@@ -265,7 +271,7 @@ def main(argv: list[str]) -> int:
             'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
             'max_steps': max_steps, 'rescheduled': rescheduled,
-            'must_match': must_match, 'model_config': asdict(model_cfg),
+            'probe': runs.probe(raw_model), 'must_match': must_match, 'model_config': asdict(model_cfg),
             'data': data_must_match, 'data_dir': cfg.data})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -149,6 +149,31 @@ def load_weights(model: Transformer, weights: dict[str, Any], path: str) -> None
              f'({" ".join(str(error).split()):.300})')
 
 
+@torch.no_grad()
+def probe(model: Transformer) -> list[float]:
+    """Return sixteen logits at the end of some ids, always the same: they say what a model computes,
+    by whatever code. In full precision, so that they are alike on all machines."""
+    vocab_size = len(model.head)
+    idx = torch.arange(min(64, model.cfg.context_length), device=model.head.device) * 7919
+    device = model.head.device.type
+    with torch.compiler.set_stance('force_eager'), torch.autocast(device, enabled=False):
+        logits = model.next_logits(idx[None] % vocab_size)[0]
+    return logits[torch.arange(16, device=logits.device) * 7919 % vocab_size].tolist()
+
+
+def other_logits(state: dict[str, Any], model: Transformer) -> str:
+    """Return what a checkpoint says against a model that has loaded its weights: '' if both compute
+    the same, up to rounding. One of an older version does not say."""
+    saved = torch.tensor(state.get('probe', []))
+    if not len(saved) or not saved.isfinite().all():
+        return ''
+    error = ((torch.tensor(probe(model)) - saved).norm() / saved.norm()).item()
+    if error <= PROBE_ERROR:  # false for NaN
+        return ''
+    return (f'its logits are not those of the model that was saved (off by {error:.1%}): model.py, '
+            'or the weights, have changed since')
+
+
 def checkpoints(out_dir: str) -> list[str]:
     """Return the paths of a run's numbered checkpoints, oldest first."""
     return sorted(glob.glob(f'{glob.escape(out_dir)}/step_{"[0-9]" * 8}.pt'))
@@ -231,6 +256,8 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     model = Transformer(build(ModelConfig, state['model_config']))
     check_classes(state, model, path)
     load_weights(model, state['model'], path)
+    if warning := other_logits(state, model):
+        print(f'WARNING: {path}: {warning}', flush=True)
     return model.to(find_device(device)).eval(), state
 
 
