@@ -271,8 +271,8 @@ def main(argv: list[str]) -> int:
             'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
             'max_steps': max_steps, 'rescheduled': rescheduled,
-            'probe': runs.probe(raw_model), 'must_match': must_match, 'model_config': asdict(model_cfg),
-            'data': data_must_match, 'data_dir': cfg.data})
+            'probe': runs.probe(raw_model), 'must_match': must_match,
+            'model_config': asdict(model_cfg), 'data': data_must_match, 'data_dir': cfg.data})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""

@@ -19,8 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from configurator import UserError
-from model import ModelConfig
+from model import ModelConfig, Transformer
 from nanocem import runs
+from nanocem.fast import plug_in
 from nanocem.files import to_json
 from nanocem.runs import Log, checkpoints, last_checkpoint, read_checkpoint, save_checkpoint
 
@@ -177,6 +178,45 @@ def test_what_this_model_py_lacks_is_said(
         runs.load_model(str(out))
     with pytest.raises(SystemExit, match=r'not have the weights of this model.py'):
         train.main([*TINY, tuned[0], f'--out_dir={tmp_path / "other"}', '--tokens=1'])
+
+
+def test_a_class_that_was_edited_in_place_is_said(
+    halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture
+) -> None:
+    """Its names, options and weights are those of the run, but it computes something else."""
+    out = Path(shutil.copytree(halves[1], tmp_path / 'o'))
+    tuned = [*TINY, f'--init_from={out}', '--tokens=1']
+    runs.load_model(str(out))
+    assert train.main([*tuned, f'--out_dir={tmp_path / "a"}']) == 0
+    assert 'its logits' not in capsys.readouterr().out
+    monkeypatch.setattr(torch.nn.functional, 'silu', torch.exp)
+    warning = f'WARNING: {out}: its logits are not those of the model that was saved'
+    runs.load_model(str(out))
+    assert warning in capsys.readouterr().out
+    assert train.main([*tuned, f'--out_dir={tmp_path / "b"}']) == 0
+    assert warning in capsys.readouterr().out
+    # With other options it is meant to compute something else
+    assert train.main([*tuned, '--attn_steps=1', f'--out_dir={tmp_path / "c"}']) == 0
+    assert 'its logits' not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r'cannot be resumed: its logits are not those'):
+        train.main([f'--out_dir={out}', RESUME])
+
+
+def test_a_probe_is_alike_in_any_attention_precision_and_mode() -> None:
+    torch.manual_seed(1)
+    model = Transformer(ModelConfig(size='nano', vocab_size=300, context_length=80,
+                                    kq_diag='shared', preconditioner='diag_lowrank'))
+    state = {'probe': runs.probe(model)}
+    for impl in ('blockwise', 'sdpa', 'readable'):
+        plug_in(model, impl)
+        assert runs.other_logits(state, model.eval()) == ''
+    with torch.autocast('cpu', torch.bfloat16):
+        assert runs.probe(model) == state['probe']
+    assert runs.other_logits(state, model.bfloat16()) == ''
+    assert runs.other_logits({}, model) == runs.other_logits({'probe': [math.nan]}, model) == ''
+    torch.nn.init.constant_(model.embedding, math.nan)
+    assert 'off by nan%' in runs.other_logits(state, model)
 
 
 # Folders and logs
