@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import os
+import pickle
 import re
 import zipfile
 from dataclasses import fields
@@ -208,6 +209,9 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         state = torch.load(path, map_location='cpu', weights_only=True)
     except OSError:
         raise
+    except pickle.UnpicklingError:  # such as torch.save(model)
+        fail(f'{path} is no checkpoint of train.py: it holds other objects than tensors and plain '
+             'values, which could run any code')
     except Exception as error:  # a damaged file can fail in any way
         fail(f'{path} is damaged ({" ".join(str(error).split()):.200})')
     check(isinstance(state, dict) and {'model', 'model_config'} <= {*state}, f'{path} is no '

@@ -61,6 +61,7 @@ evaluate            --compare llama --energies --tokens=5          alone, and no
 evaluate            --compare                              expected folders of runs
 evaluate            --copying --steps=2                    is measured with T as trained: no steps
 evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py
+evaluate            --out_dir=whole.pt                     whole.pt is no checkpoint of train.py
 evaluate            --out_dir=half                         half/model.safetensors is damaged, or not
 evaluate            --out_dir=edited                       edited/config.json is damaged (
 evaluate            --tokens=5                             no run in out/: python train.py makes one
@@ -100,6 +101,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.truncate(path / 'half/model.safetensors', 10_000)
     (path / 'edited/config.json').write_text('{"model_type": "nanocem",}')
     torch.save({'embedding': torch.zeros(1)}, path / 'weights.pt')
+    torch.save(torch.nn.Linear(1, 1), path / 'whole.pt')
     edit_meta(old, format=99)
     edit_meta(short, splits={**edit_meta(short), 'val': {'shards': []}})
     return path
