@@ -216,7 +216,8 @@ def read_run(folder: str) -> Results:
     same = [getattr(train, name) == getattr(named_train, name)
             for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
-    check(not left_out(config['model']), left_out(config['model']))
+    lost = left_out(config['model'])
+    check(not lost, lost)
     must_match = config.get('must_match') or fail('it does not say what it read')
     classes = must_match.get('classes')
     check(not classes, f'it has an energy of its own, {classes}')

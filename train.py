@@ -216,9 +216,7 @@ def main(argv: list[str]) -> int:
     if resume:
         runs.check_match(began_with, must_match, out_dir)
     if state:
-        runs.load_weights(raw_model, state['model'], out_dir)
-        wrong = runs.other_logits(state, raw_model)
-        check(not wrong, f'{out_dir} cannot be resumed: {wrong}')
+        runs.load_weights(raw_model, state, out_dir, resume=True)
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
@@ -229,12 +227,7 @@ def main(argv: list[str]) -> int:
         check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
               f'seen {step * tokens_per_step} already')
     elif pretrained:
-        runs.check_classes(pretrained, raw_model, cfg.init_from)
-        runs.load_weights(raw_model, pretrained['model'], cfg.init_from)
-        # With other options it is meant to compute something else
-        same = model_cfg == build(ModelConfig, pretrained['model_config'])
-        if same and (warning := runs.other_logits(pretrained, raw_model)):
-            print(f'WARNING: {cfg.init_from}: {warning}', flush=True)
+        runs.load_weights(raw_model, pretrained, cfg.init_from)
     state = pretrained = None  # free their memory
     # Check that all processes are at the same step, and have the same weights to the bit
     checksum = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
@@ -465,7 +458,6 @@ def start_from(given: dict[str, Any], rank: int) -> Start:
     if init_from != 'scratch' and not state:
         # Take the model of another run, whose weights must fit
         pretrained = runs.best_checkpoint(init_from)
-        runs.warn_of_left_out(pretrained['model_config'], init_from)
         saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
         given = must_equal(saved, given, WEIGHTS, init_from)
     return Start(merge(saved, given), out_dir, lock, began_with, began_steps, state, pretrained)

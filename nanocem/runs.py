@@ -137,21 +137,6 @@ def left_out(options: dict[str, Any]) -> str:
     return f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
 
 
-def warn_of_left_out(options: dict[str, Any], path: str) -> None:
-    """Print a line if the model in `path` has options that this model.py lacks."""
-    if warning := left_out(options):
-        print(f'WARNING: {path}: {warning}; it is read without', flush=True)
-
-
-def load_weights(model: Transformer, weights: dict[str, Any], path: str) -> None:
-    """Load the weights that were read from `path`. UserError if they are not this model's."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        fail(f'{path} does not have the weights of this model.py: expected the one that trained it '
-             f'({" ".join(str(error).split()):.300})')
-
-
 @torch.no_grad()
 def probe(model: Transformer) -> list[float]:
     """Return sixteen logits at the end of fixed ids. They say what a model computes,
@@ -175,6 +160,29 @@ def other_logits(state: dict[str, Any], model: Transformer) -> str:
         return ''
     return (f'its logits are not those of the model that was saved (off by {error:.1%}): model.py, '
             'or the weights, have changed since')
+
+
+def load_weights(model: Transformer, state: dict[str, Any], path: str,
+                 resume: bool = False) -> None:
+    """Load the weights of a checkpoint that was read from `path`. A line says whether this model
+    computes something else than the one that was saved; a run to resume is then refused. UserError
+    if the weights or classes are not this model's."""
+    def object_to(wrong: str) -> None:
+        check(not (wrong and resume), f'{path} cannot be resumed: {wrong}')
+        if wrong:
+            print(f'WARNING: {path}: {wrong}', flush=True)
+
+    if lost := left_out(state['model_config']):
+        object_to(f'{lost}; it is read without')
+    check_classes(state, model, path)
+    try:
+        model.load_state_dict(state['model'])
+    except RuntimeError as error:
+        fail(f'{path} does not have the weights of this model.py: expected the one that trained it '
+             f'({" ".join(str(error).split()):.300})')
+    # A new run with other options is meant to compute something else
+    if resume or model.cfg == build(ModelConfig, state['model_config']):
+        object_to(other_logits(state, model))
 
 
 def checkpoints(out_dir: str) -> list[str]:
@@ -258,12 +266,8 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     """Load the model of best_checkpoint(path) onto a device, in evaluation mode. Return it and the
     checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
-    warn_of_left_out(state['model_config'], path)
     model = Transformer(build(ModelConfig, state['model_config']))
-    check_classes(state, model, path)
-    load_weights(model, state['model'], path)
-    if warning := other_logits(state, model):
-        print(f'WARNING: {path}: {warning}', flush=True)
+    load_weights(model, state, path)
     return model.to(find_device(device)).eval(), state
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from running import ROOT
 
+from nanocem.hf import CODE
+
 SCRIPTS = {'train', 'sample', 'evaluate', 'bench', 'reproduce', 'prepare_slimpajama',
            'synthetic_gp'}
 
@@ -37,7 +39,8 @@ def test_model_and_energy_import_torch_and_the_standard_library_alone() -> None:
         packages = {module.partition('.')[0] for module in imports(ROOT / name)}
         assert packages - sys.stdlib_module_names == {'torch'}, name
     # What an export has imports nothing of ours but one another
-    ours = {'model', 'attention', 'trial', 'decode'}
-    for name in ('attention', 'trial', 'decode', 'modeling_nanocem'):
-        packages = {module.partition('.')[0] for module in imports(ROOT / f'nanocem/{name}.py')}
-        assert packages - sys.stdlib_module_names <= {'torch', 'transformers', *ours}
+    names = {Path(file).stem for file in CODE}
+    for file in CODE:
+        packages = {module.partition('.')[0] for module in imports(ROOT / file)}
+        allowed = {'torch', 'transformers', *names - {'modeling_nanocem'}}
+        assert packages - sys.stdlib_module_names <= allowed, file

@@ -140,6 +140,17 @@ EDITS = {
     'bias': lambda b, pos: b + (pos.distance == 0) * 0.5}
 
 
+def check_plugs(model: Transformer, idx: Tensor, right: Tensor, lengths: tuple[int, ...]) -> None:
+    """AssertionError unless each plug, and the cache for the first ids, gives these logits."""
+    for impl in ('auto', 'blockwise', 'sdpa'):
+        fast.plug_in(model, impl)
+        torch.testing.assert_close(model(idx)[0], right, rtol=0, atol=1e-9)
+        with Cache(model):
+            for n in lengths:
+                torch.testing.assert_close(
+                    model.next_logits(idx[:, :n]), right[:, n - 1].float(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize('options', [
     dict(), dict(positions='rope'), dict(kq_diag='shared'),
     dict(positions='rope', kq_diag='per_head')], ids=str)
@@ -166,13 +177,7 @@ def test_an_edited_layer_is_what_runs(
         setattr(attn, method, MethodType(edited, attn))
     right, _ = model(idx)
     assert not torch.allclose(right, unedited)
-    for impl in ('auto', 'blockwise', 'sdpa'):
-        fast.plug_in(model, impl)
-        torch.testing.assert_close(model(idx)[0], right, rtol=0, atol=1e-9)
-        with Cache(model):
-            for n in (5, 6, 12):
-                torch.testing.assert_close(
-                    model.next_logits(idx[:, :n]), right[:, n - 1].float(), rtol=0, atol=1e-5)
+    check_plugs(model, idx, right, (5, 6, 12))
     if method != 'bias':
         assert 'Warning: sdpa attention gives another output' in capsys.readouterr().err
 
@@ -201,13 +206,7 @@ def test_a_sliding_window_is_what_runs(
     right, _ = model(idx)
     if config.positions == 'rope':  # ALiBi's weights of such distances round to 0
         assert not torch.allclose(right, unedited)
-    for impl in ('auto', 'blockwise', 'sdpa'):
-        fast.plug_in(model, impl)
-        torch.testing.assert_close(model(idx)[0], right, rtol=0, atol=1e-9)
-        with Cache(model):
-            for n in (3, 239, 240):
-                torch.testing.assert_close(
-                    model.next_logits(idx[:, :n]), right[:, n - 1].float(), rtol=0, atol=1e-5)
+    check_plugs(model, idx, right, (3, 239, 240))
 
 
 def test_a_context_of_one_token_needs_no_warning(capsys: pytest.CaptureFixture) -> None:
