@@ -16,7 +16,8 @@ of the diagonal's part of the energy, and exact_update=True adds it.
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
 Comments at the ends of lines are the formulas of Algorithm 1. Its steps are added to norm(x), which
 diverged at the paper's width, so by default we add them to x. Algorithm 1 has no RoPE: comments
-that begin with "rope:" are ours. docs/paper.md lists our choices where the paper is silent.
+that begin with "rope:" are ours. So are key_shift and match_bias, with which CEM learns to copy.
+docs/paper.md lists our choices where the paper is silent.
 
 This file needs torch alone, and can be copied into another project. What is faster is plugged in
 from outside, by replacing a method of one object: nanocem/fast.py replaces attend and loss,
@@ -76,6 +77,8 @@ class ModelConfig:
     attn_step_size: float | None = None  # eta_eps, of a step; default: 1 / attn_steps
     mlp_step_size: float | None = None  # eta_xi, of a step; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
+    key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
+    match_bias: bool = False  # add to scores how alike token i is to the token before j
     kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
@@ -125,6 +128,12 @@ class Positions(NamedTuple):
     mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J)
     cos: Tensor  # cosines of RoPE's angles, (I, R / 2)
     sin: Tensor  # their sines
+    match: Tensor | None = None  # how alike token i is to the token before j, (B, I, J)
+
+
+def previous(x: Tensor) -> Tensor:
+    """Return x (..., J, D) of the token before each one, and zeros for the first."""
+    return F.pad(x, (0, 0, 1, -1))
 
 
 def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0) -> Positions:
@@ -153,6 +162,9 @@ class BaseAttention(nn.Module):
         if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
+        if cfg.match_bias:  # the features d that are compared, and how much w_k each head looks
+            self.match_diag = nn.Parameter(torch.ones(D))
+            self.match_weight = nn.Parameter(torch.zeros(K))
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.K, -1)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
@@ -169,6 +181,23 @@ class BaseAttention(nn.Module):
         sin = -pos.sin if inverse else pos.sin
         return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
 
+    def shift(self, k: Tensor) -> Tensor:
+        """With key_shift=half replace the first R / 2 features of each key (B, K, J, R) by those of
+        the token before. A head can then look for what follows a token."""
+        if self.cfg.key_shift == 'none':
+            return k
+        first, second = k.chunk(2, dim=-1)
+        return torch.cat([previous(first), second], dim=-1)
+
+    def add_match(self, h: Tensor, pos: Positions) -> Positions:
+        """With match_bias add (d * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B, J, D),
+        whose last I tokens are the queries'. No state u is in it, so all steps share it."""
+        if not self.cfg.match_bias:
+            return pos
+        I, D = len(pos.mask), h.shape[-1]
+        h_i = h[:, -I:] * (self.match_diag / math.sqrt(D))
+        return pos._replace(match=h_i @ previous(h).mT)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions,
                u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         """Return o_i = sum_j softmax_j(a_ijk) v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K,
@@ -184,13 +213,17 @@ class BaseAttention(nn.Module):
 
     def bias(self, pos: Positions) -> Tensor:
         """Return b_ijk = -m_k |i - j| + (b_self_k if i = j else b_cross_k), (K, I, J); -inf where i
-        may not attend to j. With RoPE return the mask alone, (I, J)."""
-        if self.cfg.positions == 'rope':
-            return pos.mask
-        slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
-        b_self = self.b_self[:, None, None]
-        b_cross = self.b_cross[:, None, None]
-        return pos.mask + torch.where(pos.distance == 0, b_self, b_cross) - slopes * pos.distance
+        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add
+        w_k (d * h_i) . h_(j-1) / sqrt(D), (B, K, I, J)."""
+        b = pos.mask
+        if self.cfg.positions == 'alibi':
+            slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
+            b_self = self.b_self[:, None, None]
+            b_cross = self.b_cross[:, None, None]
+            b = b + torch.where(pos.distance == 0, b_self, b_cross) - slopes * pos.distance
+        if pos.match is not None:
+            b = b + self.match_weight[:, None, None] * pos.match[:, None]
+        return b
 
 
 def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
@@ -216,6 +249,9 @@ class LlamaAttention(BaseAttention):
         h = self.norm(x)
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
         k = self.split_heads(F.linear(h, self.W_K))
+        # With key_shift and match_bias, let heads look for what followed a token like this one
+        k = self.shift(k)
+        pos = self.add_match(h, pos)
         # With tie=kv the values are the keys before RoPE
         v = k if self.W_V is self.W_K else self.split_heads(F.linear(h, self.W_V))
         # With RoPE, rotate queries and keys by their positions
@@ -241,6 +277,9 @@ class CEMAttention(BaseAttention):
         # Project the normed input to keys, which are also the values and fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
+        # With key_shift and match_bias, let heads look for what followed a token like this one
+        k = self.shift(k)
+        pos = self.add_match(h, pos)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
         # Fold the preconditioners into the output projection
@@ -283,9 +322,9 @@ class CEMAttention(BaseAttention):
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
         for normed u and h. If P = I, forward's dx is -d eps/du; with d_k it needs exact_update."""
-        pos = make_positions(self.cfg, h)
+        pos = self.add_match(h, make_positions(self.cfg, h))
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
-        k = self.rotate(self.split_heads(F.linear(h, self.W_K)), pos)
+        k = self.rotate(self.shift(self.split_heads(F.linear(h, self.W_K))), pos)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
 
@@ -590,7 +629,8 @@ def check_combination(cfg: ModelConfig) -> None:
                   f'{name}={value} is only for {setting}: set that, or else {name}={default}')
     R = cfg.d_model / cfg.n_head
     check(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
-    check(cfg.positions == 'alibi' or R % 2 == 0,
-          f'positions=rope: d_model / n_head = {R:g} is odd, expected an even number')
+    for name, value in (('positions', 'rope'), ('key_shift', 'half')):
+        check(getattr(cfg, name) != value or R % 2 == 0,
+              f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
     check(cfg.kq_diag != 'none' or not cfg.exact_update,
           'exact_update needs the diagonal: set kq_diag=shared or per_head')

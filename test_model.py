@@ -30,10 +30,11 @@ TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_le
 OPTIONS = dict(
     attn=['llama', 'cem'], mlp=['llama', 'cem'], attn_steps=[1, 2, 3], mlp_steps=[1, 2],
     attn_reuse=[1, 2], mlp_reuse=[1, 2], loops=[1, 2], tie=['none', 'kv', 'qo', 'both'],
-    positions=['alibi', 'rope'], kq_diag=['none', 'shared', 'per_head'],
-    score_scale=['head', 'model'], residual=['raw', 'normed'],
-    preconditioner=['none', 'diag', 'diag_lowrank'], exact_update=[False, True],
-    mlp_energy=['gated', 'sign_convex'], mlp_match=['dims', 'params'])
+    positions=['alibi', 'rope'], key_shift=['none', 'half'], match_bias=[False, True],
+    kq_diag=['none', 'shared', 'per_head'], score_scale=['head', 'model'],
+    residual=['raw', 'normed'], preconditioner=['none', 'diag', 'diag_lowrank'],
+    exact_update=[False, True], mlp_energy=['gated', 'sign_convex'],
+    mlp_match=['dims', 'params'])
 
 
 def randomize(module: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -112,10 +113,12 @@ def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
 
 # Llama
 
-@pytest.mark.parametrize('tie', ['none', 'both'])
-def test_cem_with_one_step_is_llama_with_tied_weights(tie: str) -> None:
-    cem = randomize(Transformer(ModelConfig(**TINY, score_scale='head')), seed=2)
-    llama = Transformer(ModelConfig(**TINY, attn='llama', mlp='llama', tie=tie, positions='alibi'))
+@pytest.mark.parametrize('tie,look', [
+    ('none', {}), ('both', {}), ('both', dict(key_shift='half', match_bias=True))], ids=str)
+def test_cem_with_one_step_is_llama_with_tied_weights(tie: str, look: dict) -> None:
+    cem = randomize(Transformer(ModelConfig(**TINY, **look, score_scale='head')), seed=2)
+    llama = Transformer(ModelConfig(**TINY, **look, attn='llama', mlp='llama', tie=tie,
+                                    positions='alibi'))
     state = cem.state_dict()
     for name in llama.state_dict():
         tied = name.replace('W_V', 'W_K').replace('W_O', 'W_Q').replace('W_d', 'V')
@@ -239,15 +242,23 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
             W_Q, W_K = attn.W_Q[k * R:(k + 1) * R], attn.W_K[k * R:(k + 1) * R]
             scores = []
             for j in range(i + 1):
-                A = W_Q.T @ W_K
+                before = h[j - 1] if j > 0 else torch.zeros_like(h[0])
+                key = W_K @ h[j]
+                if cfg.key_shift == 'half':
+                    key = torch.cat([W_K[:R // 2] @ before, W_K[R // 2:] @ h[j]])
                 if cfg.positions == 'rope':
-                    A = W_Q.T @ rotation(i).T @ rotation(j) @ W_K
+                    key = rotation(i).T @ rotation(j) @ key
+                a = u[i] @ W_Q.T @ key
                 if cfg.kq_diag != 'none':
-                    A = A + torch.diag(attn.kq_diag[k if cfg.kq_diag == 'per_head' else 0])
+                    a = a + u[i] * attn.kq_diag[k if cfg.kq_diag == 'per_head' else 0] @ h[j]
                 b = 0.0
+                if cfg.match_bias:
+                    match = (attn.match_diag * h[i]) @ before / math.sqrt(cfg.d_model)
+                    b = attn.match_weight[k] * match
                 if cfg.positions == 'alibi':
-                    b = (attn.b_self[k] if i == j else attn.b_cross[k]) - 2.0 ** -(k + 1) * (i - j)
-                scores.append(u[i] @ A @ h[j] / tau + b)
+                    b = b + (attn.b_self[k] if i == j else attn.b_cross[k])
+                    b = b - 2.0 ** -(k + 1) * (i - j)
+                scores.append(a / tau + b)
             total.append(-tau * torch.stack(scores).logsumexp(0))
     return torch.stack(total).view(len(h), K).sum(1)
 
@@ -255,10 +266,13 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
 @pytest.mark.parametrize('positions', OPTIONS['positions'])
 @pytest.mark.parametrize('kq_diag', OPTIONS['kq_diag'])
 @pytest.mark.parametrize('score_scale', OPTIONS['score_scale'])
+@pytest.mark.parametrize('look', [
+    dict(), dict(key_shift='half'), dict(match_bias=True),
+    dict(key_shift='half', match_bias=True)], ids=str)
 def test_attention_update_is_minus_the_energys_gradient(
-        positions: str, kq_diag: str, score_scale: str) -> None:
+        positions: str, kq_diag: str, score_scale: str, look: dict) -> None:
     cfg = ModelConfig(**TINY, positions=positions, kq_diag=kq_diag, score_scale=score_scale,
-                      exact_update=kq_diag != 'none')
+                      exact_update=kq_diag != 'none', **look)
     attn = randomize(Transformer(cfg), seed=3).blocks[0].attn
     u, h = u_and_h()
     energy = attn.energy(u, h)

@@ -102,7 +102,8 @@ RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_l
           'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 # Options that decide which weights a model has, and must be those of the weights to start from
 WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
-           'positions', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank', 'mlp_match')
+           'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
+           'mlp_match')
 
 
 def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:

@@ -8,6 +8,8 @@ For each token and layer the cache stores this many numbers:
     CEM with the key-query diagonal               D    h
     CEM with the diagonal and one of these:
         RoPE, exact_update                      2 D    h and keys
+    the match bias: CEM as with the diagonal; Llama 3 D, h as well
+    key_shift=half                                     the last key, once a sublayer
 
 It is plugged in where trial.py finds that it computes what the model's own lines do.
 
@@ -46,7 +48,10 @@ class Cache:
         # One or two buffers for each time that an attention sublayer runs in a pass
         self.buffers: list[Tensor] = []
         self.next_buffer = 0
+        self.last_keys: list[Tensor] = []  # the same for the last key, before it is shifted
+        self.next_key = 0
         self.new_k: Tensor | None = None  # the keys of the sublayer that runs
+        self.all_h: Tensor | None = None  # its h of all ids, with the match bias
         self.context: tuple = ()  # its k, v and h of all ids
         self.replaced: list[tuple] = []  # (object, name, what was set on it) of each method
         self.agrees: bool | None = None  # with the model's own lines; None: not tried yet
@@ -65,11 +70,15 @@ class Cache:
         self.unplug()
 
     def plug(self) -> None:
-        self.ids, self.buffers = None, []
+        self.ids, self.buffers, self.last_keys = None, [], []
         methods = [(self.model, 'next_logits', self.next_logits)]
         for block in self.model.blocks:
-            methods.append((block.attn, 'attend',
-                            partial(self.attend, block.attn, block.attn.attend)))
+            attn = block.attn
+            methods.append((attn, 'attend', partial(self.attend, attn, attn.attend)))
+            if attn.cfg.key_shift != 'none':
+                methods.append((attn, 'shift', partial(self.shift, attn.shift)))
+            if attn.cfg.match_bias:
+                methods.append((attn, 'add_match', partial(self.add_match, attn.add_match)))
             for sublayer in (block.attn, block.mlp):
                 if hasattr(sublayer, 'output_weight'):  # with P folded in, once for all ids
                     W = sublayer.output_weight().detach()
@@ -85,7 +94,7 @@ class Cache:
             if method is not None:
                 setattr(module, name, method)
         self.replaced = []
-        self.new_k, self.context = None, ()
+        self.new_k, self.all_h, self.context = None, None, ()
 
     @torch.no_grad()
     def find_error(self) -> str:
@@ -121,8 +130,8 @@ class Cache:
         past = 0 if self.ids is None else self.ids.shape[1]
         # Compare all ids at each token: the cache is never wrong
         if past == 0 or past >= idx.shape[1] or not torch.equal(self.ids, idx[:, :past]):
-            past, self.buffers = 0, []
-        self.ids, self.past, self.next_buffer = idx, past, 0
+            past, self.buffers, self.last_keys = 0, [], []
+        self.ids, self.past, self.next_buffer, self.next_key = idx, past, 0, 0
         x = self.model.hidden(idx[:, past:], past)
         return F.linear(x[:, -1], self.model.head).float()
 
@@ -141,14 +150,31 @@ class Cache:
             all_v = all_h[:, None]
         return attend_to_stored(attn, replaced, q, all_k, all_v, pos, u, all_h)
 
+    def shift(self, replaced: Callable, k: Tensor) -> Tensor:
+        """Shift new keys (B, K, I, R), the first of which follows the last key of the last pass."""
+        n, last = self.next_key, k[:, :, -1:]
+        self.next_key += 1
+        if self.past == 0:
+            self.last_keys.append(last)
+            return replaced(k)
+        before, self.last_keys[n] = self.last_keys[n], last
+        return replaced(torch.cat([before, k], dim=2))[:, :, 1:]
+
+    def add_match(self, replaced: Callable, h: Tensor, pos: Any) -> Any:
+        """Insert the new h (B, I, D), and compare it with those of all ids."""
+        self.all_h = self.append(h)
+        return replaced(self.all_h, pos)
+
     def insert(self, attn: Any, k: Tensor, v: Tensor, h: Tensor | None) -> tuple:
         """Insert what the table above says. Return k, v and h of all ids. If h alone is stored, k
         and v are None."""
         cfg = attn.cfg
-        if cfg.kq_diag != 'none':
+        if cfg.match_bias:  # add_match has inserted it
+            h = self.all_h
+        elif cfg.kq_diag != 'none':
             h = self.append(h)
-            if stores_h_alone(cfg):
-                return None, None, h
+        if stores_h_alone(cfg):
+            return None, None, h
         all_k = attn.split_heads(self.append(attn.merge_heads(k)))
         if cfg.attn == 'cem':  # values are keys
             return all_k, all_k, h
@@ -188,12 +214,13 @@ def attend_to_stored(attn: Any, replaced: Callable, q: Tensor, k: Tensor | None,
 
 def stores_h_alone(cfg: Any) -> bool:
     """Return whether the cache holds h and no keys."""
-    return cfg.kq_diag != 'none' and cfg.positions == 'alibi' and not cfg.exact_update
+    needs_h = cfg.attn == 'cem' and (cfg.kq_diag != 'none' or cfg.match_bias)
+    return needs_h and cfg.positions == 'alibi' and not cfg.exact_update
 
 
 def attend_last(attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, h: Tensor) -> Tensor:
     """Attend with the last query to a stored context, as a cache of this layer does."""
-    pos = make_positions(attn.cfg, h[:, -1:], h.shape[1] - 1)
+    pos = attn.add_match(h, make_positions(attn.cfg, h[:, -1:], h.shape[1] - 1))
     if stores_h_alone(attn.cfg):
         k = v = None
     return attend_to_stored(attn, attn.attend, q[:, :, -1:], k, v, pos, u[:, -1:], h)
@@ -204,7 +231,18 @@ def attend_to_h(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any) -> Tensor:
     queries of all heads are rows of one matrix, so that h is read once. Returns (B, K, I, R)."""
     I = q.shape[2]
     W_K = attn.W_K.unflatten(0, (attn.K, -1))  # (K, R, D)
-    queries = (q / attn.tau @ W_K + attn.scaled_diagonal(u)).flatten(1, 2)  # (B, K I, D)
-    a = (queries @ h.mT).unflatten(1, (-1, I)) + attn.bias(pos)  # (B, K, I, J)
-    alpha = a.softmax(dim=-1).type_as(h)
-    return (alpha.flatten(1, 2) @ h).unflatten(1, (-1, I)) @ W_K.mT
+    # With key_shift=half the first half of a query meets h_(j-1), the second half h_j
+    halves = [W_K] if attn.cfg.key_shift == 'none' else list(W_K.chunk(2, dim=1))
+    parts = (q / attn.tau).split([W.shape[1] for W in halves], dim=-1)
+    queries = [part @ W for part, W in zip(parts, halves, strict=True)]  # (B, K, I, D) each
+    if attn.cfg.kq_diag != 'none':
+        queries[-1] = queries[-1] + attn.scaled_diagonal(u)
+    products = (torch.cat(queries, dim=1).flatten(1, 2) @ h.mT).unflatten(1, (-1, I))
+    *before, a = products.split(attn.K, dim=1)  # (B, K, I, J)
+    for shifted in before:
+        a = a + F.pad(shifted, (1, -1))
+    alpha = (a + attn.bias(pos)).softmax(dim=-1).type_as(h)
+    # sum_j alpha_ij h_(j-1) is sum_j alpha_i(j+1) h_j
+    weights = [F.pad(alpha, (-1, 1)) for _ in before] + [alpha]
+    sums = (torch.cat(weights, dim=1).flatten(1, 2) @ h).unflatten(1, (-1, I)).split(attn.K, dim=1)
+    return torch.cat([x @ W.mT for x, W in zip(sums, halves, strict=True)], dim=-1)

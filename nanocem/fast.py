@@ -66,10 +66,11 @@ def candidates(attn: Any, impl: str, device: torch.device, dtype: torch.dtype) -
         return []
     if impl in ('blockwise', 'sdpa'):
         return [impl]
-    # The kernels need values that equal the keys, and pay only with a bias
+    # The kernels need values that equal the keys, know no match bias, and pay only with a bias
     tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
     wanted = impl == 'triton' or device.type == 'cuda'
-    if wanted and tied and has_bias(attn) and runs_triton(device, dtype, cfg.d_model // attn.K):
+    kernels_fit = tied and has_bias(attn) and not cfg.match_bias
+    if wanted and kernels_fit and runs_triton(device, dtype, cfg.d_model // attn.K):
         return ['triton', 'auto']
     return ['auto']
 

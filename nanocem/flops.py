@@ -5,7 +5,8 @@ from typing import Any
 def flops_per_token(model: Any) -> float:
     """Count the FLOPs of training per token, at full context. A multiply-add counts as two, a
     backward pass as two forward passes. Every step of CEM counts its projections, scores, values
-    and diagonal. The output head counts once, and attention's masked half does not count."""
+    and diagonal, and a sublayer its match bias once. The output head counts once, and attention's
+    masked half does not count."""
     cfg, D = model.cfg, model.cfg.d_model
     attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
@@ -22,6 +23,8 @@ def flops_per_token(model: Any) -> float:
     else:
         projections = 3 if cfg.tie in ('kv', 'both') else 4
         attn_macs = projections * D * D + 2 * mean_context * D
+    if cfg.match_bias:
+        attn_macs += mean_context * D
     mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
     layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs
     macs = cfg.loops * cfg.n_layer * layer + cfg.vocab_size * D

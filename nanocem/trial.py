@@ -121,13 +121,13 @@ def find_far_error(attn: Any, attend: Callable, dtype: torch.dtype) -> str:
             layer.W_K.copy_(W_K)
             q, v = torch.randn(2, 1, K, length, D // K, generator=generator).to(device, dtype)
             u, h = torch.randn(2, 1, length, D, generator=generator).to(device, weights)
-            k = layer.split_heads(F.linear(h, layer.W_K)).to(dtype)
+            k = layer.shift(layer.split_heads(F.linear(h, layer.W_K))).to(dtype)
             if attn.cfg.attn == 'cem' or attn.cfg.tie in ('kv', 'both'):  # the values are the keys
                 v = k
             found = attend(layer, q, k, v, u, h)
             layer = copy.deepcopy(layer).to('cpu', torch.float64)
             q, k, v, u, h = (x.cpu().double() for x in (q, k, v, u, h))
-            pos = make_positions(attn.cfg, h[:, -1:], length - 1)
+            pos = layer.add_match(h, make_positions(attn.cfg, h[:, -1:], length - 1))
             right = own_lines(layer, layer.attend)(q[:, :, -1:], k, v, pos, u[:, -1:], h)
             error, most = largest_error(found, right), most_error(device, dtype)
             if not error <= most:  # true for NaN
@@ -142,13 +142,14 @@ def find_far_error(attn: Any, attend: Callable, dtype: torch.dtype) -> str:
 def attend_whole(attend: Callable, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
                  h: Tensor) -> Tensor:
     """Return the last output of an implementation that attends to a whole sequence."""
-    return attend(attn, q, k, v, make_positions(attn.cfg, h), u, h)[:, :, -1:]
+    pos = attn.add_match(h, make_positions(attn.cfg, h))
+    return attend(attn, q, k, v, pos, u, h)[:, :, -1:]
 
 
 def attend_end(attend: Callable, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
                h: Tensor) -> Tensor:
     """Return the last output of an implementation that attends with any number of queries."""
-    pos = make_positions(attn.cfg, h[:, -1:], h.shape[1] - 1)
+    pos = attn.add_match(h, make_positions(attn.cfg, h[:, -1:], h.shape[1] - 1))
     return attend(attn, q[:, :, -1:], k, v, pos, u[:, -1:], h)
 
 
@@ -157,7 +158,7 @@ def with_gradients(layer: Any, attend: Callable, inputs: dict[str, Tensor],
     """Return the output, and the gradients of all inputs and parameters that it depends on."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     q, k, u, h = (leaves[name] for name in ('q', 'k', 'u', 'h'))
-    pos = make_positions(layer.cfg, h)
+    pos = layer.add_match(h, make_positions(layer.cfg, h))
     o = attend(q, k, leaves.get('v', k), pos, u, h)
     leaves |= dict(layer.named_parameters())
     gradients = [None] * len(leaves)
