@@ -90,9 +90,9 @@ def patch(variant: str) -> None:
 
         def number_layers(self, cfg):
             init(self, cfg)
-            n = {'first': 0, 'middle': cfg.n_layer // 2, 'last': cfg.n_layer - 1}[variant.split()[0]]
-            for k, block in enumerate(self.blocks):
-                block.attn.looks = k == n
+            layer = {'first layer': 0, 'middle layer': cfg.n_layer // 2}.get(variant, -1)
+            for block in self.blocks:
+                block.attn.looks = block is self.blocks[layer]
 
         def in_one_layer(self, h: Tensor, pos):
             return add_match(self, h, pos) if self.looks else pos
@@ -134,10 +134,10 @@ def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *option
     w = [[round(float(w), 3) for w in block.attn.match_weight]
          for block in model.blocks] if model.cfg.match_bias else ''
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+    means = [f'{float(losses[kind].mean()):.6f}'
+             for kind in ('repeated', 'other', 'first', 'second')]
     row = [size, name, rate, seed, variant, *(result[key] for key in COLUMNS[5:11]), y,
-           len(losses['repeated']), len(losses['other']),
-           *(f'{float(losses[kind].mean()):.6f}' for kind in ('repeated', 'other', 'first', 'second')),
-           device, json.dumps(w)]
+           len(losses['repeated']), len(losses['other']), *means, device, json.dumps(w)]
     # Keep the weights without the optimizer's state
     if seed == '1' and not variant:
         kept = Path(os.environ.get('KEEP', out_dir))
@@ -192,10 +192,10 @@ def main(at_once: int, options: list[str]) -> None:
             if key in finished:
                 continue
             arguments = [cell['size'], cell['model'], rate, cell['seed'], cell['variant']]
-            log = open(out / 'logs' / ('_'.join(arguments).replace(' ', '-') + '.txt'), 'a+',
-                       encoding='utf-8')
-            process = subprocess.Popen([sys.executable, __file__, 'cell', *arguments, *options],
-                                       stdout=log, stderr=log, cwd=ROOT)
+            log = out / 'logs' / ('_'.join(arguments).replace(' ', '-') + '.txt')
+            with open(log, 'ab') as file:
+                process = subprocess.Popen([sys.executable, __file__, 'cell', *arguments, *options],
+                                           stdout=file, stderr=file, cwd=ROOT)
             running.append((process, log, arguments, time.monotonic()))
         if time.monotonic() - began > deadline:
             for process, *_ in running:
@@ -208,9 +208,7 @@ def main(at_once: int, options: list[str]) -> None:
             if process.poll() is None:
                 continue
             running.remove(entry)
-            log.seek(0)
-            last = (log.read().strip().splitlines() or [''])[-1]
-            log.close()
+            last = (log.read_text(encoding='utf-8').strip().splitlines() or [''])[-1]
             name = ' '.join(arguments)
             if process.returncode:
                 print(f'{name} ended with {process.returncode}: {last[:200]}', flush=True)
