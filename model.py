@@ -78,7 +78,8 @@ class ModelConfig:
     mlp_step_size: float | None = None  # eta_xi, of a step; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
-    match_bias: bool = False  # add to scores how alike token i is to the token before j
+    # Add to the scores how alike token i is to the token before j; pair: and those before these two
+    match_bias: Literal['none', 'token', 'pair'] = 'none'
     kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
@@ -129,6 +130,7 @@ class Positions(NamedTuple):
     cos: Tensor  # cosines of RoPE's angles, (I, R / 2)
     sin: Tensor  # their sines
     match: Tensor | None = None  # how alike token i is to the token before j, (B, I, J)
+    pair_match: Tensor | None = None  # how alike the tokens before these two are, (B, I, J)
 
 
 def previous(x: Tensor) -> Tensor:
@@ -162,9 +164,11 @@ class BaseAttention(nn.Module):
         if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
-        if cfg.match_bias:  # the features d that are compared, and how much w_k each head looks
+        if cfg.match_bias != 'none':  # d weighs the features, w_k says how much a head looks
             self.match_diag = nn.Parameter(torch.ones(D))
             self.match_weight = nn.Parameter(torch.zeros(K))
+        if cfg.match_bias == 'pair':
+            self.pair_weight = nn.Parameter(torch.zeros(K))
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.K, -1)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
@@ -191,12 +195,17 @@ class BaseAttention(nn.Module):
 
     def add_match(self, h: Tensor, pos: Positions) -> Positions:
         """With match_bias add (d * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B, J, D),
-        whose last I tokens are the queries'. No state u is in it, so all steps share it."""
-        if not self.cfg.match_bias:
+        whose last I tokens are the queries'; with `pair` also (d * h_(i-1)) . h_(j-2) / sqrt(D). No
+        state u is in them, so all steps share them."""
+        if self.cfg.match_bias == 'none':
             return pos
         I, D = len(pos.mask), h.shape[-1]
-        h_i = h[:, -I:] * (self.match_diag / math.sqrt(D))
-        return pos._replace(match=h_i @ previous(h).mT)
+        weighted = h * (self.match_diag / math.sqrt(D))
+        pos = pos._replace(match=weighted[:, -I:] @ previous(h).mT)
+        if self.cfg.match_bias == 'pair':
+            before = previous(weighted)[:, -I:]
+            pos = pos._replace(pair_match=before @ previous(previous(h)).mT)
+        return pos
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions,
                u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
@@ -213,8 +222,8 @@ class BaseAttention(nn.Module):
 
     def bias(self, pos: Positions) -> Tensor:
         """Return b_ijk = -m_k |i - j| + (b_self_k if i = j else b_cross_k), (K, I, J); -inf where i
-        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add
-        w_k (d * h_i) . h_(j-1) / sqrt(D), (B, K, I, J)."""
+        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add w_k times
+        add_match's products, (B, K, I, J)."""
         b = pos.mask
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
@@ -223,6 +232,8 @@ class BaseAttention(nn.Module):
             b = b + torch.where(pos.distance == 0, b_self, b_cross) - slopes * pos.distance
         if pos.match is not None:
             b = b + self.match_weight[:, None, None] * pos.match[:, None]
+        if pos.pair_match is not None:
+            b = b + self.pair_weight[:, None, None] * pos.pair_match[:, None]
         return b
 
 

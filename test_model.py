@@ -30,7 +30,7 @@ TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_le
 OPTIONS = dict(
     attn=['llama', 'cem'], mlp=['llama', 'cem'], attn_steps=[1, 2, 3], mlp_steps=[1, 2],
     attn_reuse=[1, 2], mlp_reuse=[1, 2], loops=[1, 2], tie=['none', 'kv', 'qo', 'both'],
-    positions=['alibi', 'rope'], key_shift=['none', 'half'], match_bias=[False, True],
+    positions=['alibi', 'rope'], key_shift=['none', 'half'], match_bias=['none', 'token', 'pair'],
     kq_diag=['none', 'shared', 'per_head'], score_scale=['head', 'model'],
     residual=['raw', 'normed'], preconditioner=['none', 'diag', 'diag_lowrank'],
     exact_update=[False, True], mlp_energy=['gated', 'sign_convex'],
@@ -114,7 +114,7 @@ def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
 # Llama
 
 @pytest.mark.parametrize('tie,look', [
-    ('none', {}), ('both', {}), ('both', dict(key_shift='half', match_bias=True))], ids=str)
+    ('none', {}), ('both', {}), ('both', dict(key_shift='half', match_bias='pair'))], ids=str)
 def test_cem_with_one_step_is_llama_with_tied_weights(tie: str, look: dict) -> None:
     cem = randomize(Transformer(ModelConfig(**TINY, **look, score_scale='head')), seed=2)
     llama = Transformer(ModelConfig(**TINY, **look, attn='llama', mlp='llama', tie=tie,
@@ -252,9 +252,12 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
                 if cfg.kq_diag != 'none':
                     a = a + u[i] * attn.kq_diag[k if cfg.kq_diag == 'per_head' else 0] @ h[j]
                 b = 0.0
-                if cfg.match_bias:
+                if cfg.match_bias != 'none':
                     match = (attn.match_diag * h[i]) @ before / math.sqrt(cfg.d_model)
                     b = attn.match_weight[k] * match
+                if cfg.match_bias == 'pair' and j > 1:
+                    match = (attn.match_diag * h[i - 1]) @ h[j - 2] / math.sqrt(cfg.d_model)
+                    b = b + attn.pair_weight[k] * match
                 if cfg.positions == 'alibi':
                     b = b + (attn.b_self[k] if i == j else attn.b_cross[k])
                     b = b - 2.0 ** -(k + 1) * (i - j)
@@ -267,8 +270,8 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
 @pytest.mark.parametrize('kq_diag', OPTIONS['kq_diag'])
 @pytest.mark.parametrize('score_scale', OPTIONS['score_scale'])
 @pytest.mark.parametrize('look', [
-    dict(), dict(key_shift='half'), dict(match_bias=True),
-    dict(key_shift='half', match_bias=True)], ids=str)
+    dict(), dict(key_shift='half'), dict(match_bias='token'), dict(match_bias='pair'),
+    dict(key_shift='half', match_bias='pair')], ids=str)
 def test_attention_update_is_minus_the_energys_gradient(
         positions: str, kq_diag: str, score_scale: str, look: dict) -> None:
     cfg = ModelConfig(**TINY, positions=positions, kq_diag=kq_diag, score_scale=score_scale,

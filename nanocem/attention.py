@@ -36,8 +36,9 @@ def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | 
         block = slice(begin, end)
         # A copy of the named tuple, with these positions alone
         block_pos = pos._replace(distance=pos.distance[block, :end], mask=pos.mask[block, :end])
-        if pos.match is not None:
-            block_pos = block_pos._replace(match=pos.match[:, block, :end])
+        for name in ('match', 'pair_match'):
+            if (match := getattr(pos, name)) is not None:
+                block_pos = block_pos._replace(**{name: match[:, block, :end]})
         u_and_h = (None, None) if u is None else (u[:, block], h[:, :end])
         a = attn.scores(q[:, :, block], k[:, :, :end], block_pos, *u_and_h)  # (B, K, size, end)
         alpha = a.softmax(dim=-1).type_as(v)
@@ -68,7 +69,7 @@ def sdpa(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None 
 def has_bias(attn: Any) -> bool:
     """Return whether something but the causal mask is added to the products of queries and keys."""
     cfg = attn.cfg
-    return cfg.positions == 'alibi' or cfg.kq_diag != 'none' or cfg.match_bias
+    return cfg.positions == 'alibi' or cfg.kq_diag != 'none' or cfg.match_bias != 'none'
 
 
 def choose_attention(attn: Any, device: torch.device, compiled: bool = False) -> str:

@@ -77,7 +77,7 @@ class Cache:
             methods.append((attn, 'attend', partial(self.attend, attn, attn.attend)))
             if attn.cfg.key_shift != 'none':
                 methods.append((attn, 'shift', partial(self.shift, attn.shift)))
-            if attn.cfg.match_bias:
+            if attn.cfg.match_bias != 'none':
                 methods.append((attn, 'add_match', partial(self.add_match, attn.add_match)))
             for sublayer in (block.attn, block.mlp):
                 if hasattr(sublayer, 'output_weight'):  # with P folded in, once for all ids
@@ -169,7 +169,7 @@ class Cache:
         """Insert what the table above says. Return k, v and h of all ids. If h alone is stored, k
         and v are None."""
         cfg = attn.cfg
-        if cfg.match_bias:  # add_match has inserted it
+        if cfg.match_bias != 'none':  # add_match has inserted it
             h = self.all_h
         elif cfg.kq_diag != 'none':
             h = self.append(h)
@@ -214,7 +214,7 @@ def attend_to_stored(attn: Any, replaced: Callable, q: Tensor, k: Tensor | None,
 
 def stores_h_alone(cfg: Any) -> bool:
     """Return whether the cache holds h and no keys."""
-    needs_h = cfg.attn == 'cem' and (cfg.kq_diag != 'none' or cfg.match_bias)
+    needs_h = cfg.attn == 'cem' and (cfg.kq_diag != 'none' or cfg.match_bias != 'none')
     return needs_h and cfg.positions == 'alibi' and not cfg.exact_update
 
 

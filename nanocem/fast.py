@@ -69,7 +69,7 @@ def candidates(attn: Any, impl: str, device: torch.device, dtype: torch.dtype) -
     # The kernels need values that equal the keys, know no match bias, and pay only with a bias
     tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
     wanted = impl == 'triton' or device.type == 'cuda'
-    kernels_fit = tied and has_bias(attn) and not cfg.match_bias
+    kernels_fit = tied and has_bias(attn) and cfg.match_bias == 'none'
     if wanted and kernels_fit and runs_triton(device, dtype, cfg.d_model // attn.K):
         return ['triton', 'auto']
     return ['auto']

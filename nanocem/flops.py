@@ -23,8 +23,7 @@ def flops_per_token(model: Any) -> float:
     else:
         projections = 3 if cfg.tie in ('kv', 'both') else 4
         attn_macs = projections * D * D + 2 * mean_context * D
-    if cfg.match_bias:
-        attn_macs += mean_context * D
+    attn_macs += {'none': 0, 'token': 1, 'pair': 2}[cfg.match_bias] * mean_context * D
     mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
     layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs
     macs = cfg.loops * cfg.n_layer * layer + cfg.vocab_size * D

@@ -66,7 +66,7 @@ left."""
 def is_plain_llama(cfg: ModelConfig) -> bool:
     """Return whether transformers' own LlamaForCausalLM computes the same."""
     return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope' and cfg.tie == 'none'
-            and cfg.key_shift == 'none' and not cfg.match_bias
+            and cfg.key_shift == cfg.match_bias == 'none'
             and cfg.loops == cfg.attn_reuse == cfg.mlp_reuse == 1)
 
 

@@ -29,10 +29,10 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     assert list(vars(model)) == before and torch.equal(model(idx)[0].float(), logits)
     # Numbers a token, for each use of attention: 2 D for Llama, and where RoPE or the exact update
     # needs keys beside h; else D. With the match bias Llama stores h, too
-    needs_h = cfg.kq_diag != 'none' or cfg.match_bias
+    needs_h = cfg.kq_diag != 'none' or cfg.match_bias != 'none'
     widths = 2 if cfg.exact_update or (needs_h and cfg.positions == 'rope') else 1
     if cfg.attn == 'llama':
-        widths = 3 if cfg.match_bias else 2
+        widths = 2 if cfg.match_bias == 'none' else 3
     uses = cfg.loops * cfg.attn_reuse * cfg.n_layer
     assert cache.floats_per_token() == widths * cfg.d_model * uses
 
@@ -41,10 +41,10 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     dict(attn='llama', mlp='llama'), dict(attn_steps=2, mlp_steps=2),
     dict(positions='rope', kq_diag='none'), dict(attn_reuse=2, mlp_reuse=2),
     dict(positions='rope', kq_diag='per_head'),
-    dict(key_shift='half'), dict(key_shift='half', match_bias=True, attn_steps=2, loops=2),
-    dict(key_shift='half', match_bias=True, kq_diag='shared'),
-    dict(key_shift='half', match_bias=True, attn='llama', mlp='llama'),
-    dict(key_shift='half', match_bias=True, positions='rope')], ids=str)
+    dict(key_shift='half'), dict(key_shift='half', match_bias='pair', attn_steps=2, loops=2),
+    dict(key_shift='half', match_bias='token', kq_diag='shared'),
+    dict(key_shift='half', match_bias='pair', attn='llama', mlp='llama'),
+    dict(key_shift='half', match_bias='token', positions='rope')], ids=str)
 def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15).eval()
     prompt = torch.randint(50, (2, 5))

@@ -73,18 +73,6 @@ def patch(variant: str) -> None:
         def with_ids(self, h: Tensor, pos):
             return pos._replace(match=Base.same_id)
         model_file.Transformer.hidden, Base.add_match = remember_ids, with_ids
-    elif variant == 'two in a row':
-        init, bias = Base.__init__, Base.bias
-
-        def with_second_weight(self, cfg):
-            init(self, cfg)
-            self.match_weight_2 = torch.nn.Parameter(torch.zeros(cfg.n_head))
-
-        def with_second_bias(self, pos):
-            # h_(i-1) . h_(j-2) is the match of the tokens before, one row up and one column left
-            second = torch.nn.functional.pad(pos.match, (1, -1, 1, -1))
-            return bias(self, pos) + self.match_weight_2[:, None, None] * second[:, None]
-        Base.__init__, Base.bias = with_second_weight, with_second_bias
     elif variant.endswith('layer'):
         init = model_file.Transformer.__init__
 
@@ -108,6 +96,8 @@ def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *option
     out_dir = out_dir.replace(' ', '-')
     args = [*SIZES[size], *MODELS[name]['options'].split(), f'--learning_rate={rate}',
             f'--seed={seed}', *options]
+    if variant == 'two in a row':
+        args.append('--match_bias=pair')
     if variant == 'same id':
         args.append('--compile=False')
     if torch.cuda.is_available():
@@ -131,13 +121,15 @@ def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *option
     ids = torch.cat([x, y_ids[:, -1:]], dim=1)
     found = evaluate.copying(model, ids, tokenizer_of(state).bos)
     losses = {kind: loss[~loss.isnan()] for kind, loss in found.items()}
-    w = [[round(float(w), 3) for w in block.attn.match_weight]
-         for block in model.blocks] if model.cfg.match_bias else ''
+    w_k = ''
+    if model.cfg.match_bias != 'none':
+        w_k = json.dumps([[round(float(w), 3) for w in block.attn.match_weight]
+                          for block in model.blocks])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
     means = [f'{float(losses[kind].mean()):.6f}'
              for kind in ('repeated', 'other', 'first', 'second')]
     row = [size, name, rate, seed, variant, *(result[key] for key in COLUMNS[5:11]), y,
-           len(losses['repeated']), len(losses['other']), *means, device, json.dumps(w)]
+           len(losses['repeated']), len(losses['other']), *means, device, w_k]
     # Keep the weights without the optimizer's state
     if seed == '1' and not variant:
         kept = Path(os.environ.get('KEEP', out_dir))
