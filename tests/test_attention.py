@@ -96,9 +96,12 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     assert 'triton cannot run' in fast.plug_in(Transformer(ModelConfig(**SMALL)), 'triton')
     # On a GPU
     monkeypatch.setattr(fast, 'HAS_TRITON', True)
-    for options in {}, dict(**rope, kq_diag='shared'), dict(**llama, **alibi, tie='kv'):
+    match = dict(match_bias=True)
+    for options in ({}, dict(**rope, kq_diag='shared'), dict(**llama, **alibi, tie='kv'),
+                    dict(**match, kq_diag='shared'), dict(**llama, **rope, **match, tie='kv')):
         assert chosen(gpu, half, **options) == 'triton'
-    for options in rope, llama, {**llama, **alibi}, dict(impl='sdpa'), dict(d_model=300):
+    for options in (rope, llama, {**llama, **alibi}, dict(impl='sdpa'), dict(d_model=300),
+                    dict(**match, kq_diag='per_head')):
         assert chosen(gpu, half, **options) == 'sdpa'
     for options in dict(impl='readable'), dict(exact_update=True, kq_diag='shared'):
         assert chosen(gpu, half, **options) == 'readable'
