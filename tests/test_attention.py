@@ -32,7 +32,8 @@ def loss_and_gradients(cfg: ModelConfig, impl: str, dtype: torch.dtype,
     torch.manual_seed(8)
     model = randomize(Transformer(cfg), seed=9).to(dtype)
     words = fast.plug_in(model, impl)
-    assert words.startswith(impl) or impl == 'triton'
+    assert words.startswith(impl) or (
+        impl == 'triton' and not attention.has_bias(model.blocks[0].attn))
     idx = torch.randint(50, (2, 17), generator=torch.Generator().manual_seed(1))
     loss = compiler(model)(idx[:, :-1], idx[:, 1:])[1]
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]

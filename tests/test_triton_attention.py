@@ -101,7 +101,7 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
     dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
     dict(kq_diag='none'), dict(attn_steps=2, residual='normed'), dict(positions='rope'),
     dict(score_scale='head', mlp='llama'),
-    dict(attn_steps=2, key_shift='half', match_bias=True),
+    dict(attn_steps=2, key_shift='half', match_bias=True, kq_diag='shared'),
     dict(kq_diag='none', positions='rope', key_shift='half', match_bias=True),
     dict(attn='llama', positions='alibi', tie='kv', key_shift='half', match_bias=True),
     dict(attn='llama', mlp='llama', positions='alibi', tie='kv')], ids=str)
