@@ -66,10 +66,13 @@ def candidates(attn: Any, impl: str, device: torch.device, dtype: torch.dtype) -
         return []
     if impl in ('blockwise', 'sdpa'):
         return [impl]
-    # The kernels need values that equal the keys, know no match bias, and pay only with a bias
+    # The kernels need values that equal the keys, have room for one diagonal beside the match bias,
+    # and pay only with a bias
     tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
     wanted = impl == 'triton' or device.type == 'cuda'
-    kernels_fit = tied and has_bias(attn) and cfg.match_bias == 'none'
+    one_match = cfg.match_bias == 'none' or (cfg.match_bias == 'token'
+                                             and cfg.kq_diag != 'per_head')
+    kernels_fit = tied and has_bias(attn) and one_match
     if wanted and kernels_fit and runs_triton(device, dtype, cfg.d_model // attn.K):
         return ['triton', 'auto']
     return ['auto']
@@ -96,8 +99,10 @@ def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tens
     if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
         b = attn.b_self - attn.b_cross
     d_u = None if attn.cfg.kq_diag == 'none' else attn.scaled_diagonal(u)
+    w = attn.match_weight if attn.cfg.match_bias else None
     q, k = attn.merge_heads(q), attn.merge_heads(k)  # (B, I, D)
-    return attn.split_heads(triton_attention.attention(q, k, attn.K, 1 / attn.tau, d_u, h, b))
+    return attn.split_heads(triton_attention.attention(
+        q, k, attn.K, 1 / attn.tau, d_u, h, b, pos.match, w))
 
 
 FUNCTIONS = {'blockwise': blockwise, 'sdpa': sdpa, 'triton': triton_kernels}

@@ -8,30 +8,34 @@ without the biases' gradient no longer (docs/gpu.md).
 
 For head k, with values = keys and everything causal (j <= i),
 
-    s_ijk = q_ik . k_jk / tau + bias_ijk - m_k (i - j) + b_k [i = j],    m_k = 2^(-8 k / max(8, K))
-    o_ik = sum_j softmax_j(s_ijk) k_jk                                   bias = (d * u / tau) h^T
+    s_ijk = q_ik . k_jk / tau + bias_ijk + w_k S_ij - m_k (i - j) + b_k [i = j]
+    o_ik = sum_j softmax_j(s_ijk) k_jk,       bias = (d * u / tau) h^T,  m_k = 2^(-8 k / max(8, K))
 
 The bias is a matrix product (B, n, J, J): n = 1 for a diagonal that all heads share, else n = K.
-With n = 1 it is kept for the backward pass, with n = K it is computed again. b_k is the self bias
-minus the cross bias, because softmax depends on their difference alone.
+With n = 1 it is kept for the backward pass, with n = K it is computed again. S is the match bias
+(B, J, J), a product that model.py computes once for all heads and steps; beside it n must be 1.
+b_k is the self bias minus the cross bias, because softmax depends on their difference alone.
 
 Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
 
     dq_i = sum_j ds_ij k_j / tau        dk_j = sum_i p_ij do_i + ds_ij q_i / tau
     dbias_ij = sum_heads ds_ij          db = sum_i ds_ii
+    dS_ij = sum_heads w_k ds_ij         dw = sum_ij ds_ij S_ij
 
-dq and db share a kernel, dk and dbias have their own; each tile is one program. Nothing is added
-atomically, so results are the same to the bit. Scores are in base 2, because the hardware has exp2.
+dq, db and dw share a kernel, dbias and dS another, and dk has its own; each tile is one program.
+Nothing is added atomically, so results are the same to the bit: sums over rows are torch's. Scores
+are in base 2, because the hardware has exp2.
 
 Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k in columns k R to
-(k + 1) R. One number per row (the scores' log-sum-exp, delta) is (B, K, J). A tile's width is a
-power of two, so a head of width 72 is held as two pieces, BR = 64 and BT = 16 columns wide; BT = 0
-means that one piece is enough.
+(k + 1) R. One number per row (the scores' log-sum-exp, delta) is (B, K, J). In the kernels J of the
+bias and of S is padded to `width`. A tile's width is a power of two, so a head of width 72 is held
+as two pieces, BR = 64 and BT = 16 columns wide; BT = 0 means that one piece is enough.
 """
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 try:
@@ -111,17 +115,25 @@ def load_bias(bias, i, j, width, BIAS: tl.constexpr):
 
 
 @triton.jit
+def store_bias(bias, value, i, j, width):
+    tl.store(bias_at(bias, i, j, width), value.to(bias.dtype.element_ty))
+
+
+@triton.jit
 def slope(head, K: tl.constexpr):
     """Return ALiBi's m_k in base 2."""
     return tl.exp2((head + 1) * (-8.0 / (K if K > 8 else 8))) * LOG2E
 
 
 @triton.jit
-def score_bias(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.constexpr):
+def score_bias(bias, S, i, j, origin, m, b, w, MATCH: tl.constexpr, ALIBI: tl.constexpr,
+               DIAGONAL: tl.constexpr):
     """Return the score without q_i . k_j, in base 2, for i (M, 1) and j (1, N), or transposed. Each
     row is shifted by m (i - origin), which softmax ignores: of ALiBi's -m (i - j) this leaves
     m (j - origin), small near the diagonal, where precision counts. DIAGONAL: i = j is inside."""
     s = bias.to(tl.float32) * LOG2E
+    if MATCH:
+        s += S.to(tl.float32) * (w * LOG2E)
     if ALIBI:
         s += m * (j - origin)
     if DIAGONAL:
@@ -132,9 +144,10 @@ def score_bias(bias, i, j, origin, m, b, ALIBI: tl.constexpr, DIAGONAL: tl.const
 
 
 @triton.jit
-def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr, N: tl.constexpr,
-                   R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-                   BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+def forward_kernel(Q, Keys, Bias, Match, B_k, W_k, O, LSE, J, width, scale, K: tl.constexpr,
+                   N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
+                   BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, MATCH: tl.constexpr,
+                   ALIBI: tl.constexpr):
     """Compute o and the scores' log-sum-exp in base 2. Grid: heads, batch, blocks of rows, the
     longest first."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -142,8 +155,10 @@ def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr,
     D: tl.constexpr = K * R
     offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
+    match = Match + batch * width * width if MATCH else Match
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
+    w = tl.load(W_k + head) if MATCH else 0.0
     i = i0 + tl.arange(0, BM)
     q = load_rows(Q + offset, i, J, D, R, BR, BT)
     row_max = tl.full((BM,), -float('inf'), tl.float32)
@@ -153,7 +168,8 @@ def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr,
         for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
-            s = score_bias(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
+            S = load_bias(match, i[:, None], j[None, :], width, MATCH)
+            s = score_bias(s, S, i[:, None], j[None, :], i0, m, b, w, MATCH, ALIBI, DIAGONAL)
             k = load_rows(Keys + offset, j, J, D, R, BR, BT)
             s += dot_products(q, k, BT) * (scale * LOG2E)
             new_max = tl.maximum(row_max, tl.max(s, 1))
@@ -168,17 +184,21 @@ def forward_kernel(Q, Keys, Bias, B_k, O, LSE, J, width, scale, K: tl.constexpr,
 
 
 @triton.jit
-def dq_kernel(Q, Keys, Bias, B_k, O, DO, LSE, Delta, DQ, DB, J, width, scale, K: tl.constexpr,
-              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
-              BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
-    """Compute dq, ds_ii, and delta for the other two kernels. Grid: as the forward kernel's."""
+def dq_kernel(Q, Keys, Bias, Match, B_k, W_k, O, DO, LSE, Delta, DQ, DB, DW, J, width, scale,
+              K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+              BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+              MATCH: tl.constexpr, ALIBI: tl.constexpr):
+    """Compute dq, each row's part of db and dw, and delta for the other two kernels. Grid: as the
+    forward kernel's."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
     D: tl.constexpr = K * R
     offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
+    match = Match + batch * width * width if MATCH else Match
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
+    w = tl.load(W_k + head) if MATCH else 0.0
     i = i0 + tl.arange(0, BM)
     q, do = load_rows(Q + offset, i, J, D, R, BR, BT), load_rows(DO + offset, i, J, D, R, BR, BT)
     o = load_rows(O + offset, i, J, D, R, BR, BT)
@@ -189,26 +209,33 @@ def dq_kernel(Q, Keys, Bias, B_k, O, DO, LSE, Delta, DQ, DB, J, width, scale, K:
     lse = tl.load(LSE + row_offset + i, mask=i < J, other=float('inf')) + m * (i - i0)
     acc = zero_rows(BM, BR, BT)
     db = tl.zeros((BM,), tl.float32)
+    dw = tl.zeros((BM,), tl.float32)
     for DIAGONAL in tl.static_range(2):  # the tiles left of the diagonal, then those on it
         for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
-            s = score_bias(s, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
+            S = load_bias(match, i[:, None], j[None, :], width, MATCH)
+            s = score_bias(s, S, i[:, None], j[None, :], i0, m, b, w, MATCH, ALIBI, DIAGONAL)
             k = load_rows(Keys + offset, j, J, D, R, BR, BT)
             s += dot_products(q, k, BT) * (scale * LOG2E)
             ds = tl.exp2(s - lse[:, None]) * (dot_products(do, k, BT) - delta[:, None])
             acc = add_weighted(acc, ds, k, BT)
             if DIAGONAL and ALIBI:
                 db += tl.sum(tl.where(i[:, None] == j[None, :], ds, 0.0), 1)
+            if MATCH:
+                dw += tl.sum(ds * S.to(tl.float32), 1)
     store_rows(DQ + offset, acc, scale, i, J, D, R, BR, BT)
     if ALIBI:
         tl.store(DB + row_offset + i, db, mask=i < J)
+    if MATCH:
+        tl.store(DW + row_offset + i, dw, mask=i < J)
 
 
 @triton.jit
-def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.constexpr,
-              N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
-              BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr):
+def dk_kernel(Q, Keys, Bias, Match, B_k, W_k, DO, LSE, Delta, DK, J, width, scale,
+              K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+              BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+              MATCH: tl.constexpr, ALIBI: tl.constexpr):
     """Compute dk, as keys and as values. Scores are transposed, (j, i). Grid: heads, batch, blocks
     of keys, the longest first."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -216,8 +243,10 @@ def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.con
     D: tl.constexpr = K * R
     offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
+    match = Match + batch * width * width if MATCH else Match
     m = slope(head, K) if ALIBI else 0.0
     b = tl.load(B_k + head) if ALIBI else 0.0
+    w = tl.load(W_k + head) if MATCH else 0.0
     j = j0 + tl.arange(0, BN)
     k = load_rows(Keys + offset, j, J, D, R, BR, BT)
     acc = zero_rows(BN, BR, BT)
@@ -225,7 +254,8 @@ def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.con
         for i0 in range(j0 + BN if BELOW else j0, J if BELOW else min(j0 + BN, J), BM):
             i = i0 + tl.arange(0, BM)
             s = load_bias(bias, i[None, :], j[:, None], width, BIAS)
-            s = score_bias(s, i[None, :], j[:, None], i0, m, b, ALIBI, not BELOW)
+            S = load_bias(match, i[None, :], j[:, None], width, MATCH)
+            s = score_bias(s, S, i[None, :], j[:, None], i0, m, b, w, MATCH, ALIBI, not BELOW)
             lse = tl.load(LSE + row_offset + i, mask=i < J, other=float('inf')) + m * (i - i0)
             q = load_rows(Q + offset, i, J, D, R, BR, BT)
             p = tl.exp2(s + dot_products(k, q, BT) * (scale * LOG2E) - lse[None, :])
@@ -238,34 +268,45 @@ def dk_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DK, J, width, scale, K: tl.con
 
 
 @triton.jit
-def dbias_kernel(Q, Keys, Bias, B_k, DO, LSE, Delta, DBias, J, width, scale, K: tl.constexpr,
-                 N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
-                 BM: tl.constexpr, BN: tl.constexpr, ALIBI: tl.constexpr):
-    """Compute the bias's gradient: ds summed over the heads that share it, zero above the diagonal.
-    Grid: tiles (j, i), B N."""
+def dbias_kernel(Q, Keys, Bias, Match, B_k, W_k, DO, LSE, Delta, DBias, DMatch, J, width, scale,
+                 K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
+                 BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
+                 MATCH: tl.constexpr, ALIBI: tl.constexpr):
+    """Compute the gradients of bias and match, zero above the diagonal: ds summed over the heads
+    that share it, for the match times w_k. Grid: tiles (j, i), B N. MATCH needs N = 1."""
     j0, i0 = tl.program_id(0) * BN, tl.program_id(1) * BM
     first, batch = tl.program_id(2) % N, (tl.program_id(2) // N).to(tl.int64)
     D: tl.constexpr = K * R
     tile = (batch * N + first) * width * width
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
-    bias = load_bias(Bias + tile, i[:, None], j[None, :], width, True)
-    acc = tl.zeros((BM, BN), tl.float32)
+    bias = load_bias(Bias + tile if BIAS else Bias, i[:, None], j[None, :], width, BIAS)
+    S = load_bias(Match + tile if MATCH else Match, i[:, None], j[None, :], width, MATCH)
+    dbias = tl.zeros((BM, BN), tl.float32)
+    dmatch = tl.zeros((BM, BN), tl.float32)
     for DIAGONAL in tl.static_range(2):  # at most one runs: the tile is below the diagonal or on it
         if j0 < i0 + BM and (j0 + BN > i0) == DIAGONAL:
             for head in range(first, first + K // N):
                 offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
                 m = slope(head, K) if ALIBI else 0.0
                 b = tl.load(B_k + head) if ALIBI else 0.0
-                s = score_bias(bias, i[:, None], j[None, :], i0, m, b, ALIBI, DIAGONAL)
+                w = tl.load(W_k + head) if MATCH else 0.0
+                s = score_bias(bias, S, i[:, None], j[None, :], i0, m, b, w, MATCH, ALIBI,
+                               DIAGONAL)
                 lse = tl.load(LSE + row_offset + i, mask=i < J, other=float('inf')) + m * (i - i0)
                 delta = tl.load(Delta + row_offset + i, mask=i < J, other=0.0)
                 q = load_rows(Q + offset, i, J, D, R, BR, BT)
                 k = load_rows(Keys + offset, j, J, D, R, BR, BT)
                 p = tl.exp2(s + dot_products(q, k, BT) * (scale * LOG2E) - lse[:, None])
                 do = load_rows(DO + offset, i, J, D, R, BR, BT)
-                acc += p * (dot_products(do, k, BT) - delta[:, None])
-    dbias = bias_at(DBias + tile, i[:, None], j[None, :], width)
-    tl.store(dbias, acc.to(DBias.dtype.element_ty))
+                ds = p * (dot_products(do, k, BT) - delta[:, None])
+                if BIAS:
+                    dbias += ds
+                if MATCH:
+                    dmatch += w * ds
+    if BIAS:
+        store_bias(DBias + tile, dbias, i[:, None], j[None, :], width)
+    if MATCH:
+        store_bias(DMatch + tile, dmatch, i[:, None], j[None, :], width)
 
 
 # For each kernel and head width (up to 64, up to 128): a tile's rows BM and columns BN, warps,
@@ -279,36 +320,51 @@ TILES: dict[Any, dict[int, tuple[int, int, int, int]]] = {
     dbias_kernel: {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
 }
 
+# With bias and match, dbias_kernel has two sums, for which a tile of 64 columns spills. Not timed
+TILE_OF_TWO = (64, 32, 4, 3)
 
-def settings(kernel: Any, R: int) -> dict[str, Any]:
-    """Return a kernel's compile-time constants for head width R."""
+
+def settings(kernel: Any, R: int, both: bool = False) -> dict[str, Any]:
+    """Return a kernel's compile-time constants for head width R, and for bias and match or one."""
     BR, BT = max(16, triton.next_power_of_2(R)), 0
     if 64 < R <= 96:
         BR, BT = 64, max(16, triton.next_power_of_2(R - 64))
     BM, BN, warps, stages = TILES[kernel][64 if R <= 64 else 128]
+    if both and kernel is dbias_kernel:
+        BM, BN, warps, stages = TILE_OF_TWO
     return dict(BR=BR, BT=BT, BM=BM, BN=BN, num_warps=warps, num_stages=stages)
 
 
-def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, b: Tensor | None,
-           *args: Tensor | None, scale: float, n_head: int) -> None:
+def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, match: Tensor | None,
+           b: Tensor | None, w: Tensor | None, *args: Tensor | None, scale: float,
+           n_head: int) -> None:
     """Run a kernel over the tiles of q (B, J, D)."""
     B, J, D = q.shape
-    N, width = (1, 0) if bias is None else (bias.shape[1], bias.shape[-1])
+    N, width = 1 if bias is None else bias.shape[1], bias_width(J)
     R = D // n_head
-    options = dict(settings(kernel, R), K=n_head, N=N, R=R, ALIBI=b is not None)
+    BIAS, MATCH = bias is not None, match is not None
+    options = dict(settings(kernel, R, BIAS and MATCH), K=n_head, N=N, R=R, BIAS=BIAS, MATCH=MATCH,
+                   ALIBI=b is not None)
     rows, columns = triton.cdiv(J, options['BM']), triton.cdiv(J, options['BN'])
     if kernel is dbias_kernel:
         grid = columns, rows, B * N
     else:
         grid = n_head, B, columns if kernel is dk_kernel else rows
-        options['BIAS'] = bias is not None
     with torch.cuda.device_of(q):
-        kernel[grid](q, k, bias, b, *args, J, width, scale, **options)
+        kernel[grid](q, k, bias, match, b, w, *args, J, width, scale, **options)
 
 
 def bias_width(J: int) -> int:
     """Round J up to whole tiles."""
     return -(-J // PAD) * PAD
+
+
+def padded(match: Tensor | None) -> Tensor | None:
+    """Return match (B, J, J) with zeros after its rows and columns, (B, width, width)."""
+    if match is None:
+        return None
+    pad = bias_width(match.shape[1]) - match.shape[1]
+    return F.pad(match, (0, pad, 0, pad)).contiguous() if pad > 0 else match.contiguous()
 
 
 def diagonal_bias(du: Tensor, h: Tensor) -> Tensor:
@@ -339,37 +395,45 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
 # Two operators, which torch.compile leaves whole. There is no second derivative.
 
 def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
-            n_head: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+            match: Tensor | None, w: Tensor | None, n_head: int,
+            scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return o (B, J, D) and, for the backward pass, the scores' log-sum-exp (B, K, J) and the bias
     if it is shared, else an empty tensor."""
-    q, k = q.contiguous(), k.contiguous()
+    q, k, match = q.contiguous(), k.contiguous(), padded(match)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
-    launch(forward_kernel, q, k, bias, b, o, lse, scale=scale, n_head=n_head)
+    launch(forward_kernel, q, k, bias, match, b, w, o, lse, scale=scale, n_head=n_head)
     shared = du is not None and du.shape[1] == 1
     return o, lse, bias if shared else q.new_empty(0)
 
 
 def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None,
-             b: Tensor | None, o: Tensor, lse: Tensor, kept_bias: Tensor, n_head: int,
-             scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, du, h, b; empty tensors for those that are None. o, lse and
-    kept_bias are the forward pass's results."""
-    do, q, k = do.contiguous(), q.contiguous(), k.contiguous()
-    dq, dk, delta, db = (torch.empty_like(t) for t in (q, k, lse, lse))
-    ddu, dh = q.new_empty(0), q.new_empty(0)
+             b: Tensor | None, match: Tensor | None, w: Tensor | None, o: Tensor, lse: Tensor,
+             kept_bias: Tensor, n_head: int, scale: float,
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return gradients of q, k, du, h, b, match, w; empty tensors for those that are None. o, lse
+    and kept_bias are the forward pass's results."""
+    do, q, k, match = do.contiguous(), q.contiguous(), k.contiguous(), padded(match)
+    dq, dk, delta, db_rows, dw_rows = (torch.empty_like(t) for t in (q, k, lse, lse, lse))
+    ddu, dh, db, dS, dw = (q.new_empty(0) for _ in range(5))
     bias = None
     if du is not None:
         recompute = kept_bias.numel() == 0
         bias = diagonal_bias(du.contiguous(), h.contiguous()) if recompute else kept_bias
-    common = dict(scale=scale, n_head=n_head)
-    launch(dq_kernel, q, k, bias, b, o, do, lse, delta, dq, db, **common)
-    launch(dk_kernel, q, k, bias, b, do, lse, delta, dk, **common)
-    if du is not None:
-        dbias = torch.empty_like(bias)
-        launch(dbias_kernel, q, k, bias, b, do, lse, delta, dbias, **common)
+    given, common = (q, k, bias, match, b, w), dict(scale=scale, n_head=n_head)
+    launch(dq_kernel, *given, o, do, lse, delta, dq, db_rows, dw_rows, **common)
+    launch(dk_kernel, *given, do, lse, delta, dk, **common)
+    dbias, dmatch = (None if t is None else torch.empty_like(t) for t in (bias, match))
+    if bias is not None or match is not None:
+        launch(dbias_kernel, *given, do, lse, delta, dbias, dmatch, **common)
+    if bias is not None:
         ddu, dh = diagonal_bias_backward(dbias, du, h)
-    return dq, dk, ddu, dh, q.new_empty(0) if b is None else db.sum(dim=(0, 2))
+    if b is not None:
+        db = db_rows.sum(dim=(0, 2))
+    if match is not None:
+        J = q.shape[1]
+        dS, dw = dmatch[:, :J, :J].contiguous(), dw_rows.sum(dim=(0, 2))
+    return dq, dk, ddu, dh, db, dS, dw
 
 
 attention_op = torch.library.custom_op('nanocem::attention', forward, mutates_args=())
@@ -377,7 +441,8 @@ backward_op = torch.library.custom_op('nanocem::attention_backward', backward, m
 
 
 @attention_op.register_fake
-def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None, n_head: int,
+def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
+      match: Tensor | None, w: Tensor | None, n_head: int,
       scale: float) -> tuple[Tensor, Tensor, Tensor]:
     B, J, _ = q.shape
     shared = du is not None and du.shape[1] == 1
@@ -387,8 +452,9 @@ def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | Non
 
 @backward_op.register_fake
 def _(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
-      *args: Any) -> tuple[Tensor, ...]:
-    return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, du, h, b))
+      match: Tensor | None, w: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    inputs = q, k, du, h, b, match, w
+    return tuple(q.new_empty(0) if t is None else t.new_empty(t.shape) for t in inputs)
 
 
 def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -407,11 +473,14 @@ attention_op.register_autograd(gradients, setup_context=save_for_backward)
 
 
 def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None, h: Tensor | None,
-              b: Tensor | None) -> Tensor:
+              b: Tensor | None, match: Tensor | None = None, w: Tensor | None = None) -> Tensor:
     """Return o for q, k and h, all (B, J, D), and scale = 1 / tau. du is d_k * u / tau (B, 1 or K,
     J, D); du and h are None without a diagonal. b (K,) is the self bias minus the cross bias, or
-    None without ALiBi."""
+    None without ALiBi. match (B, J, J) and its heads' weights w (K,) are None without a match bias,
+    beside which du must be (B, 1, J, D)."""
     h = None if du is None else h.to(q.dtype)
     du = None if du is None else du.to(q.dtype)
     b = None if b is None else b.float()
-    return attention_op(q, k, du, h, b, n_head, scale)[0]
+    match = None if match is None else match.to(q.dtype)
+    w = None if w is None else w.float()
+    return attention_op(q, k, du, h, b, match, w, n_head, scale)[0]

@@ -19,10 +19,11 @@ from nanocem.triton_attention import TILES, load_bias, settings, tl, triton
 from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
 
-def layer(K: int, R: int, n_diagonals: int, alibi: bool) -> CEMAttention:
+def layer(K: int, R: int, n_diagonals: int, alibi: bool, match: bool = False) -> CEMAttention:
     """Return a layer with K heads of width R."""
     return CEMAttention(ModelConfig(
         d_model=K * R, n_head=K, positions='alibi' if alibi else 'rope',
+        match_bias='token' if match else 'none',
         kq_diag={0: 'none', 1: 'shared'}.get(n_diagonals, 'per_head')))
 
 
@@ -41,10 +42,13 @@ def poisoned_memory() -> Iterator[None]:
 
 @interpreted
 @pytest.mark.parametrize('case', [
-    # positions, heads, head width, heads with their own diagonal (0: none), ALiBi
+    # positions, heads, head width, heads with their own diagonal (0: none), ALiBi, match bias
     (2, 2, 16, 1, True), (17, 3, 16, 1, True), (130, 3, 56, 1, True), (67, 2, 72, 2, True),
     (67, 2, 84, 0, True), (67, 2, 84, 1, True), (130, 2, 16, 2, False), (140, 2, 64, 1, False),
-    (17, 1, 88, 0, False), (40, 12, 16, 1, True), (540, 1, 16, 1, True)], ids=str)
+    (17, 1, 88, 0, False), (40, 12, 16, 1, True), (540, 1, 16, 1, True),
+    (2, 2, 16, 1, True, True), (130, 3, 56, 0, True, True), (67, 2, 72, 1, True, True),
+    (128, 2, 16, 0, False, True), (140, 2, 64, 1, False, True), (17, 1, 84, 0, False, True),
+    (40, 12, 16, 1, True, True)], ids=str)
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
     assert trial.find_error(layer(*case[1:]), fast.triton_kernels, torch.float32, case[0]) == ''
@@ -74,12 +78,13 @@ def test_a_bias_may_have_more_elements_than_int32_counts(tmp_path: Path) -> None
 
 @interpreted
 def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
-    """Also for transposed inputs, a single position, and without diagonal and ALiBi."""
+    """Also for transposed inputs, a single position, and without diagonal, ALiBi and match."""
     torch.manual_seed(1)
-    for J, diagonal in ((17, True), (17, False), (1, True)):
+    for J, every_term in ((17, True), (17, False), (1, True)):
         q, k, h, do = torch.randn(4, 2, J, 32)
         optional = [torch.randn(2, 1, J, 32).mT.contiguous().mT, h.mT.contiguous().mT,
-                    torch.randn(2)] if diagonal else [None] * 3
+                    torch.randn(2), torch.randn(2, J, J).mT, torch.randn(2),
+                    ] if every_term else [None] * 5
         tensors = [None if t is None else t.requires_grad_() for t in (q, k, *optional)]
         torch.library.opcheck(triton_attention.attention_op, (*tensors, 2, 0.25))
         detached = [None if t is None else t.detach() for t in (do, *tensors)]
@@ -97,6 +102,9 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
     dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
     dict(kq_diag='none'), dict(attn_steps=2, residual='normed'), dict(positions='rope'),
     dict(score_scale='head', mlp='llama'),
+    dict(attn_steps=2, key_shift='half', match_bias='token', kq_diag='shared'),
+    dict(kq_diag='none', positions='rope', key_shift='half', match_bias='token'),
+    dict(attn='llama', positions='alibi', tie='kv', key_shift='half', match_bias='token'),
     dict(attn='llama', mlp='llama', positions='alibi', tie='kv')], ids=str)
 def test_whole_models_agree(options: dict) -> None:
     """Compare norms of whole tensors in float32, because single elements may cancel."""
@@ -117,19 +125,19 @@ def python(*arguments: str, interpret: str = '0') -> str:
     return done.stdout
 
 
-def print_needs(arch: int, R: int, n_head: int = 12) -> None:
+def print_needs(arch: int, R: int, n_head: int = 12, match: bool = True) -> None:
     """Print what each kernel needs on sm_<arch> in bfloat16, with every option: bytes of shared
     memory, and of spilled registers a thread. Kernels must not be interpreted in this process."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
     for kernel in TILES:
-        options = settings(kernel, R)
+        options = settings(kernel, R, both=match)
         launched = {n: options.pop(n) for n in ('num_warps', 'num_stages')}
-        constants = dict(K=n_head, N=1, R=R, BIAS=True, ALIBI=True, **options)
+        constants = dict(K=n_head, N=1, R=R, BIAS=True, MATCH=match, ALIBI=True, **options)
         known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32',
                  **dict.fromkeys(constants, 'constexpr'),
-                 **dict.fromkeys(('B_k', 'LSE', 'Delta', 'DB'), '*fp32')}
+                 **dict.fromkeys(('B_k', 'W_k', 'LSE', 'Delta', 'DB', 'DW'), '*fp32')}
         types = {name: known.get(name, '*bf16') for name in kernel.arg_names}
         constants = {name: value for name, value in constants.items() if name in types}
         aligned = {(n,): [['tt.divisibility', 16]] for n, kind in enumerate(types.values())
@@ -155,7 +163,8 @@ def test_kernels_compile_ahead_within_a_gpus_means(arch: int, width: int) -> Non
 
 def test_no_tile_reaches_beyond_the_bias() -> None:
     """A forward tile of 64 x 128 ended a GPU's process with an illegal memory access."""
-    for kernel, tiles in TILES.items():
+    of_two = triton_attention.dbias_kernel, {64: triton_attention.TILE_OF_TWO}
+    for kernel, tiles in [*TILES.items(), of_two]:
         for BM, BN, *_ in tiles.values():
             assert triton_attention.PAD % BM == triton_attention.PAD % BN == 0
             outer, inner = (BN, BM) if kernel is triton_attention.dk_kernel else (BM, BN)
@@ -206,9 +215,11 @@ def test_kernels_equal_the_lines_of_the_model_on_a_gpu() -> None:
     script = ('import torch\nfrom nanocem.trial import find_error\n'
               'from nanocem.fast import triton_kernels\n'
               'from tests.test_triton_attention import layer\n'
-              'for case in (12, 64, 1), (12, 72, 1), (8, 84, 8), (12, 88, 0):\n'
+              'for case in ((12, 64, 1, True), (12, 72, 1, True), (8, 84, 8, True),\n'
+              '             (12, 88, 0, True), (12, 64, 1, True, True), (12, 72, 1, True, True),\n'
+              '             (8, 84, 0, True, True), (12, 88, 1, False, True)):\n'
               '    for length in 300, 256:\n'
-              '        attn = layer(*case, True).cuda()\n'
+              '        attn = layer(*case).cuda()\n'
               '        wrong = find_error(attn, triton_kernels, torch.bfloat16, length)\n'
               '        assert not wrong, (case, length, wrong)\n')
     print(python('-c', script))
