@@ -78,8 +78,7 @@ class ModelConfig:
     mlp_step_size: float | None = None  # eta_xi, of a step; default: 1 / mlp_steps
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
-    # Add to the scores how alike token i is to the token before j; pair: and those before these two
-    match_bias: Literal['none', 'token', 'pair'] = 'none'
+    match_bias: Literal['none', 'token', 'pair'] = 'none'  # let scores compare i with j - 1
     kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned

@@ -99,7 +99,7 @@ def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tens
     if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
         b = attn.b_self - attn.b_cross
     d_u = None if attn.cfg.kq_diag == 'none' else attn.scaled_diagonal(u)
-    w = attn.match_weight if attn.cfg.match_bias else None
+    w = None if attn.cfg.match_bias == 'none' else attn.match_weight
     q, k = attn.merge_heads(q), attn.merge_heads(k)  # (B, I, D)
     return attn.split_heads(triton_attention.attention(
         q, k, attn.K, 1 / attn.tau, d_u, h, b, pos.match, w))
