@@ -48,3 +48,7 @@ def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
+
+
+def write_json(path: Path, **values: Any) -> None:
+    path.write_bytes(to_json(values, indent=2) + b'\n')

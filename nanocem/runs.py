@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 
 from configurator import UserError, build, check, fail
 from model import SIZES, ModelConfig, Transformer
-from nanocem import hf
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
+from nanocem.hub import WEIGHTS_FILE, read_export
 from nanocem.tokenizers import MODEL_FILE
 
 # Relative: bfloat16's rounding is some 1%, and GELU for SiLU 4 to 20%
@@ -254,8 +254,8 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
 def best_checkpoint(path: str) -> dict[str, Any]:
     """Read a checkpoint file, an export, or a run's best.pt, or else its last checkpoint. UserError
     if there is none."""
-    if os.path.isfile(f'{path}/{hf.WEIGHTS_FILE}'):
-        return hf.read_export(path)
+    if os.path.isfile(f'{path}/{WEIGHTS_FILE}'):
+        return read_export(path)
     for file in (path, f'{path}/best.pt'):
         if os.path.isfile(file):
             return read_checkpoint(file)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from running import ROOT
 
-from nanocem.hf import CODE
+from nanocem.hub import CODE
 
 SCRIPTS = {'train', 'sample', 'evaluate', 'bench', 'reproduce', 'prepare_slimpajama',
            'synthetic_gp'}

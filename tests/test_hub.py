@@ -22,8 +22,9 @@ from test_tokenizers import LLAMA, NASTY, WORDS, documents, small_gpt2
 import evaluate
 import sample
 from model import CEMMLP, Transformer
-from nanocem import hf
-from nanocem.hf import WEIGHTS_FILE, export
+from nanocem import hub
+from nanocem.hub import WEIGHTS_FILE, export
+from nanocem.hub_tokenizer import convert_tokenizer
 from nanocem.runs import load_model
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import (
@@ -85,7 +86,7 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
         export(model, folder, state_of(model))
         # A Llama with RoPE is transformers' own, and comes without code
         plain = folder.endswith('hub5')
-        code = set() if plain else {Path(name).name for name in hf.CODE}
+        code = set() if plain else {Path(name).name for name in hub.CODE}
         assert {path.name for path in Path(folder).iterdir()} == FILES | code
         card = (Path(folder) / 'README.md').read_text()
         assert 'Tokenizer: byte, vocabulary 257. T' in card and 'arxiv.org/abs/2605.07588' in card
@@ -385,14 +386,14 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -
     weights = load_file(folder / WEIGHTS_FILE)
     del weights['model.blocks.1.mlp.V']
     save_file(weights, folder / WEIGHTS_FILE, {'format': 'pt'})
-    for read in NanocemForCausalLM.from_pretrained, hf.read_export:
+    for read in NanocemForCausalLM.from_pretrained, hub.read_export:
         with pytest.raises(ValueError, match=r'blocks\.1\.mlp\.V'):
             read(str(folder))
 
 
 def test_an_export_appears_whole_or_not_at_all(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, 'write_tokenizer', lambda *_: 1 / 0)
+    monkeypatch.setattr(hub, 'write_tokenizer', lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     assert not list(tmp_path.iterdir())
@@ -410,7 +411,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
     found = {}
     for ours in [ByteTokenizer(), *map(SentencePieceTokenizer, paths)]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
+            patch.setattr(hub, 'tokenizer_of', lambda state, ours=ours: ours)
             export(model_of(), f'{folder}/{ours.name}', state_of(model_of(), ours.name))
         theirs = transformers.AutoTokenizer.from_pretrained(
             f'{folder}/{ours.name}', trust_remote_code=False)
@@ -472,7 +473,7 @@ def test_a_padded_batch_of_a_plain_llama_continues_each_text(tmp_path: Path) -> 
 def test_pieces_trained_here_can_be_converted_always(tmp_path: Path, texts: list[str]) -> None:
     train_bpe(f'{tmp_path}/bpe.model', 350, [*texts, *documents(60, seed=4)])
     ours = SentencePieceTokenizer(f'{tmp_path}/bpe.model')
-    assert hf.convert_tokenizer(ours).encode(texts[0]).ids == [ours.bos, *ours.encode(texts[0])]
+    assert convert_tokenizer(ours).encode(texts[0]).ids == [ours.bos, *ours.encode(texts[0])]
 
 
 def test_requirements_have_every_package_that_is_imported() -> None:
@@ -509,7 +510,7 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
     for n, (ours, cfg) in enumerate(itertools.product([unigram, small_gpt2()], [{}, LLAMA_MODEL])):
         folder = tmp_path / str(n)
         with monkeypatch.context() as patch:
-            patch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
+            patch.setattr(hub, 'tokenizer_of', lambda state, ours=ours: ours)
             export(model_of(**cfg), str(folder), state_of(model_of(**cfg), ours.name))
         assert 'the export has no tokenizer.json' in capfd.readouterr().out
         # AutoTokenizer and llama.cpp's converter would read any *.model, with other ids
