@@ -15,7 +15,6 @@ Runs of the sizes of results/tokens that read its text have a loss y in nats per
 held-out text, validation and test together. Other runs have one in nats per token of the test text,
 and stand in no row. A run that is left out has a line on stderr.
 """
-import csv
 import glob
 import math
 import os
@@ -43,11 +42,11 @@ from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, fail, read_options
 from model import SIZES, ModelConfig, Transformer
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.flops import flops_per_token
-from nanocem.metrics import markdown_table
+from nanocem.metrics import Losses, markdown_table, split_failed
 from nanocem.runs import left_out, read_result
-from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
+from nanocem.verdicts import Effect, compare, decide
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -62,13 +61,6 @@ TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning 
 TEXTS = {text['vocab_size']: text for text in (
     read_json(f'{ROOT}/pretrained/cem/config.json')['run']['data'],
     read_json(f'{FIRST}/english_bytes.json'))}
-
-
-def read_csv(path: str) -> list[dict[str, str]]:
-    with open(path, encoding='utf-8', newline='') as file:
-        return list(csv.DictReader(file))
-
-
 STUDY_SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
 MODELS: dict[str, dict[str, str]] = defaultdict(dict)  # what all families say of a model
 for folder in FAMILIES:

@@ -1,5 +1,6 @@
-"""JSON, and files that are written completely or not at all."""
+"""JSON, CSV, and files that are written completely or not at all."""
 import contextlib
+import csv
 import json
 import math
 import os
@@ -40,6 +41,11 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             found.append(json.loads(line))
     return found
+
+
+def read_csv(path: str) -> list[dict[str, str]]:
+    with open(path, encoding='utf-8', newline='') as file:
+        return list(csv.DictReader(file))
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import t as student
 
-Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
+from nanocem.metrics import Losses, split_failed
 
 
 class Effect(NamedTuple):
@@ -42,17 +42,6 @@ class Effect(NamedTuple):
         seeds = ', '.join(f'{n}: {100 * math.expm1(x):+.1f}' for n, x in by_seed)
         interval = '' if math.isnan(low) else f' ({low:+.1f} to {high:+.1f}; seeds {seeds})'
         return f'{self.size} failed' if math.isinf(d) else f'{self.size} {d:+.1f}%{interval}'
-
-
-def split_failed(y: Losses) -> tuple[Losses, set[str]]:
-    """Return the losses of runs that did not fail, and the models with failed runs. A run fails if
-    y is not finite, or 0.5 nats above the median of the model's seeds."""
-    finished = {}
-    for (model, seed), loss in y.items():
-        median = statistics.median(other for (name, _), other in y.items() if name == model)
-        if loss < min(math.inf, median + 0.5):
-            finished[model, seed] = loss
-    return finished, {model for model, seed in y if (model, seed) not in finished}
 
 
 def residual_error(tables: Sequence[Losses], means_of_seeds: bool) -> tuple[float, int]:

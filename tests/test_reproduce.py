@@ -23,7 +23,8 @@ from scipy.stats import ttest_ind, ttest_rel
 
 import reproduce
 from model import SIZES, Transformer
-from nanocem.verdicts import Effect, compare, decide, split_failed
+from nanocem.metrics import split_failed
+from nanocem.verdicts import Effect, compare, decide
 from reproduce import FAMILIES, FIGURES, FIRST, MODELS, STUDY_SIZES, Run, configs, run_options
 
 
