@@ -59,8 +59,7 @@ WIDTH, DPI = 8.3, 200  # of all pictures, in inches; pages show them 830 pixels 
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 # The study's text, as 2,048 byte-pair tokens and as bytes: what identifies it, by vocabulary
 TEXTS = {text['vocab_size']: text for text in (
-    read_json(f'{ROOT}/pretrained/cem/config.json')['run']['data'],
-    read_json(f'{FIRST}/english_bytes.json'))}
+    read_json(f'{FIRST}/text.json'), read_json(f'{FIRST}/english_bytes.json'))}
 STUDY_SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
 MODELS: dict[str, dict[str, str]] = defaultdict(dict)  # what all families say of a model
 for folder in FAMILIES:
