@@ -28,8 +28,8 @@ from results.tokens import verdicts
 
 
 def test_options_are_those_of_the_published_runs() -> None:
-    names = 'third/cells', 'second/cells', 'runs', 'second/runs', 'third/runs'
-    runs = reproduce.read_runs(*(f'{FIRST}/{name}.csv' for name in names))
+    cells = (f'{folder}/cells.csv' for folder in FAMILIES[1:])
+    runs = reproduce.read_runs(*cells, *(f'{folder}/runs.csv' for folder in FAMILIES))
     for (size, model), row in {run[:2]: row for run, row in runs.items()}.items():
         _, cfg = configs(run_options(Run(size, model, 0.01, 1)))
         with torch.device('meta'):

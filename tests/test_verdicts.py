@@ -94,18 +94,18 @@ def test_published_words_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(verdicts, 'EFFECTS', tmp_path / 'effects.csv')
     verdicts.main([])
     assert (tmp_path / 'effects.csv').read_text(encoding='utf-8') == published
-    first, second, third = capsys.readouterr().out.split('expected_S')
+    first, *later = capsys.readouterr().out.split('expected_S')
     found = dict(re.findall(r'^\| (\w\d?) +\|.*\| ([^|]+?) +\|$', first, re.M))
     assert found == {name: word for word, names in WORDS.items() for name in names.split()}
     for name, effect in EFFECTS.items():
         assert re.search(rf'^\| {name} .*{re.escape(effect)} +\|', first, re.M), name
-    for folder, printed in zip([*RULES][1:], (second, third), strict=True):
+    for folder, printed in zip([*RULES][1:], later, strict=True):
         words = re.findall(r'^\| \w\d .*\| (holds|does not hold|undecided|one seed|not run) +\|$',
                            printed, re.M)
         assert len(words) == len(read_csv(f'{folder}/verdicts.csv'))
     # The intervals on the pages are those of the published runs
     interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
-    computed = set(re.findall(interval, (first + second + third).replace('%', '')))
+    computed = set(re.findall(interval, ''.join([first, *later]).replace('%', '')))
     for page in ('README.md', 'results/README.md'):
         shown = re.findall(interval, (ROOT / page).read_text(encoding='utf-8'))
         assert shown and [each for each in shown if each not in computed] == [], page
@@ -126,7 +126,7 @@ def test_each_family_has_a_rule_and_is_planned() -> None:
 
 def test_runs_of_ones_own_count_where_they_are_planned() -> None:
     """An unplanned one, one of a trial, or another of a published run changes nothing."""
-    third, published = [*RULES][-1], verdicts.read_published()
+    third, published = verdicts.STUDY / 'third', verdicts.read_published()
     words = [(effects, word) for _, effects, word in judge(third)]
     M = next(run for run in published if run[:2] == ('M', 'llama'))
     for run in M, (*M[:3], 9), (*M[:3], 101), (M[0], M[1], 0.5, M[3]):
