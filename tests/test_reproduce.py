@@ -261,7 +261,8 @@ def test_the_claims_picture() -> None:
     for row in rows:
         assert f'{row.effect:+.1f} ({row.low:+.1f} to {row.high:+.1f})' in page, row.label
     # With two seeds of each model at M the third family decides on the headline
-    M = {(*run[:3], 2): row for run, row in verdicts.read_published().items() if run[0] == 'M'}
+    M = {(*run[:3], 2): row | {'seed': '2'} for run, row in verdicts.read_published().items()
+         if run[0] == 'M'}
     later = {folder.name: verdicts.judge(folder, M) for folder in verdicts.RULES}
     decided = {(claim['A'], claim['B']): effects[-1] for claim, effects, _ in later['third']
                if effects}

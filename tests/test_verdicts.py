@@ -112,16 +112,20 @@ def test_published_words_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_each_family_has_a_rule_and_is_planned() -> None:
-    """A later family's rule counts its own models' runs alone, and those of all families before."""
+    """A later family's noise is that of the models of its claims."""
     assert [str(folder) for folder in RULES] == reproduce.FAMILIES
     assert verdicts.TRIAL_SEEDS == reproduce.TRIAL_SEEDS
     for folder in [*RULES][1:]:
-        claims = read_csv(f'{folder}/verdicts.csv')
-        tables = RULES[folder](folder, [{'unit': 'perplexity'} | row for row in claims], {})
+        claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
+        tables = RULES[folder](folder, claims, {})
         models = {claim[side] for claim in claims for side in 'AB'}
-        assert {model for table in tables.values() for model, _ in table.y} <= models
         for size in {size for claim in claims for size in claim['sizes'].split()}:
             assert tables['perplexity', size].noise.keys() == models
+
+
+def row_of(run: verdicts.Run, y: float) -> dict[str, str]:
+    size, model, _, seed = run
+    return {'size': size, 'model': model, 'seed': str(seed), 'y': str(y)}
 
 
 def test_runs_of_ones_own_count_where_they_are_planned() -> None:
@@ -130,10 +134,10 @@ def test_runs_of_ones_own_count_where_they_are_planned() -> None:
     words = [(effects, word) for _, effects, word in judge(third)]
     M = next(run for run in published if run[:2] == ('M', 'llama'))
     for run in M, (*M[:3], 9), (*M[:3], 101), (M[0], M[1], 0.5, M[3]):
-        own = {run: {'y': '9.5'}}
+        own = {run: row_of(run, 9.5)}
         assert [(effects, word) for _, effects, word in judge(third, own)] == words
     planned = verdicts.read_runs(third / 'cells.csv')
-    missing = {run: {'y': 'inf'} for run in planned if run not in published}
+    missing = {run: row_of(run, math.inf) for run in planned if run not in published}
     if missing:
         failed = {run[1] for run in missing if run[0] == 'M'}
         for claim, effects, word in judge(third, missing):

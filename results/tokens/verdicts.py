@@ -22,7 +22,7 @@ import io
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -148,7 +148,8 @@ Tables = dict[tuple[str, str], Table]  # of each unit and size
 def first_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
     """RULE.md: the family's own runs alone. At a size all models scatter alike, and each seed has a
     mean, too. One claim compares the logs of the trials' best rates."""
-    y = {('perplexity', size): losses for size, losses in losses_by_size([folder], own).items()}
+    rows = read_csv(f'{folder}/runs.csv')
+    y = {('perplexity', size): losses for size, losses in losses_by_size(rows).items()}
     for row in read_csv(f'{folder}/best_rates.csv'):
         rates = y.setdefault(('rate', row['size']), {})
         rates[row['model'], int(row['seed'])] = math.log(float(row['rate']))
@@ -158,38 +159,52 @@ def first_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
 
 
 def second_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
-    """second/RULE.md: also the runs of the families before, of the models of these claims. Models
-    whose MLP is CEM's or is repeated scatter in one way at a size, all others in another."""
-    folders = families_up_to(folder)
-    mlps = {row['model']: row['mlp'] for each in folders for row in read_csv(f'{each}/models.csv')}
+    """second/RULE.md: also the first family's runs. At a size models whose MLP is CEM's or is
+    repeated scatter in one way, all others in another."""
+    mlps = {row['model']: row['mlp'] for each in (STUDY, folder)
+            for row in read_csv(f'{each}/models.csv')}
     kinds = {model: 'plain' if mlps[model] == 'plain' else 'not plain'
              for model in models_of(claims)}
-    return {('perplexity', size): Table(losses, noise_by_kind([losses], kinds))
-            for size, losses in losses_by_size(folders, own, kinds).items()}
+    return {('perplexity', size): Table(y, noise_by_kind([y], kinds))
+            for size, y in losses_by_size(planned_rows([STUDY, folder], own)).items()}
 
 
 def third_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
-    """third/RULE.md: also the runs of the families before, of the models of these claims. The
-    folder's models.csv has the kind of noise of each model, pooled over all sizes of the claims."""
+    """third/RULE.md: also the runs of the families before. There are kinds of noise, each that of
+    all sizes together."""
+    rows = planned_rows([STUDY, STUDY / 'second', folder], own)
+    return pooled_over_sizes(folder, claims, losses_by_size(rows))
+
+
+def pooled_over_sizes(folder: Path, claims: list[Row], y: dict[str, Losses]) -> Tables:
+    """Pool the noise of each kind of models over all sizes of the claims. The folder's models.csv
+    has the kinds; only models of the claims make noise."""
     noise_of = {row['model']: row['noise'] for row in read_csv(f'{folder}/models.csv')}
     kinds = {model: noise_of[model] for model in models_of(claims)}
-    y = losses_by_size(families_up_to(folder), own, kinds)
     sizes = dict.fromkeys(size for claim in claims for size in claim['sizes'].split())
     noise = noise_by_kind([y[size] for size in sizes if size in y], kinds)
     return {('perplexity', size): Table(losses, noise) for size, losses in y.items()}
 
 
-# The families, in the order in which they were asked: a later one may count runs of earlier ones
+# The families, in the order in which they were asked
 RULES = {STUDY: first_rule, STUDY / 'second': second_rule, STUDY / 'third': third_rule}
 
 
-def families_up_to(folder: Path) -> list[Path]:
-    return [*RULES][:[*RULES].index(folder) + 1]
-
+# Which runs count
 
 def models_of(claims: list[Row]) -> dict[str, None]:
     """Return the models of claims, each once and in their order."""
     return dict.fromkeys(claim[side] for claim in claims for side in 'AB')
+
+
+def losses_by_size(rows: Iterable[Row]) -> dict[str, Losses]:
+    """Return y of the runs at each size, without trials. Of two rates of a model the later row
+    counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)."""
+    y: dict[str, Losses] = {}
+    for row in rows:
+        if int(row['seed']) < TRIAL_SEEDS:
+            y.setdefault(row['size'], {})[row['model'], int(row['seed'])] = float(row['y'])
+    return y
 
 
 def read_runs(path: Path) -> dict[Run, Row]:
@@ -199,33 +214,21 @@ def read_runs(path: Path) -> dict[Run, Row]:
 
 
 def read_published() -> dict[Run, Row]:
-    """Read the published runs of all families. One may be planned in an earlier family than that
-    which has it."""
-    found = read_runs(STUDY / 'more_seeds.csv')
-    for folder in RULES:
-        found |= read_runs(folder / 'runs.csv')
-    return found
+    """Read the published runs of the families in this folder, which count each other's."""
+    paths = 'more_seeds.csv', 'runs.csv', 'second/runs.csv', 'third/runs.csv'
+    return {run: row for path in paths for run, row in read_runs(STUDY / path).items()}
 
 
-def losses_by_size(folders: list[Path], own: dict[Run, Row],
-                   models: Mapping[str, str] | None = None) -> dict[str, Losses]:
-    """Return y at each size of the runs that these families plan, without trials, of these models
-    or of all. Runs that are not published may be among the own."""
+def planned_rows(folders: list[Path], own: dict[Run, Row]) -> list[Row]:
+    """Return the rows of the runs that the first and these later families plan. Each may have been
+    published by any family in this folder, or be one of the own runs."""
     first, *later = folders
     planned = [*read_runs(first / 'runs.csv')]
-    if later:  # the first family's rule leaves out what came after it
-        for folder in later:
-            planned += read_runs(folder / 'cells.csv')
-        planned += read_runs(STUDY / 'more_seeds.csv')
+    for folder in later:
+        planned += read_runs(folder / 'cells.csv')
+    planned += read_runs(STUDY / 'more_seeds.csv')
     known = own | read_published()
-    # Of two rates of a model the later line counts: only `cem-2-normed` at XS has two, the first
-    # one by mistake (results/tokens)
-    y: dict[str, Losses] = {}
-    for run in planned:
-        size, model, _, seed = run
-        if run in known and seed < TRIAL_SEEDS and (models is None or model in models):
-            y.setdefault(size, {})[model, seed] = float(known[run]['y'])
-    return y
+    return [known[run] for run in planned if run in known]
 
 
 # Verdicts
