@@ -28,7 +28,7 @@ EXCLUSIVE = ('text', 'data'), ('tokens', 'tokens_per_param'), ('prompt', 'prompt
 REPLACES = {'text': ('data',), 'data': ('text', 'tokenizer'), 'tokens': ('tokens_per_param',),
             'tokens_per_param': ('tokens',), 'size': ('d_model', 'n_layer', 'n_head', 'd_mlp')}
 # Options that are paths. They must not be empty, and ~ at their beginning is the home folder
-PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export', 'prompt_file',
+PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'to', 'prompt_file',
          'runs', 'effects')
 
 

@@ -62,7 +62,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     checkpoint `state` names tokenizer and data. UserError if the folder is not empty."""
     path = Path(folder)
     check(not path.exists() or not any(path.iterdir()),
-          f'export={folder} is not empty: give a new folder')
+          f'to={folder} is not empty: give a new folder')
     path.parent.mkdir(parents=True, exist_ok=True)
     # Write the folder elsewhere and rename it: it appears whole or not at all
     with tempfile.TemporaryDirectory(prefix='.export-', dir=path.parent) as temporary:

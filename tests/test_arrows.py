@@ -7,7 +7,7 @@ from running import ROOT
 
 from nanocem.hub import CODE
 
-SCRIPTS = {'train', 'sample', 'evaluate', 'bench', 'reproduce', 'prepare_slimpajama',
+SCRIPTS = {'train', 'sample', 'evaluate', 'export', 'bench', 'reproduce', 'prepare_slimpajama',
            'synthetic_gp', 'results'}
 
 
