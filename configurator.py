@@ -45,6 +45,11 @@ def check(ok: bool, message: str) -> None:
         fail(message)
 
 
+def warn(message: str) -> None:
+    """Print a warning on stderr: what a script prints on stdout has none."""
+    print(f'Warning: {message}', file=sys.stderr, flush=True)
+
+
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
     """Decorate a script's main: UserError, OSError (a missing file, a full disk) or Ctrl-C ends it
     with one line on stderr and exit code 1."""

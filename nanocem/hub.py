@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from configurator import build, check, fail
+from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
@@ -147,8 +147,8 @@ def read_export(folder: str) -> dict[str, Any]:
               'here', flush=True)
     code = Path(folder, 'model.py')
     if code.is_file() and code.read_bytes() != (ROOT / 'model.py').read_bytes():
-        print(f'WARNING: {code} is not the model.py here, which computes these numbers; '
-              'transformers runs the one in the folder', flush=True)
+        warn(f'{code} is not the model.py here, which computes these numbers; transformers runs '
+             'the one in the folder')
     # Only models of model.py's classes are exported
     return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights,
             'must_match': {'classes': []}}

@@ -3,6 +3,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from configurator import warn
 from nanocem.files import write_json
 from nanocem.tokenizers import MODEL_FILE, UNCONVERTED_FILE
 
@@ -61,8 +62,8 @@ def write_tokenizer(path: Path, tokenizer: Any, context_length: int, pad_side: s
     if tokenizer.path:
         shutil.copyfile(tokenizer.path, path / (MODEL_FILE if converted else UNCONVERTED_FILE))
     if converted is None:
-        print("WARNING: the export has no tokenizer.json: only bytes, our own byte-pair pieces and "
-              "Llama's model have one", flush=True)
+        warn('the export has no tokenizer.json: only bytes, our own byte-pair pieces and '
+             "Llama's model have one")
         package = ("tiktoken's get_encoding('gpt2')" if tokenizer.name == 'gpt2' else
                    f"sentencepiece's SentencePieceProcessor(model_file='{UNCONVERTED_FILE}')")
         return NO_TOKENIZER.format(package=package)

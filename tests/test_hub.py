@@ -303,7 +303,7 @@ def test_an_export_s_own_code_is_not_forgotten(
     folder = f'{tmp_path}/hub'
     hub.export(model_of(), folder, state_of(model_of()))
     load_model(folder)
-    assert not capsys.readouterr().out
+    assert not any(capsys.readouterr())
     with monkeypatch.context() as patch:
         patch.setattr('model.CEMMLP', type('Mine', (CEMMLP,), {}))
         with pytest.raises(ValueError, match=r'no class of your own, and this script has Mine'):
@@ -311,7 +311,7 @@ def test_an_export_s_own_code_is_not_forgotten(
     with open(f'{folder}/model.py', 'a') as file:
         file.write('NORM_EPS = 1e-6\n')
     load_model(folder)
-    assert f'WARNING: {folder}/model.py is not the model.py here' in capsys.readouterr().out
+    assert f'Warning: {folder}/model.py is not the model.py here' in capsys.readouterr().err
 
 
 def test_another_program_s_model_is_refused_in_a_line(tmp_path: Path) -> None:
@@ -513,7 +513,7 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
         with monkeypatch.context() as patch:
             patch.setattr(hub, 'tokenizer_of', lambda state, ours=ours: ours)
             hub.export(model_of(**cfg), str(folder), state_of(model_of(**cfg), ours.name))
-        assert 'the export has no tokenizer.json' in capfd.readouterr().out
+        assert 'Warning: the export has no tokenizer.json' in capfd.readouterr().err
         # AutoTokenizer and llama.cpp's converter would read any *.model, with other ids
         files = {path.name for path in folder.iterdir()}
         assert not {'tokenizer.json', 'tokenizer_config.json'} & files
