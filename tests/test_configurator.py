@@ -22,8 +22,9 @@ from synthetic_gp import GPConfig
 from train import TrainConfig
 
 SCRIPTS = {'train': (TrainConfig, ModelConfig), 'bench': (BenchConfig,), 'sample': (SampleConfig,),
-           'evaluate': (EvaluateConfig,), 'export': (ExportConfig,), 'reproduce': (ReproduceConfig,),
-           'prepare_slimpajama': (PrepareConfig,), 'synthetic_gp': (GPConfig,)}
+           'evaluate': (EvaluateConfig,), 'export': (ExportConfig,),
+           'reproduce': (ReproduceConfig,), 'prepare_slimpajama': (PrepareConfig,),
+           'synthetic_gp': (GPConfig,)}
 
 
 def options_of(*argv: str) -> dict[str, Any]:
