@@ -28,7 +28,8 @@ EXCLUSIVE = ('text', 'data'), ('tokens', 'tokens_per_param'), ('prompt', 'prompt
 REPLACES = {'text': ('data',), 'data': ('text', 'tokenizer'), 'tokens': ('tokens_per_param',),
             'tokens_per_param': ('tokens',), 'size': ('d_model', 'n_layer', 'n_head', 'd_mlp')}
 # Options that are paths. They must not be empty, and ~ at their beginning is the home folder
-PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'export', 'prompt_file')
+PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'to', 'prompt_file',
+         'runs', 'effects')
 
 
 class UserError(ValueError):
@@ -42,6 +43,11 @@ def fail(message: str) -> NoReturn:
 def check(ok: bool, message: str) -> None:
     if not ok:
         fail(message)
+
+
+def warn(message: str) -> None:
+    """Print a warning on stderr: what a script prints on stdout has none."""
+    print(f'Warning: {message}', file=sys.stderr, flush=True)
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:

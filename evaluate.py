@@ -8,8 +8,7 @@ Evaluate a trained model.
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
     python evaluate.py --copying               how well does it repeat what stood in its context?
     python evaluate.py --copying=out/b         the same beside another run: where is the gap?
-    python evaluate.py --compare out/a out/b   a table of the results of runs, and their losses
-    python evaluate.py --export=DIR            a folder that Hugging Face's transformers loads
+    python evaluate.py --compare=out/a,out/b   a table of the results of runs, and their losses
 
 Tables are printed. Pictures of --energies, --attention and --compare go into out/results.
 """
@@ -17,9 +16,10 @@ import math
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
 
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
     os.environ['MPLBACKEND'] = 'agg'
@@ -38,10 +38,9 @@ from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
 from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
-from nanocem.hf import export
 from nanocem.loss import NO_TARGET
 from nanocem.metrics import markdown_table, perplexity, sum_losses, token_losses
-from nanocem.runs import check_match, load_model, newest_run, own_classes, read_config, read_result
+from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -70,14 +69,22 @@ class EvaluateConfig:
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
     copying: bool | str = False  # losses of repeated targets and others; RUN: those of both runs
-    compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
-    export: str | None = None  # a new folder for the model in transformers' format
-    export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the exported weights
+    compare: tuple[str, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
         in_range(self, 1, 10**15, 'tokens')
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
+        check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
+        self.compare = tuple(map(os.path.expanduser, self.compare))
+
+
+class Report(NamedTuple):
+    """What is printed of a subject, and the picture that is drawn of it, if any."""
+    subject: str
+    text: str
+    figure: Figure | None = None
+    name: str = ''  # of the picture's file
 
 
 def cem_kinds(model: Transformer) -> list[str]:
@@ -142,13 +149,12 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     return sums.tolist()
 
 
-def report_loss(model: Transformer, sequences: Sequences, bos: int,
-                steps: tuple[int, ...]) -> str:
-    """Return a table of the loss with T as trained, or at each T of `steps`. The model keeps the
-    last T."""
-    ids, text_bytes, llama_tokens = sequences
+def report_loss(run: 'Evaluated') -> Report:
+    """Report the loss with T as trained, or at each T of `steps`. The model keeps the last T."""
+    model, bos = run.model, run.tokenizer.bos
+    ids, text_bytes, llama_tokens = run.sequences
     rows = []
-    for T in steps or (None,):
+    for T in run.cfg.steps or (None,):
         model.set_steps(**{f'{kind}_steps': T for kind in cem_kinds(model)})
         n_targets, nats, text_nats = evaluate_loss(model, ids, bos)
         loss = nats / n_targets
@@ -159,7 +165,7 @@ def report_loss(model: Transformer, sequences: Sequences, bos: int,
         if llama_tokens:
             row['perplexity per Llama token'] = f'{perplexity(text_nats / llama_tokens):.6g}'
         rows.append(row)
-    return markdown_table([*row], [[*row.values()] for row in rows])
+    return Report(run.subject, markdown_table([*row], [[*row.values()] for row in rows]))
 
 
 # Copying
@@ -221,14 +227,16 @@ def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dic
     return found
 
 
-def report_copying(runs: dict[str, Transformer], ids: Tensor, bos: int, n_before: int) -> str:
+def report_copying(run: 'Evaluated') -> Report:
     """Report the losses of repeated and other targets, and of a text read twice, of one run or two.
     Of two, also which part of the gap between them comes from repeated targets: the sum over these
     of the difference of the losses, over the same sum over all targets."""
+    n_before = 4 if run.tokenizer.name == 'byte' else 1
+    ids, *_ = run.sequences
     found, rows, gains = [], [], []
-    for name, model in runs.items():
+    for name, model in run.models.items():
         losses = {kind: loss[~loss.isnan()]
-                  for kind, loss in copying(model, ids, bos, n_before).items()}
+                  for kind, loss in copying(model, ids, run.tokenizer.bos, n_before).items()}
         n_targets = len(losses['repeated']) + len(losses['other'])
         for kind, words in COPYING.items():
             n, mean = len(losses[kind]), float(losses[kind].mean())
@@ -240,8 +248,8 @@ def report_copying(runs: dict[str, Transformer], ids: Tensor, bos: int, n_before
     header = ['run', 'targets', 'number', 'share', 'loss, nats a token', 'perplexity']
     text = markdown_table(header, rows)
     text += f'\n\nA second reading changes perplexity by {", ".join(gains)}.'
-    if len(runs) == 1:
-        return text
+    if len(found) == 1:
+        return Report(run.subject, text)
     # Divide the gap between the two runs
     A, B = found
     gap = {kind: float((A[kind] - B[kind]).sum()) for kind in ('repeated', 'other')}
@@ -249,10 +257,12 @@ def report_copying(runs: dict[str, Transformer], ids: Tensor, bos: int, n_before
     over = {'repeated': gap['repeated'] / len(A['repeated']),
             'other': gap['other'] / len(A['other']), 'all': total / n_targets}
     differences = ', '.join(f'{kind} {math.expm1(d):+.1%}' for kind, d in over.items())
-    text += f'\nPerplexity of {" over ".join(runs)}: {differences}.'
+    text += f'\nPerplexity of {" over ".join(run.models)}: {differences}.'
     if abs(math.expm1(over['all'])) < SMALLEST_GAP:
-        return f'{text}\nThere is no gap: it is less than {SMALLEST_GAP:.0%}.'
-    return f'{text}\nOf the gap {gap["repeated"] / total:.0%} comes from repeated targets.'
+        text += f'\nThere is no gap: it is less than {SMALLEST_GAP:.0%}.'
+    else:
+        text += f'\nOf the gap {gap["repeated"] / total:.0%} comes from repeated targets.'
+    return Report(run.subject, text)
 
 
 # Energies
@@ -303,16 +313,18 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     return float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()
 
 
-def report_energies(model: Transformer, ids: Tensor, steps: int) -> tuple[str, Figure]:
-    """Report the mean energy at steps 0 to `steps` for each use of a CEM sublayer, and whether its
-    first step descends. The picture has the energies, from that at step 0. Of ids (n, length + 1)
-    only some 4,096 are read."""
+def report_energies(run: 'Evaluated') -> Report:
+    """Report the mean energy at steps 0 to 8, or to the largest of `steps`, for each use of a CEM
+    sublayer, and whether its first step descends. The picture has the energies, from that at step
+    0. Of the tokens only some 4,096 are read."""
+    steps = max(run.cfg.steps, default=8)
+    ids, *_ = run.sequences
     x = ids[:max(1, 4096 // ids.shape[1]), :-1]
     x = x[(x != NO_TARGET).all(dim=1)]  # leave out the last sequence of a text if it is padded
     figure = Figure((9, 3.5), layout='constrained')
     panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
     rows = []
-    for name, cosine, share, energies in descent(model, x.to(model.head.device), steps):
+    for name, cosine, share, energies in descent(run.model, x.to(run.model.head.device), steps):
         rows.append([name, *(f'{energy:.4g}' for energy in energies), f'{cosine:.2f}',
                      f'{share:.0%}'])
         axes = panels[name.split()[0]]
@@ -320,7 +332,8 @@ def report_energies(model: Transformer, ids: Tensor, steps: int) -> tuple[str, F
         axes.set(xlabel='step', ylabel='energy minus that at step 0')
         axes.legend(fontsize=7)
     header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    return f'{markdown_table(header, rows)}\n\n{DESCENT}', figure
+    return Report(run.subject, f'{markdown_table(header, rows)}\n\n{DESCENT}', figure,
+                  picture_name('energies', run.path))
 
 
 # Attention
@@ -353,11 +366,11 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
 
 
-def report_attention(model: Transformer, tokenizer: Any, text: str) -> tuple[str, Figure]:
+def report_attention(run: 'Evaluated') -> Report:
     """Report which fraction of its attention each step after the first moves to other keys, mean
     over heads and queries. The picture has the maps: heads across, layers and steps down."""
-    cfg = model.cfg
-    ids = [tokenizer.bos, *tokenizer.encode(text)]
+    model, tokenizer, cfg = run.model, run.tokenizer, run.model.cfg
+    ids = [tokenizer.bos, *tokenizer.encode(run.cfg.attention)]
     check(1 < len(ids) <= cfg.context_length, f'attention: the text has {len(ids) - 1} tokens; '
           f'expected 1 to {cfg.context_length - 1}')
     words = ['BOS', *(tokenizer.decode([i]) for i in ids[1:])]
@@ -379,19 +392,22 @@ def report_attention(model: Transformer, tokenizer: Any, text: str) -> tuple[str
         if k == 0 and len(words) <= 24:
             axes.set_yticks(range(len(words)), words, fontsize=5, parse_math=False)
     # Measure what fraction of attention moves: half the sum of the weights' changes
+    report = Report(f'{run.path}; {run.cfg.attention!r:.80}',
+                    'No attention takes a second step, so none moves.', figure,
+                    picture_name('attention', run.path))
     if T == 1:
-        return 'No attention takes a second step, so none moves.', figure
+        return report
     header = ['attention moved', *(f'by step {t}' for t in range(2, T + 1))]
     rows = []
     for name, alpha in zip(names, maps, strict=True):  # (T, K, J, J)
         moved = alpha.diff(dim=0).abs().sum(dim=-1).mean(dim=(1, 2)) / 2  # (T - 1,)
         rows.append([name, *(f'{fraction:.2%}' for fraction in moved.tolist())])
-    return markdown_table(header, rows), figure
+    return report._replace(text=markdown_table(header, rows))
 
 
 # Runs side by side
 
-def compare_runs(folders: list[str]) -> tuple[str, Figure]:
+def compare_runs(folders: Sequence[str]) -> Report:
     """Report the results of runs and the options in which they differ, and plot their training
     losses. A line names what makes the losses incomparable. UserError if a folder has no run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
@@ -442,10 +458,69 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
                 and len({options[name] for options in all_options if name in options}) > 1]
     if reasons:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
-    return '\n\n'.join([text, *notes]), figure
+    return Report('Runs', '\n\n'.join([text, *notes]), figure, picture_name('compare', *folders))
 
 
 # The command line
+
+class Evaluated:
+    """A run, another one that --copying may set beside it, and what they are evaluated on, which is
+    read when a report asks for it. UserError if the two cannot be compared."""
+    def __init__(self, cfg: EvaluateConfig):
+        self.cfg = cfg
+        self.path = cfg.out_dir or newest_run()
+        self.model, self.state = load_model(self.path, cfg.device)
+        self.tokenizer = tokenizer_of(self.state)
+        self.models = {self.path: self.model}
+        if isinstance(cfg.copying, str):
+            self.load_beside(cfg.copying)
+        for model in self.models.values():
+            plug_in(model)
+
+    def load_beside(self, path: str) -> None:
+        """Load another run, whose tokens must be the same."""
+        check(os.path.realpath(path) != os.path.realpath(self.path),
+              f'copying={path} is the run itself: expected another, or --copying alone')
+        other, state = load_model(path, self.cfg.device)
+        check_match(state['data'], {name: self.state['data'][name] for name in TOKENIZER_KEYS},
+                    path)
+        length, own_length = other.cfg.context_length, self.model.cfg.context_length
+        check(length == own_length, f'copying={path} has a context of {length} tokens, and '
+              f'{self.path} one of {own_length}: expected the same')
+        self.models[path] = other
+
+    @property
+    def data_dir(self) -> str:
+        return self.cfg.data or self.state['data_dir']
+
+    @property
+    def subject(self) -> str:
+        source = self.cfg.text or f'{self.cfg.split} split of {self.data_dir}'
+        return f'{self.path}, step {self.state["step"]}; {source}'
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        length = self.model.cfg.context_length
+        if self.cfg.text:
+            return read_text_sequences(self.cfg.text, self.tokenizer, length, self.data_dir)
+        return read_shards(self.cfg, self.state, self.data_dir, self.tokenizer, length)
+
+
+def choose_reports(cfg: EvaluateConfig, on_text: bool) -> list[Callable[[Evaluated], Report]]:
+    """Return what the options ask for, in the order in which it is printed. The loss is the report
+    of no other option but `steps`, and of a text or data beside attention maps. It leaves the last
+    T of --steps in the model, for these maps."""
+    reports = []
+    if cfg.energies:
+        reports.append(report_energies)
+    if cfg.copying:
+        reports.append(report_copying)
+    if cfg.steps or (not reports and (cfg.attention is None or on_text)):
+        reports.append(report_loss)
+    if cfg.attention is not None:
+        reports.append(report_attention)
+    return reports
+
 
 def picture_name(kind: str, *paths: str) -> str:
     """Return the name of a picture of these runs: those of other runs have other names."""
@@ -453,84 +528,32 @@ def picture_name(kind: str, *paths: str) -> str:
     return f'{kind}-{"-".join(runs).replace("/", "-")[-150:]}.png'
 
 
-def show(subject: str, text: str, figure: Figure | None = None, name: str = '') -> None:
-    """Print a report's subject and text, and write its picture, if any, to out/results."""
-    print(f'{subject}\n\n{text}', flush=True)
-    if figure is not None:
-        figure.supxlabel(subject, fontsize=7, parse_math=False)
+def show(report: Report) -> None:
+    """Print a report, and write its picture, if any, to out/results."""
+    print(f'{report.subject}\n\n{report.text}', flush=True)
+    if report.figure is not None:
+        report.figure.supxlabel(report.subject, fontsize=7, parse_math=False)
         os.makedirs('out/results', exist_ok=True)
-        figure.savefig(f'out/results/{name}', dpi=100)
-        print(f'out/results/{name}', flush=True)
+        report.figure.savefig(f'out/results/{report.name}', dpi=100)
+        print(f'out/results/{report.name}', flush=True)
 
 
 @command_line
 def main(argv: list[str]) -> None:
-    # With --compare, arguments without -- are runs; read_options takes them for config files
-    runs = [arg for arg in argv if '--compare' in argv and not arg.startswith('--')]
-    given = read_options([a for a in argv if a not in runs], EvaluateConfig)
+    given = read_options(argv, EvaluateConfig)
     cfg = build(EvaluateConfig, given)
-    measured = sorted({'text', 'data', 'split', 'tokens'} & given.keys())
-    check(not cfg.text or measured == ['text'], 'a text is read whole: no split, no tokens')
-    check(bool(cfg.export) or 'export_dtype' not in given, 'export_dtype is for --export=DIR')
+    on = {'text', 'data', 'split', 'tokens'} & given.keys()
+    check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
     check(not (cfg.copying and cfg.steps), 'copying is measured with T as trained: no steps')
     if cfg.compare:
         others = ', '.join(name for name in given if name != 'compare')
         check(not others, f'--compare takes folders of runs alone, and not {others}')
-        check(bool(runs), 'compare: expected folders of runs, as --compare out/a out/b')
-        return show('Runs', *compare_runs(runs), picture_name('compare', *runs))
-
-    # Load the model, and export it if that is asked for
-    out_dir = cfg.out_dir or newest_run()
-    model, state = load_model(out_dir, cfg.device)
-    plug_in(model)
-    check(bool(cem_kinds(model)) or not (cfg.steps or cfg.energies),
-          f'{out_dir} is all Llama: steps and energies are those of CEM sublayers')
-    with_attention = cfg.attention is not None
-    others = with_attention or bool(cfg.export)  # they read no data
-    with_loss = bool(cfg.steps) or not (cfg.energies or cfg.copying or (others and not measured))
-
-    # Load the run to compare with, whose tokens must be the same
-    models = {out_dir: model}
-    if isinstance(cfg.copying, str):
-        check(os.path.realpath(cfg.copying) != os.path.realpath(out_dir),
-              f'copying={cfg.copying} is the run itself: expected another, or --copying alone')
-        other, other_state = load_model(cfg.copying, cfg.device)
-        check_match(other_state['data'], {name: state['data'][name] for name in TOKENIZER_KEYS},
-                    cfg.copying)
-        check(other.cfg.context_length == model.cfg.context_length,
-              f'copying={cfg.copying} has a context of {other.cfg.context_length} tokens, and '
-              f'{out_dir} one of {model.cfg.context_length}: expected the same')
-        plug_in(other)
-        models[cfg.copying] = other
-
-    # Read the text or the shards
-    tokenizer, length = tokenizer_of(state), model.cfg.context_length
-    data_dir = cfg.data or state['data_dir']
-    source = cfg.text or f'{cfg.split} split of {data_dir}'
-    subject = f'{out_dir}, step {state["step"]}; {source}'
-    if cfg.text:
-        sequences = read_text_sequences(cfg.text, tokenizer, length, data_dir)
-    elif with_loss or cfg.energies or cfg.copying:
-        sequences = read_shards(cfg, state, data_dir, tokenizer, length)
-
-    # Export and report. The loss leaves the last T of --steps in the model, for the attention maps
-    if cfg.export:
-        check(not own_classes(model), f'export={cfg.export}: an export holds the classes of '
-              f'model.py, and this model has {", ".join(own_classes(model))}')
-        export(model, cfg.export, state, getattr(torch, cfg.export_dtype))
-        print(f'{cfg.export}: transformers loads it, as its README.md says', flush=True)
-    if cfg.energies:
-        report = report_energies(model, sequences[0], max(cfg.steps, default=8))
-        show(subject, *report, picture_name('energies', out_dir))
-    if cfg.copying:
-        n_before = 4 if state['data']['tokenizer'] == 'byte' else 1
-        show(subject, report_copying(models, sequences[0], tokenizer.bos, n_before))
-    if with_loss:
-        show(subject, report_loss(model, sequences, tokenizer.bos, cfg.steps))
-    if with_attention:
-        report = report_attention(model, tokenizer, cfg.attention)
-        name = picture_name('attention', out_dir)
-        show(f'{out_dir}; {cfg.attention!r:.80}', *report, name)
+        return show(compare_runs(cfg.compare))
+    run = Evaluated(cfg)
+    check(bool(cem_kinds(run.model)) or not (cfg.steps or cfg.energies),
+          f'{run.path} is all Llama: steps and energies are those of CEM sublayers')
+    for report in choose_reports(cfg, on_text=bool(on)):
+        show(report(run))
 
 
 if __name__ == '__main__':

@@ -1,21 +1,21 @@
 """
 Does the paper hold? Its claims with their verdicts, its figures, and the runs behind both.
 
-    python reproduce.py                                  print the verdicts on all claims
+    python reproduce.py                                  draw and print the verdicts on the claims
     python reproduce.py --todo | sh                      train the missing runs, one by one
     python reproduce.py --figure=3a                      draw a figure of the paper, print its table
     python reproduce.py --figure=3a --size=86m --todo    print the commands of its missing runs
 
-results/tokens has the first family of claims, models, sizes and the rule. Its folders second and
-third have later families, and results/figures the paper's figures. Your own runs are in
-out/reproduce/SIZE/ and out/figures/SIZE/. `--todo | xargs -P 2 -I{} sh -c "{}"` trains two at a
-time; the same command goes on after a stop.
+results/tokens has the first family of claims, models and sizes, and its folders second and third
+have later ones; verdicts.py there computes effects.csv, whose verdicts are printed and drawn here.
+results/figures has the paper's figures. Your own runs are in out/reproduce/SIZE/ and
+out/figures/SIZE/.
+`--todo | xargs -P 2 -I{} sh -c "{}"` trains two at a time; the same command goes on after a stop.
 
 Runs of the sizes of results/tokens that read its text have a loss y in nats per Llama token of the
 held-out text, validation and test together. Other runs have one in nats per token of the test text,
 and stand in no row. A run that is left out has a line on stderr.
 """
-import csv
 import glob
 import math
 import os
@@ -43,11 +43,10 @@ from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, fail, read_options
 from model import SIZES, ModelConfig, Transformer
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_csv, read_json, read_json_lines, write_atomic
 from nanocem.flops import flops_per_token
-from nanocem.metrics import markdown_table
+from nanocem.metrics import markdown_table, split_failed
 from nanocem.runs import left_out, read_result
-from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -60,15 +59,7 @@ WIDTH, DPI = 8.3, 200  # of all pictures, in inches; pages show them 830 pixels 
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 # The study's text, as 2,048 byte-pair tokens and as bytes: what identifies it, by vocabulary
 TEXTS = {text['vocab_size']: text for text in (
-    read_json(f'{ROOT}/pretrained/cem/config.json')['run']['data'],
-    read_json(f'{FIRST}/english_bytes.json'))}
-
-
-def read_csv(path: str) -> list[dict[str, str]]:
-    with open(path, encoding='utf-8', newline='') as file:
-        return list(csv.DictReader(file))
-
-
+    read_json(f'{FIRST}/text.json'), read_json(f'{FIRST}/english_bytes.json'))}
 STUDY_SIZES = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
 MODELS: dict[str, dict[str, str]] = defaultdict(dict)  # what all families say of a model
 for folder in FAMILIES:
@@ -81,6 +72,9 @@ SIZE_OPTIONS = {size: f'--size={size}' for size in SIZES}
 SIZE_OPTIONS |= {size: f'config/{size}.py --vocab_size=257' for size in ('nano', 'mini')}
 SIZE_OPTIONS |= {size: row['options'] for size, row in STUDY_SIZES.items()}
 FIGURE_SIZES = ('XS', 'S', 'M', *SIZES)
+# Of a family's runs.csv
+RUN_COLUMNS = ('size', 'model', 'rate', 'seed', 'parameters', 'tokens', 'flops_per_token',
+               'seconds', 'val_bits_per_byte', 'test_bits_per_byte', 'y')
 
 
 # Models and runs
@@ -263,73 +257,10 @@ def planned_cells(families: list[str]) -> list[Run]:
 
 # Verdicts
 
-Verdict = tuple[dict[str, str], list[Effect], str]  # a claim, its effect at each size, the word
-
-
-def judge(folder: str, found: Results) -> list[Verdict]:
-    """Return the verdicts on all claims in a folder, by its RULE.md."""
-    claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
-    # The first family counts its own runs. Later ones count those of the families before them, too,
-    # but only of their own models, and pool noise by kinds of models
-    number = FAMILIES.index(folder)
-    runs, kinds = planned_cells(FAMILIES[:number + 1]), {}
-    if number > 0:
-        runs += read_runs(f'{FIRST}/more_seeds.csv')
-        models = {claim[side]: MODELS[claim[side]] for claim in claims for side in 'AB'}
-        # The second family tells models whose MLP is CEM's or repeated from all others
-        kinds = {name: row['mlp'] == 'plain' if number == 1 else row['noise']
-                 for name, row in models.items()}
-    # Collect the losses at each size, without trials. Of two rates of a model the later line
-    # counts: only `cem-2-normed` at XS has two, the first one by mistake (results/tokens)
-    y: dict[tuple[str, str], Losses] = defaultdict(dict)
-    for run in runs:
-        if run in found and run.seed < TRIAL_SEEDS and (not kinds or run.model in kinds):
-            y['perplexity', run.size][run.model, run.seed] = found[run]['y']
-    # One claim compares the logs of the trials' best rates
-    for row in read_csv(f'{FIRST}/best_rates.csv'):
-        y['rate', row['size']][row['model'], int(row['seed'])] = math.log(float(row['rate']))
-    all_sizes = list(dict.fromkeys(size for row in claims for size in row['sizes'].split()))
-    verdicts = []
-    for claim in claims:
-        # Compare its two models at each size
-        unit, sizes, effects = claim['unit'], claim['sizes'].split(), []
-        for size in sizes:
-            m = sum(row['unit'] == unit and size in row['sizes'].split() for row in claims)
-            # From the third family on, the noise is that of all its sizes
-            others = [y[unit, other] for other in all_sizes if other != size and number > 1]
-            # A side may name two models, of which the trials chose one: the other has no runs
-            effects += [effect for A in claim['A'].split('/') for B in claim['B'].split('/')
-                        if (effect := compare(y[unit, size], A, B, size, m, kinds, others))]
-        # Decide by the largest size with an interval, or by all sizes where sizes.csv says so
-        above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
-        words = [word for effect in effects if (word := decide(effect, above, below))]
-        if not sizes:
-            word = 'see results/gp'
-        elif unit == 'failed runs':
-            failed = set().union(*(split_failed(y['perplexity', size])[1] for size in sizes))
-            word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
-        elif not words:
-            word = 'one seed' if effects else 'not run'
-        elif STUDY_SIZES[sizes[0]]['word'] == 'largest size' or words == words[:1] * len(sizes):
-            word = words[-1]
-        else:
-            word = 'undecided'
-        verdicts.append((claim, effects, word))
-    return verdicts
-
-
-def verdict_table(verdicts: list[Verdict]) -> str:
-    """Format the verdicts, beside the expected effects if verdicts.csv has them."""
-    columns = [name for name in ('id', 'claim', 'A', 'B', 'kind', 'expected_S', 'expected_M')
-               if name in verdicts[0][0]]
-    rows = [[*map(claim.get, columns), '; '.join(map(str, effects)), word]
-            for claim, effects, word in verdicts]
-    return markdown_table([*columns, 'A over B', 'verdict'], rows)
-
-
-def leave_out_of_rows(found: Results) -> None:
-    """Name the own runs at the study's sizes that count in no row."""
-    planned = set(planned_cells(FAMILIES))
+def leave_out_of_rows(found: Results) -> Results:
+    """Return the own runs that count in a row of the study, and name those at its sizes that count
+    in none."""
+    planned, counted = set(planned_cells(FAMILIES)), {}
     for run, row in found.items():
         if run.size not in STUDY_SIZES or 'folder' not in row:
             continue
@@ -339,39 +270,73 @@ def leave_out_of_rows(found: Results) -> None:
             leave_out(row['folder'], f'seeds from {TRIAL_SEEDS} on choose learning rates')
         elif run not in planned:
             leave_out(row['folder'], 'no row has its model at its size, rate and seed')
+        else:
+            counted[run] = row
+    return counted
+
+
+def write_runs(runs: Results, path: str) -> None:
+    """Write runs as a CSV with the columns of the families' runs.csv."""
+    lines = [','.join(RUN_COLUMNS)]
+    for run, row in runs.items():
+        values = run._asdict() | row
+        lines.append(','.join(str(values.get(name, '')) for name in RUN_COLUMNS))
+    write_atomic(path, ('\n'.join(lines) + '\n').encode())
 
 
 # What pictures write for words of the claims
 PLAIN_WORDS = {'one d_k': 'one key-query diagonal', 'd_k': 'the key-query diagonal',
                'taken twice': 'repeated'}
-Shown = tuple[str, Verdict, Effect]  # a row of a picture: its label, and the effect that it shows
 
 
-def all_rows(families: list[list[Verdict]]) -> list[Shown]:
-    """Return the rows that have an interval, at their largest size. Of the rows of the same models
-    at the same size the one of the last family counts: it has most seeds."""
-    shown = {}
-    for verdicts in reversed(families):
-        for claim, effects, word in verdicts:
-            effect = next((effect for effect in reversed(effects) if effect.half_width > 0), None)
-            if effect and claim['unit'] == 'perplexity':
-                label = claim['claim']
-                for old, new in PLAIN_WORDS.items():
-                    label = label.replace(old, new)
-                row = label, (claim, effects, word), effect
-                shown.setdefault((claim['A'], claim['B'], effect.size), row)
+class Shown(NamedTuple):
+    """A row of a picture: the effect of a claim at a size. The change in perplexity, its interval
+    and the bounds of the claim are in per cent."""
+    label: str
+    A: str
+    B: str
+    size: str
+    seeds: int
+    effect: float
+    low: float
+    high: float
+    above: float  # -1000 or 1000 for a claim without this bound
+    below: float
+    word: str
+
+
+def all_rows(effects: list[dict[str, str]]) -> list[Shown]:
+    """Return the rows of an effects.csv that have an interval, at their largest size. Of the rows
+    of the same models at the same size the one of the last family counts: it has most seeds."""
+    largest = {(row['family'], row['id']): row for row in effects
+               if row['unit'] == 'perplexity' and row['low_%']}  # the last line of each claim
+    families = list(dict.fromkeys(row['family'] for row in effects))
+    shown: dict[tuple[str, str, str], Shown] = {}
+    for row in sorted(largest.values(), key=lambda row: -families.index(row['family'])):
+        label = row['claim']
+        for old, new in PLAIN_WORDS.items():
+            label = label.replace(old, new)
+        numbers = (float(row[name]) for name in ('effect_%', 'low_%', 'high_%'))
+        shown.setdefault((row['A'], row['B'], row['size']), Shown(
+            label, row['A'], row['B'], row['size'], int(row['seeds']), *numbers,
+            float(row['above_%'] or -1000), float(row['below_%'] or 1000), row['verdict']))
     return list(shown.values())
 
 
-def claim_rows(families: list[list[Verdict]]) -> list[Shown]:
+def claim_rows(effects: list[dict[str, str]]) -> list[Shown]:
     """Return the rows of claims.csv, with its labels. Of a claim that several families have, the
     last with an interval counts."""
-    rows: dict[tuple[str, str], Shown] = {}
-    for row in reversed(all_rows(families)):
-        claim = row[1][0]
-        rows[claim['A'], claim['B']] = row
-    return [(claim['label'], *rows[claim['A'], claim['B']][1:])
+    rows = {(row.A, row.B): row for row in reversed(all_rows(effects))}
+    return [rows[claim['A'], claim['B']]._replace(label=claim['label'])
             for claim in read_csv(f'{RESULTS}/claims.csv') if (claim['A'], claim['B']) in rows]
+
+
+def claim_table(rows: list[Shown]) -> str:
+    """Format the rows of a picture."""
+    return markdown_table(
+        ['claim', 'A', 'B', 'size', 'seeds', 'A over B', 'verdict'],
+        [[row.label, row.A, row.B, row.size, str(row.seeds),
+          f'{row.effect:+.1f}% ({row.low:+.1f} to {row.high:+.1f})', row.word] for row in rows])
 
 
 # How a picture shows a verdict: the marker, its colour, and whether it is filled
@@ -381,26 +346,23 @@ MARKS = {'holds': ('o', 'C0', 'full'), 'does not hold': ('X', 'C3', 'full'),
 
 def draw_verdicts(rows: list[Shown]) -> Figure:
     """Draw the interval of each row, marked by verdict, and where its claim would hold."""
-    labels = [textwrap.fill(label, 50) for label, _, _ in rows]
+    labels = [textwrap.fill(row.label, 50) for row in rows]
     heights = [0.2 + 0.14 * label.count('\n') for label in labels]  # inches
     figure = Figure((WIDTH, 1.6 + 1.3 * sum(heights)), layout='constrained')
     axes = figure.subplots()
     # Draw the rows from top to bottom
     places = np.cumsum(heights) - np.array(heights) / 2
-    for place, height, (_, (claim, _, word), effect) in zip(places, heights, rows, strict=True):
-        d, low, high = effect.percent()
-        above, below = float(claim['above_%'] or -1000), float(claim['below_%'] or 1000)
-        axes.barh(place, below - above, left=above, height=0.8 * height, color='0.9')
-        marker, color, fill = MARKS[word]
-        axes.errorbar(d, place, xerr=[[d - low], [high - d]], fmt=marker, ms=6, color=color,
-                      fillstyle=fill)
+    for place, height, row in zip(places, heights, rows, strict=True):
+        axes.barh(place, row.below - row.above, left=row.above, height=0.8 * height, color='0.9')
+        marker, color, fill = MARKS[row.word]
+        axes.errorbar(row.effect, place, fmt=marker, ms=6, color=color, fillstyle=fill,
+                      xerr=[[row.effect - row.low], [row.high - row.effect]])
     axes.set_yticks(places, labels)
     axes.set_ylim(sum(heights), 0)
     right = axes.secondary_yaxis('right')
-    right.set_yticks(places, [f'{effect.size}, {len(effect.by_seed)}' for _, _, effect in rows])
+    right.set_yticks(places, [f'{row.size}, {row.seeds}' for row in rows])
     right.set_ylabel('size, seeds')
-    ends = [end for _, _, effect in rows for end in effect.percent()[1:]]
-    axes.set_xlim(min(ends) - 1, max(ends) + 1)
+    axes.set_xlim(min(row.low for row in rows) - 1, max(row.high for row in rows) + 1)
     axes.set_xlabel('change in perplexity, %: minus is better for what is named first\n'
                     'a Llama that is not said to have ALiBi has RoPE')
     axes.tick_params(labelsize=9)
@@ -681,6 +643,7 @@ class ReproduceConfig:
     todo: bool = False  # print the commands of missing runs
     figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
     size: Literal[FIGURE_SIZES] | None = None  # for --figure: only this; --todo: XS
+    effects: str | None = None  # verdicts to draw; default: results/tokens/effects.csv
 
 
 @command_line
@@ -712,14 +675,16 @@ def main(argv: list[str]) -> None:
                       f'--size={cfg.size or "XS"} --todo prints their commands\n', flush=True)
     else:
         os.makedirs('out/results', exist_ok=True)
-        families = [judge(folder, found) for folder in FAMILIES]
+        if counted := leave_out_of_rows(found):
+            write_runs(counted, 'out/reproduce/runs.csv')
+            print(f'Your own runs, {len(counted)}, count in the tables and the effects.csv of '
+                  'python results/tokens/verdicts.py --runs=out/reproduce/runs.csv\n', flush=True)
+        effects = read_csv(cfg.effects or f'{FIRST}/effects.csv')
+        claims = claim_rows(effects)
         print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
-              'the interval over seeds, and each seed alone.\n', flush=True)
-        for verdicts in families:
-            print(f'{verdict_table(verdicts)}\n', flush=True)
-        leave_out_of_rows(found)
-        draw_verdicts(all_rows(families)).savefig('out/results/rows.png', dpi=DPI)
-        draw_verdicts(claim_rows(families)).savefig('out/results/claims.png', dpi=DPI)
+              f'and the interval over seeds.\n\n{claim_table(claims)}\n', flush=True)
+        draw_verdicts(all_rows(effects)).savefig('out/results/rows.png', dpi=DPI)
+        draw_verdicts(claims).savefig('out/results/claims.png', dpi=DPI)
         print('out/results/rows.png shows all effects, claims.png those of results/claims.csv',
               flush=True)
 

@@ -1,5 +1,6 @@
-"""JSON, and files that are written completely or not at all."""
+"""JSON, CSV, and files that are written completely or not at all."""
 import contextlib
+import csv
 import json
 import math
 import os
@@ -42,9 +43,18 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
     return found
 
 
+def read_csv(path: str) -> list[dict[str, str]]:
+    with open(path, encoding='utf-8', newline='') as file:
+        return list(csv.DictReader(file))
+
+
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
     """Encode as JSON. Values that are NaN or infinite become null, because JSON has neither. Inside
     other values they raise ValueError."""
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
+
+
+def write_json(path: Path, **values: Any) -> None:
+    path.write_bytes(to_json(values, indent=2) + b'\n')

@@ -1,11 +1,14 @@
 """Losses summed over tokens, perplexity, and tables of such numbers."""
 import math
+import statistics
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanocem.loss import NO_TARGET
+
+Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -29,6 +32,17 @@ def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
 def perplexity(loss: float) -> float:
     """Return exp(loss); infinity from a loss of 50 on, which only a diverged model has."""
     return math.inf if loss >= 50 else math.exp(loss)  # NaN stays NaN
+
+
+def split_failed(y: Losses) -> tuple[Losses, set[str]]:
+    """Return the losses of runs that did not fail, and the models with failed runs. A run fails if
+    y is not finite, or 0.5 nats above the median of the model's seeds."""
+    finished = {}
+    for (model, seed), loss in y.items():
+        median = statistics.median(other for (name, _), other in y.items() if name == model)
+        if loss < min(math.inf, median + 0.5):
+            finished[model, seed] = loss
+    return finished, {model for model, seed in y if (model, seed) not in finished}
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from configurator import UserError, build, check, fail
+from configurator import UserError, build, check, fail, warn
 from model import SIZES, ModelConfig, Transformer
-from nanocem import hf
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
+from nanocem.hub import WEIGHTS_FILE, read_export
 from nanocem.tokenizers import MODEL_FILE
 
 # Relative: bfloat16's rounding is some 1%, and GELU for SiLU 4 to 20%
@@ -97,8 +97,7 @@ def lock_folder(out_dir: str) -> Any:
     except Timeout:
         fail(f'out_dir={out_dir}: another process is training there; give another --out_dir')
     except OSError as error:
-        print(f'WARNING: {out_dir} cannot be locked ({error}): start no second run there',
-              flush=True)
+        warn(f'{out_dir} cannot be locked ({error}): start no second run there')
 
 
 def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: str) -> None:
@@ -170,7 +169,7 @@ def load_weights(model: Transformer, state: dict[str, Any], path: str,
     def object_to(wrong: str) -> None:
         check(not (wrong and resume), f'{path} cannot be resumed: {wrong}')
         if wrong:
-            print(f'WARNING: {path}: {wrong}', flush=True)
+            warn(f'{path}: {wrong}')
 
     if lost := left_out(state['model_config']):
         object_to(f'{lost}; it is read without')
@@ -202,8 +201,8 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> bool:
         for old in [old for old in checkpoints(out_dir) if os.path.basename(old) <= name][:-2]:
             os.remove(old)
     except OSError as error:
-        print(f'WARNING: {path} not written ({error.strerror}); the run goes on, earlier '
-              'checkpoints are intact', flush=True)
+        warn(f'{path} not written ({error.strerror}); the run goes on, earlier checkpoints are '
+             'intact')
         return False
     return True
 
@@ -246,7 +245,7 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
                 found.append(read_checkpoint(file))
                 break
             except UserError as error:
-                print(f'WARNING: {error}; it is passed over', flush=True)
+                warn(f'{error}; it is passed over')
     check(bool(found) or not (best or numbered), f'no intact checkpoint in {out_dir}')
     return max(found, key=lambda state: state['step'], default=None)
 
@@ -254,8 +253,8 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
 def best_checkpoint(path: str) -> dict[str, Any]:
     """Read a checkpoint file, an export, or a run's best.pt, or else its last checkpoint. UserError
     if there is none."""
-    if os.path.isfile(f'{path}/{hf.WEIGHTS_FILE}'):
-        return hf.read_export(path)
+    if os.path.isfile(f'{path}/{WEIGHTS_FILE}'):
+        return read_export(path)
     for file in (path, f'{path}/best.pt'):
         if os.path.isfile(file):
             return read_checkpoint(file)
@@ -295,4 +294,4 @@ class Log:
                         self.writer.add_scalar(name, value, step)
                 self.writer.flush()
         except Exception as error:  # TensorBoard raises errors of many types
-            print(f'WARNING: step {step} is not in the log ({error}); the run goes on', flush=True)
+            warn(f'step {step} is not in the log ({error}); the run goes on')

@@ -13,6 +13,7 @@ from running import MODEL_FILES, ROOT, SIZE_FILES
 from bench import BenchConfig
 from configurator import UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
+from export import ExportConfig
 from model import SIZES, ModelConfig
 from nanocem.prepare import PrepareConfig
 from reproduce import ReproduceConfig
@@ -21,8 +22,9 @@ from synthetic_gp import GPConfig
 from train import TrainConfig
 
 SCRIPTS = {'train': (TrainConfig, ModelConfig), 'bench': (BenchConfig,), 'sample': (SampleConfig,),
-           'evaluate': (EvaluateConfig,), 'reproduce': (ReproduceConfig,),
-           'prepare_slimpajama': (PrepareConfig,), 'synthetic_gp': (GPConfig,)}
+           'evaluate': (EvaluateConfig,), 'export': (ExportConfig,),
+           'reproduce': (ReproduceConfig,), 'prepare_slimpajama': (PrepareConfig,),
+           'synthetic_gp': (GPConfig,)}
 
 
 def options_of(*argv: str) -> dict[str, Any]:
@@ -171,8 +173,6 @@ def test_every_command_on_the_pages_parses(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(ROOT)
     assert len(page_commands()) > 20
     for script, options in page_commands():
-        if '--compare' in options:  # the other words are folders
-            continue
         given = read_options(shlex.split(options), *SCRIPTS[script])
         for cls in SCRIPTS[script]:
             build(cls, given)

@@ -12,6 +12,7 @@ import torch
 from running import ROOT
 
 import evaluate
+import export
 import sample
 import train
 from model import ModelConfig, Transformer
@@ -74,21 +75,22 @@ def test_an_energy_of_ones_own_trains_and_descends(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     assert re.search(r'mlp 1 .*\| 1.00 ', done.stdout), done.stdout  # the cosine
     # Scripts without this energy refuse the run, also one whose weights fit, by the energy's name
-    done = subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', 'evaluate', '--out_dir=o',
-                           '--export=x'], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', 'export', '--out_dir=o',
+                           '--to=x'], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and 'holds the classes of model.py' in done.stderr, done.stderr
     state = torch.load(tmp_path / 'o/best.pt', weights_only=True)
     state['model'] = {name: w for name, w in state['model'].items() if not name.endswith('.b')}
     torch.save(state, tmp_path / 'o/best.pt')
     o = str(tmp_path / 'o')
     for main, options in (
-            (sample.main, [f'--out_dir={o}']), (evaluate.main, [f'--out_dir={o}']),
-            (evaluate.main, [f'--out_dir={o}', f'--export={tmp_path}/x']),
+            (sample.main, [f'--out_dir={o}', '--device=cpu']),
+            (evaluate.main, [f'--out_dir={o}', '--device=cpu']),
+            (export.main, [f'--out_dir={o}', f'--to={tmp_path}/x']),
             (train.main, [f'--out_dir={tmp_path}/n', f'--init_from={o}', running.steps(1),
                           *running.TINY]),
-            (train.main, [f'--out_dir={o}', '--init_from=resume'])):
+            (train.main, [f'--out_dir={o}', '--init_from=resume', '--device=cpu'])):
         with pytest.raises(SystemExit, match='ReluMLP'):
-            main([*options, '--device=cpu'])
+            main(options)
 
 
 @pytest.mark.parametrize('page', PAGES + RESULTS)

@@ -263,7 +263,9 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     with pytest.raises(SystemExit, match='has 45 tokens; expected 1 to 15'):
         evaluate.main([f'--attention={"long " * 9}'])
     llama = model_of(attn='llama', attn_reuse=2)
-    text, figure = evaluate.report_attention(llama, ByteTokenizer(), 'word')
+    run = SimpleNamespace(model=llama, tokenizer=ByteTokenizer(), path='out/run',
+                          cfg=evaluate.EvaluateConfig(attention='word'))
+    _, text, figure, _ = evaluate.report_attention(run)
     assert text.startswith('No attention takes a second step')
     assert figure.axes[2].get_title() == 'layer 1, use 2\nhead 1'
 
@@ -271,45 +273,45 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
     (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 64}')
-    evaluate.main(['--compare', 'out/run', 'out/bpe'])
+    evaluate.main(['--compare=out/run,out/bpe'])
     assert Path('out/results/compare-run-bpe.png').exists()
     assert cells(capsys.readouterr().out) == [
         ['out/run', '', '', '', '', '', '', ''],
         ['out/bpe', '1,234,567', '64', '', '', '', '', ''], ['data', 'data', 'bpe']]
-    text, figure = evaluate.compare_runs(['out/run', 'out/bpe'])
+    _, text, figure, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
     assert text.endswith('differ in data.')
     line, _ = figure.axes[0].lines
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
-    assert 'compared' not in evaluate.compare_runs(['out/run', 'out/run'])[0]
+    assert 'compared' not in evaluate.compare_runs(['out/run', 'out/run']).text
     (bpe / 'result.json').write_text('{"test_loss": 1.5, "tokens": 32}')  # of a shorter run
-    text, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
+    text = evaluate.compare_runs(['out/run', 'out/bpe']).text
     assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
     (bpe / 'result.json').unlink()
     (bpe / 'log.jsonl').unlink()  # a run that has just begun
-    assert len(evaluate.compare_runs(['out/run', 'out/bpe'])[1].axes[0].lines) == 2
+    assert len(evaluate.compare_runs(['out/run', 'out/bpe']).figure.axes[0].lines) == 2
     for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
         config = json.loads(Path(f'out/{run}/config.json').read_text())
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))
-    assert 'differ in test fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
+    assert 'differ in test fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
     # The same text under another name
     (Path('out/bpe/config.json')).write_text(json.dumps(config | {'must_match': {
         'test fingerprint': 1}}))
-    assert 'cannot be compared' not in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
+    assert 'cannot be compared' not in evaluate.compare_runs(['out/run', 'out/bpe']).text
     # The same test text, another validation text
     for run, known in ('run', 3), ('bpe', 4):
         Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': {
             'val fingerprint': known, 'test fingerprint': 1}}))
-    assert 'differ in val fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe'])[0]
+    assert 'differ in val fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
     # Beside a run of an older version, which knows neither
     write_run(place / 'out/old', Path('bpe'), model_of())
-    text, _ = evaluate.compare_runs(['out/run', 'out/old', 'out/bpe'])
+    text = evaluate.compare_runs(['out/run', 'out/old', 'out/bpe']).text
     assert text.endswith('differ in val fingerprint.')
 
 
 def test_a_run_whose_name_looks_like_a_formula_is_drawn(place: Path) -> None:
     write_run(place / 'out/lr_$1e-3^$', Path('data'), model_of())
-    evaluate.main(['--compare', 'out/run', 'out/lr_$1e-3^$'])
+    evaluate.main(['--compare=out/run,out/lr_$1e-3^$'])
     assert Path('out/results/compare-run-lr_$1e-3^$.png').read_bytes()[:4] == b'\x89PNG'
 
 
@@ -366,10 +368,12 @@ def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> Non
     assert found['A']['second'].mean() == pytest.approx(math.log(5))
     repeated = sum(sums['A'][True]) - sum(sums['B'][True])
     total = repeated + sum(sums['A'][False]) - sum(sums['B'][False])
-    text = evaluate.report_copying(models, ids, 0, 1)
+    run = SimpleNamespace(models=models, sequences=(ids, None, None), subject='A, B',
+                          tokenizer=SimpleNamespace(name='of five', bos=0))
+    text = evaluate.report_copying(run).text
     assert f'Of the gap {repeated / total:.0%} comes from repeated targets' in text
-    assert 'There is no gap' in evaluate.report_copying(
-        {'A': Copier(2.0), 'B': Copier(2.0)}, ids, 0, 1)
+    run.models = {'A': Copier(2.0), 'B': Copier(2.0)}
+    assert 'There is no gap' in evaluate.report_copying(run).text
 
 
 @pytest.mark.parametrize(('text', 'words'), [

@@ -20,10 +20,12 @@ from test_evaluate import cells, model_of, write_run
 from test_tokenizers import LLAMA, NASTY, WORDS, documents, small_gpt2
 
 import evaluate
+import export
 import sample
 from model import CEMMLP, Transformer
-from nanocem import hf
-from nanocem.hf import WEIGHTS_FILE, export
+from nanocem import hub
+from nanocem.hub import WEIGHTS_FILE
+from nanocem.hub_tokenizer import convert_tokenizer
 from nanocem.runs import load_model
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import (
@@ -82,10 +84,10 @@ def state_of(model: Transformer, tokenizer: str = 'byte') -> dict[str, Any]:
 def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
     models = {str(tmp_path / f'hub{n}'): model_of(**options) for n, options in enumerate(MODELS)}
     for folder, model in models.items():
-        export(model, folder, state_of(model))
+        hub.export(model, folder, state_of(model))
         # A Llama with RoPE is transformers' own, and comes without code
         plain = folder.endswith('hub5')
-        code = set() if plain else {Path(name).name for name in hf.CODE}
+        code = set() if plain else {Path(name).name for name in hub.CODE}
         assert {path.name for path in Path(folder).iterdir()} == FILES | code
         card = (Path(folder) / 'README.md').read_text()
         assert 'Tokenizer: byte, vocabulary 257. T' in card and 'arxiv.org/abs/2605.07588' in card
@@ -119,7 +121,7 @@ def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
 def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> None:
     from nanocem.modeling_nanocem import NanocemForCausalLM
     folder, model = tmp_path / 'hub', model_of(preconditioner='diag')
-    export(model, str(folder), state_of(model))
+    hub.export(model, str(folder), state_of(model))
     model = NanocemForCausalLM.from_pretrained(folder)
     idx = torch.randint(256, (2, 6))
     with pytest.raises(ValueError, match='does not take position_ids, use_cache'):
@@ -143,7 +145,7 @@ def test_generation_reads_only_new_tokens(
         options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beams reorder their texts, and give what they give without a cache."""
     from nanocem.modeling_nanocem import NanocemForCausalLM
-    export(model_of(**options), str(tmp_path / 'hub'), state_of(model_of(**options)))
+    hub.export(model_of(**options), str(tmp_path / 'hub'), state_of(model_of(**options)))
     model = NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
     idx = torch.randint(256, (2, 6), generator=torch.Generator().manual_seed(1))
     idx, hidden, read = idx.index_fill(1, torch.tensor([0]), 256), Transformer.hidden, []
@@ -164,7 +166,7 @@ def test_generation_reads_only_new_tokens(
 
 def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> None:
     from nanocem.modeling_nanocem import NanocemForCausalLM
-    export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     model, info = NanocemForCausalLM.from_pretrained(tmp_path / 'hub', output_loading_info=True)
     assert not any(map(len, (info['missing_keys'], info['unexpected_keys'])))
     assert model.get_input_embeddings().weight is model.model.embedding
@@ -187,7 +189,7 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
     ('a = self.scores(', 'a = 2 * self.scores('),
     ('return (q / self.tau) @ k.mT', 'return 2 * (q / self.tau) @ k.mT')])  # seen on a GPU alone
 def test_an_edited_export_is_what_runs(line: str, other: str, tmp_path: Path) -> None:
-    export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     code = tmp_path / 'hub' / 'model.py'
     edited = code.read_text().replace(line, other)
     assert edited != code.read_text()
@@ -221,7 +223,7 @@ def save_config(folder: Path, **changes: Any) -> None:
 def test_a_llama_that_transformers_changed_means_the_same_here(tmp_path: Path) -> None:
     source, new = tmp_path / 'hub', tmp_path / 'new'
     model = model_of(**LLAMA_MODEL, rope_theta=500.0)
-    export(model, str(source), state_of(model))
+    hub.export(model, str(source), state_of(model))
     idx = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
     base = {'rope_theta': 50.0, 'rope_type': 'default'}
     for changes, field, value in [
@@ -236,7 +238,7 @@ def test_a_llama_that_transformers_changed_means_the_same_here(tmp_path: Path) -
         torch.testing.assert_close(ours(idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
     # transformers 4 writes the base beside rope_scaling, and a program may edit the file alone
     for changes in {'rope_scaling': None, 'rope_theta': 9.0}, {'rope_theta': 9.0}:
-        export(model_of(**LLAMA_MODEL), f'{tmp_path}/{len(changes)}', state_of(model_of()))
+        hub.export(model_of(**LLAMA_MODEL), f'{tmp_path}/{len(changes)}', state_of(model_of()))
         save_config(tmp_path / str(len(changes)), **changes)
         assert load_model(f'{tmp_path}/{len(changes)}')[0].cfg.rope_theta == 9.0
 
@@ -248,7 +250,7 @@ def test_added_chat_tokens_are_read(
     """The larger vocabulary is that of the weights. Our tokenizer has no text for the new ids."""
     from nanocem.modeling_nanocem import NanocemForCausalLM
     source, new = str(tmp_path / 'hub'), str(tmp_path / 'new')
-    export(model_of(**options), source, state_of(model_of(**options)))
+    hub.export(model_of(**options), source, state_of(model_of(**options)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     tokenizer.add_tokens(['<|user|>', '<|model|>'])
     Model = transformers.LlamaForCausalLM if options else NanocemForCausalLM
@@ -277,7 +279,7 @@ CHANGES = [
 
 @pytest.mark.parametrize('change', CHANGES, ids=lambda change: next(iter(change)))
 def test_what_our_llama_cannot_compute_is_refused_by_name(tmp_path: Path, change: dict) -> None:
-    export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
+    hub.export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
     save_config(tmp_path / 'hub', **change)
     name = 'rope_type' if 'rope' in next(iter(change)) else next(iter(change))
     with pytest.raises(ValueError, match=f'config.json: our model cannot compute {name}='):
@@ -285,7 +287,7 @@ def test_what_our_llama_cannot_compute_is_refused_by_name(tmp_path: Path, change
 
 
 def test_a_missing_norm_eps_is_that_of_transformers(tmp_path: Path) -> None:
-    export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
+    hub.export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
     config = json.loads((tmp_path / 'hub/config.json').read_text())
     del config['rms_norm_eps']
     (tmp_path / 'hub/config.json').write_text(json.dumps(config))
@@ -299,9 +301,9 @@ def test_an_export_s_own_code_is_not_forgotten(
 ) -> None:
     """An export has models of model.py's classes alone, of the model.py in its folder."""
     folder = f'{tmp_path}/hub'
-    export(model_of(), folder, state_of(model_of()))
+    hub.export(model_of(), folder, state_of(model_of()))
     load_model(folder)
-    assert not capsys.readouterr().out
+    assert not any(capsys.readouterr())
     with monkeypatch.context() as patch:
         patch.setattr('model.CEMMLP', type('Mine', (CEMMLP,), {}))
         with pytest.raises(ValueError, match=r'no class of your own, and this script has Mine'):
@@ -309,11 +311,11 @@ def test_an_export_s_own_code_is_not_forgotten(
     with open(f'{folder}/model.py', 'a') as file:
         file.write('NORM_EPS = 1e-6\n')
     load_model(folder)
-    assert f'WARNING: {folder}/model.py is not the model.py here' in capsys.readouterr().out
+    assert f'Warning: {folder}/model.py is not the model.py here' in capsys.readouterr().err
 
 
 def test_another_program_s_model_is_refused_in_a_line(tmp_path: Path) -> None:
-    export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
+    hub.export(model_of(**LLAMA_MODEL), f'{tmp_path}/hub', state_of(model_of(**LLAMA_MODEL)))
     save_config(tmp_path / 'hub', model_type='mistral')
     with pytest.raises(ValueError, match=r'expected model_type=llama or nanocem \(it is mistral'):
         load_model(f'{tmp_path}/hub')
@@ -354,7 +356,7 @@ OLD_CEM = {
 @pytest.mark.parametrize('config', [OLD_LLAMA, OLD_CEM], ids=['llama', 'cem'])
 def test_older_exports_load(tmp_path: Path, config: dict) -> None:
     model = model_of(**{**LLAMA_MODEL, 'rope_theta': 500.0} if config is OLD_LLAMA else {})
-    export(model, f'{tmp_path}/hub', state_of(model))
+    hub.export(model, f'{tmp_path}/hub', state_of(model))
     (tmp_path / 'hub/config.json').write_text(json.dumps(config))
     again, state = load_model(f'{tmp_path}/hub')
     assert again.cfg == model.cfg and state['data_dir'] == '/home/me/data'
@@ -368,7 +370,7 @@ def test_a_published_folder_has_no_path_of_this_machine(tmp_path: Path) -> None:
             ('../../me/corpus', 'corpus'), ('C:\\Users\\me\\corpus', 'corpus'),
             ('data/english', 'data/english')]):
         state = {**state_of(model_of()), 'data_dir': data_dir}
-        export(model_of(), f'{tmp_path}/{n}', state)
+        hub.export(model_of(), f'{tmp_path}/{n}', state)
         assert load_model(f'{tmp_path}/{n}')[1]['data_dir'] == public
         files = [file.read_bytes() for file in (tmp_path / str(n)).iterdir()]
         assert not any(str(tmp_path).encode() in content for content in files)
@@ -377,7 +379,7 @@ def test_a_published_folder_has_no_path_of_this_machine(tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -> None:
     from nanocem.modeling_nanocem import NanocemForCausalLM
     folder, model = tmp_path / 'hub', model_of(preconditioner='diag')
-    export(model, str(folder), state_of(model))
+    hub.export(model, str(folder), state_of(model))
     for options, name in ((dict(vocab_size=300, ignore_mismatched_sizes=True), 'model.embedding'),
                           (dict(preconditioner='none'), 'attn.P.p')):
         with pytest.raises(ValueError, match=f'are not those.*{name}'):
@@ -385,16 +387,16 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -
     weights = load_file(folder / WEIGHTS_FILE)
     del weights['model.blocks.1.mlp.V']
     save_file(weights, folder / WEIGHTS_FILE, {'format': 'pt'})
-    for read in NanocemForCausalLM.from_pretrained, hf.read_export:
+    for read in NanocemForCausalLM.from_pretrained, hub.read_export:
         with pytest.raises(ValueError, match=r'blocks\.1\.mlp\.V'):
             read(str(folder))
 
 
 def test_an_export_appears_whole_or_not_at_all(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf, 'write_tokenizer', lambda *_: 1 / 0)
+    monkeypatch.setattr(hub, 'write_tokenizer', lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+        hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     assert not list(tmp_path.iterdir())
 
 
@@ -410,8 +412,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]
     found = {}
     for ours in [ByteTokenizer(), *map(SentencePieceTokenizer, paths)]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
-            export(model_of(), f'{folder}/{ours.name}', state_of(model_of(), ours.name))
+            patch.setattr(hub, 'tokenizer_of', lambda state, ours=ours: ours)
+            hub.export(model_of(), f'{folder}/{ours.name}', state_of(model_of(), ours.name))
         theirs = transformers.AutoTokenizer.from_pretrained(
             f'{folder}/{ours.name}', trust_remote_code=False)
         found[ours.name] = ours, theirs
@@ -448,7 +450,7 @@ def test_bos_is_in_the_loss_where_another_id_can_be_the_pad(pairs: dict) -> None
 @torch.no_grad()
 def test_a_padded_batch_of_a_plain_llama_continues_each_text(tmp_path: Path) -> None:
     model = model_of(**LLAMA_MODEL)
-    export(model, f'{tmp_path}/hub', state_of(model))
+    hub.export(model, f'{tmp_path}/hub', state_of(model))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hub')
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hub')
     texts = ['Once', 'A longer']
@@ -472,7 +474,7 @@ def test_a_padded_batch_of_a_plain_llama_continues_each_text(tmp_path: Path) -> 
 def test_pieces_trained_here_can_be_converted_always(tmp_path: Path, texts: list[str]) -> None:
     train_bpe(f'{tmp_path}/bpe.model', 350, [*texts, *documents(60, seed=4)])
     ours = SentencePieceTokenizer(f'{tmp_path}/bpe.model')
-    assert hf.convert_tokenizer(ours).encode(texts[0]).ids == [ours.bos, *ours.encode(texts[0])]
+    assert convert_tokenizer(ours).encode(texts[0]).ids == [ours.bos, *ours.encode(texts[0])]
 
 
 def test_requirements_have_every_package_that_is_imported() -> None:
@@ -509,9 +511,9 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
     for n, (ours, cfg) in enumerate(itertools.product([unigram, small_gpt2()], [{}, LLAMA_MODEL])):
         folder = tmp_path / str(n)
         with monkeypatch.context() as patch:
-            patch.setattr(hf, 'tokenizer_of', lambda state, ours=ours: ours)
-            export(model_of(**cfg), str(folder), state_of(model_of(**cfg), ours.name))
-        assert 'the export has no tokenizer.json' in capfd.readouterr().out
+            patch.setattr(hub, 'tokenizer_of', lambda state, ours=ours: ours)
+            hub.export(model_of(**cfg), str(folder), state_of(model_of(**cfg), ours.name))
+        assert 'Warning: the export has no tokenizer.json' in capfd.readouterr().err
         # AutoTokenizer and llama.cpp's converter would read any *.model, with other ids
         files = {path.name for path in folder.iterdir()}
         assert not {'tokenizer.json', 'tokenizer_config.json'} & files
@@ -545,7 +547,7 @@ def test_an_exported_folder_is_read_as_a_run_is(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / 'out/run', Path('gone'), model_of())
-    evaluate.main(['--export=hub', '--export_dtype=bfloat16', '--device=cpu'])
+    export.main(['--to=hub', '--dtype=bfloat16'])
     # Those in pretrained/ have these files alone
     for path in set(Path('hub').iterdir()) - {Path('hub/config.json'), Path('hub', WEIGHTS_FILE)}:
         path.unlink()
@@ -569,10 +571,10 @@ def test_an_exported_folder_is_read_as_a_run_is(
         evaluate.main(options)
 
     # Export it again
-    evaluate.main([*options, '--export=again'])
+    export.main(['--out_dir=hub', '--to=again'])
     assert torch.equal(load_file('again/model.safetensors')['model.head'], model.head)
     with pytest.raises(SystemExit, match='again is not empty: give a new'):
-        evaluate.main([*options, '--export=again'])
+        export.main(['--out_dir=hub', '--to=again'])
 
     # Sample from it
     def sampled(*flags: str) -> str:

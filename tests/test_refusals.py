@@ -56,15 +56,18 @@ evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expec
 evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
-evaluate            --out_dir=llama --export_dtype=bfloat16        export_dtype is for --export
-evaluate            --compare llama --energies --tokens=5          alone, and not energies, tokens
-evaluate            --compare                              expected folders of runs
+evaluate            --compare=llama --energies --tokens=5          alone, and not energies, tokens
+evaluate            --compare=llama,                       compare: expected folders of runs
+evaluate            --compare llama,half                   --compare=VALUE, no space
 evaluate            --copying --steps=2                    is measured with T as trained: no steps
 evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py
 evaluate            --out_dir=whole.pt                     whole.pt is no checkpoint of train.py
 evaluate            --out_dir=half                         half/model.safetensors is damaged, or not
 evaluate            --out_dir=edited                       edited/config.json is damaged (
 evaluate            --tokens=5                             no run in out/: python train.py makes one
+export              --out_dir=llama --dtype=bfloat16       expected a new folder: --to=DIR
+export              --out_dir=llama --to=half              to=half is not empty: give a new folder
+export              --to=x                                 no run in out/: python train.py makes one
 bench               --device=cuda                          finds no GPU
 reproduce           --figure=3d                            figure=3d: expected one of 2a
 reproduce           --figure=3a --size=85m                 size=85m: expected one of XS

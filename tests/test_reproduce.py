@@ -1,4 +1,6 @@
-"""reproduce.py and nanocem/verdicts.py: the rules, the published words, runs, and the figures."""
+"""reproduce.py: runs, the pictures of the claims, and the figures."""
+import csv
+import io
 import itertools
 import json
 import math
@@ -18,106 +20,16 @@ from PIL import Image
 from running import ROOT, write_data
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
-from scipy.stats import t as student
-from scipy.stats import ttest_ind, ttest_rel
 
 import reproduce
 from model import SIZES, Transformer
-from nanocem.verdicts import Effect, compare, decide, split_failed
 from reproduce import FAMILIES, FIGURES, FIRST, MODELS, STUDY_SIZES, Run, configs, run_options
-
-
-@pytest.mark.parametrize('kinds', [{}, {'A': 1, 'B': 1}, {'A': 1, 'B': 2}])
-def test_intervals_are_scipys(kinds: dict[str, int]) -> None:
-    """Two models make a paired t-test by the first family's rule, Student's or Welch's by the
-    second's."""
-    rng = np.random.default_rng(1)
-    a, b = 5 + 0.01 * rng.normal(size=4), 4.9 + 0.03 * rng.normal(size=4)
-    y = {('A', n): loss for n, loss in enumerate(a)} | {('B', n): loss for n, loss in enumerate(b)}
-    found = ttest_ind(a, b, equal_var=kinds == {'A': 1, 'B': 1}) if kinds else ttest_rel(a, b)
-    low, high = found.confidence_interval(1 - 0.05 / 7)
-    effect = compare(y, 'A', 'B', 'S', 7, kinds)
-    assert (effect.d, effect.half_width) == pytest.approx(((low + high) / 2, (high - low) / 2))
-
-
-def test_noise_of_all_sizes_is_pooled_by_kind() -> None:
-    """The third family's s is that of the runs around the means of their models and sizes."""
-    rng = np.random.default_rng(2)
-    def losses(seeds: dict[str, int]) -> dict[tuple[str, int], float]:
-        return {(name, n): 5 + 0.01 * rng.normal() for name, N in seeds.items() for n in range(N)}
-    here, there = losses(dict(A=2, B=2, C=2)), losses(dict(A=4, B=3, C=5, D=3))
-    kinds = {'A': 'x', 'B': 'y', 'C': 'y', 'D': 'x'}
-    squares, freedom = dict(x=0.0, y=0.0), dict(x=0, y=0)
-    for table in here, there:
-        for name in {name for name, _ in table}:
-            runs = [loss for (model, _), loss in table.items() if model == name]
-            squares[kinds[name]] += np.var(runs) * len(runs)
-            freedom[kinds[name]] += len(runs) - 1
-    s2 = {kind: squares[kind] / freedom[kind] for kind in squares}
-    welch = sum(s2.values()) ** 2 / sum(s2[kind] ** 2 / freedom[kind] for kind in s2)
-    expected = student.ppf(1 - 0.025 / 5, welch) * math.sqrt(sum(s2.values()) / 2)
-    effect = compare(here, 'A', 'B', 'M', 5, kinds, [there])
-    assert effect.half_width == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(('d', 'half_width', 'word'), [
-    (0.0, 0.01, 'holds'), (0.0, 0.03, 'undecided'), (0.03, 0.02, 'undecided'),
-    (0.1, 0.01, 'does not hold'), (-0.1, 0.01, 'does not hold'), (0.0, math.nan, ''),
-    (math.inf, math.nan, 'does not hold')])
-def test_two_sided_bounds(d: float, half_width: float, word: str) -> None:
-    assert decide(Effect('XS', d, half_width), above=-2, below=2) == word
-
-
-def test_failed_missing_and_single_runs() -> None:
-    y = {(f'm{m}', s): 5 + 0.1 * m + 0.01 * (m * s) ** 0.5 for m in range(5) for s in range(3)}
-    for loss in (math.inf, y['m4', 0] + 9.0):  # a failed run makes a verdict and no noise
-        spoiled = y | {('m4', 0): loss}
-        assert split_failed(spoiled)[1] == {'m4'}
-        assert math.isinf(compare(spoiled, 'm0', 'm4', 'XS', 1, {}).d)
-        assert 0 < compare(spoiled, 'm1', 'm0', 'XS', 1, {}).half_width < 0.1
-    one_seed = {cell: value for cell, value in y.items() if cell[1] == 0}
-    assert math.isnan(compare(one_seed, 'm1', 'm0', 'M', 1, {}).half_width)
-    assert compare(y, 'm9', 'm0', 'XS', 1, {}) is None
-
-
-# What the first family's runs said when they were published
-WORDS = {
-    'holds': 'a1 e5 g3 h1', 'see results/gp': 'l',
-    'does not hold': 'a2 f1 h2 h3 j k1 k2 s2 s3 s5',
-    'undecided': 'b1 b2 c1 c2 c3 c4 d1 d2 e1 e2 e3 e4 e6 f2 g1 g2 g4 g5 i s1 s4'}
-EFFECTS = {
-    'a1': 'S -8.9% (-11.1 to -6.8; seeds 1: -9.0, 2: -8.9)',
-    'f2': 'XS -0.2% (-4.0 to +3.8; seeds 1: -0.6, 2: -0.2, 3: +0.2)',
-    'h2': 'S +15.6% (+12.9 to +18.4; seeds 1: +15.5, 2: +15.7); M +20.2%',
-    'i': 'XS +35.6% (-3.0 to +89.5; seeds 101: +24.6, 102: +47.5); S -25.6%',
-    's1': 'scarce-83k +1.2% (+0.0 to +2.4; seeds 1: +2.3, 2: +0.5, 3: +0.9)'}
-
-
-def test_published_words_pages_and_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                          capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.chdir(tmp_path)
-    reproduce.main([])
-    assert Path('out/results/rows.png').exists() and Path('out/results/claims.png').exists()
-    first, second, third = capsys.readouterr().out.split('expected_S')
-    found = dict(re.findall(r'^\| (\w\d?) +\|.*\| ([^|]+?) +\|$', first, re.M))
-    assert found == {name: word for word, names in WORDS.items() for name in names.split()}
-    for name, effect in EFFECTS.items():
-        assert re.search(rf'^\| {name} .*{re.escape(effect)} +\|', first, re.M), name
-    for folder, printed in zip(FAMILIES[1:], (second, third), strict=True):
-        words = re.findall(r'^\| \w\d .*\| (holds|does not hold|undecided|one seed|not run) +\|$',
-                           printed, re.M)
-        assert len(words) == len(reproduce.read_csv(f'{folder}/verdicts.csv'))
-    # The intervals on the pages are those of the published runs
-    interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
-    computed = set(re.findall(interval, (first + second + third).replace('%', '')))
-    for page in ('README.md', 'results/README.md'):
-        shown = re.findall(interval, (ROOT / page).read_text(encoding='utf-8'))
-        assert shown and [each for each in shown if each not in computed] == [], page
+from results.tokens import verdicts
 
 
 def test_options_are_those_of_the_published_runs() -> None:
-    names = 'third/cells', 'second/cells', 'runs', 'second/runs', 'third/runs'
-    runs = reproduce.read_runs(*(f'{FIRST}/{name}.csv' for name in names))
+    cells = (f'{folder}/cells.csv' for folder in FAMILIES[1:])
+    runs = reproduce.read_runs(*cells, *(f'{folder}/runs.csv' for folder in FAMILIES))
     for (size, model), row in {run[:2]: row for run, row in runs.items()}.items():
         _, cfg = configs(run_options(Run(size, model, 0.01, 1)))
         with torch.device('meta'):
@@ -226,9 +138,10 @@ LAST = Run('S', 'attn-1-none', 0.0157, 4)  # a run of the second family
 
 def keep(monkeypatch: pytest.MonkeyPatch, *left_out: Run) -> None:
     """Publish all runs but these."""
-    published = reproduce.read_published()
-    kept = {run: row for run, row in published.items() if run not in left_out}
-    monkeypatch.setattr(reproduce, 'read_published', lambda: kept)
+    for script in reproduce, verdicts:
+        kept = {run: row for run, row in script.read_published().items()
+                if run[:4] not in {each[:4] for each in left_out}}
+        monkeypatch.setattr(script, 'read_published', lambda kept=kept: kept)
 
 
 @pytest.mark.parametrize(('must_match', 'counts'), [
@@ -241,10 +154,20 @@ def test_rows_count_runs_of_the_studys_text_alone(
     monkeypatch.chdir(tmp_path)
     keep(monkeypatch, LAST)
     folder = write_run(LAST, **must_match)
+    reproduce.main([])
     found = reproduce.read_all()
-    reproduce.leave_out_of_rows(found)
     error = capsys.readouterr().err
-    (effect,) = [effect for claim, effects, _ in reproduce.judge(FAMILIES[1], found)
+    own = {}
+    assert Path('out/reproduce/runs.csv').exists() == counts
+    if counts:
+        verdicts.main(['--runs=out/reproduce/runs.csv'])
+        assert 'reproduce.py --effects=out/reproduce/effects.csv draws' in capsys.readouterr().out
+        reproduce.main(['--effects=out/reproduce/effects.csv'])
+        own = verdicts.read_runs(Path('out/reproduce/runs.csv'))
+        assert reproduce.read_csv('out/reproduce/effects.csv') == list(csv.DictReader(
+            io.StringIO(verdicts.effects_csv({folder.name: verdicts.judge(folder, own)
+                                              for folder in verdicts.RULES}))))
+    (effect,) = [effect for claim, effects, _ in verdicts.judge(verdicts.STUDY / 'second', own)
                  if claim['id'] == 'a1' for effect in effects if effect.size == 'S']
     assert list(effect.by_seed) == ([1, 2, 3, 4] if counts else [1, 2, 3])
     assert (f'{folder} is left out: it read data/english (' in error) == (not counts)
@@ -331,22 +254,25 @@ def test_a_model_has_one_rate_at_a_size() -> None:
 def test_the_claims_picture() -> None:
     """It has the rows of claims.csv, which are in the page's table: the last family's if it has
     an interval; no text is cut off or small."""
-    found = reproduce.read_published()
-    families = [reproduce.judge(folder, found) for folder in FAMILIES]
-    rows = reproduce.claim_rows(families)
+    effects = reproduce.read_csv(f'{FIRST}/effects.csv')
+    rows = reproduce.claim_rows(effects)
     page = (ROOT / 'results/README.md').read_text(encoding='utf-8')
     assert len(rows) == len(reproduce.read_csv(f'{reproduce.RESULTS}/claims.csv')) <= 24
-    for _, (claim, _, _), effect in rows:
-        d, low, high = effect.percent()
-        assert f'{d:+.1f} ({low:+.1f} to {high:+.1f})' in page, claim['claim']
+    for row in rows:
+        assert f'{row.effect:+.1f} ({row.low:+.1f} to {row.high:+.1f})' in page, row.label
     # With two seeds of each model at M the third family decides on the headline
-    M = {run._replace(seed=2): row for run, row in found.items() if run.size == 'M'}
-    later = [reproduce.judge(folder, M | found) for folder in FAMILIES]
-    decided = {claim['claim']: effects[-1] for claim, effects, _ in later[-1] if effects}
-    at_M = {claim['claim']: effect for _, (claim, _, _), effect in reproduce.claim_rows(later)
-            if effect.size == 'M'}
-    assert len(at_M) == 4 and all(decided[name] == effect for name, effect in at_M.items())
-    for shown in rows, reproduce.all_rows(families):
+    M = {(*run[:3], 2): row | {'seed': '2'} for run, row in verdicts.read_published().items()
+         if run[0] == 'M'}
+    later = {folder.name: verdicts.judge(folder, M) for folder in verdicts.RULES}
+    decided = {(claim['A'], claim['B']): effects[-1] for claim, effects, _ in later['third']
+               if effects}
+    text = io.StringIO(verdicts.effects_csv(later))
+    at_M = [row for row in reproduce.claim_rows(list(csv.DictReader(text))) if row.size == 'M']
+    assert len(at_M) == 4
+    for row in at_M:
+        numbers = row.effect, row.low, row.high
+        assert decided[row.A, row.B].percent() == pytest.approx(numbers, abs=1e-5)
+    for shown in rows, reproduce.all_rows(effects):
         figure = reproduce.draw_verdicts(shown)
         figure.draw_without_rendering()
         texts = [text for text in figure.findobj(Text) if re.search('[a-z]', text.get_text(), re.I)]

@@ -177,7 +177,7 @@ def test_a_run_remembers_steps_at_the_rate_of_another_length(
     state = read_checkpoint(checkpoints(str(out))[-1])
     config = runs.read_config(str(out))
     assert result(out)['rescheduled'] == state['rescheduled'] == config['rescheduled'] == stop
-    assert 'rescheduled steps' in evaluate.compare_runs([str(out), str(halves[0])])[0]
+    assert 'rescheduled steps' in evaluate.compare_runs([str(out), str(halves[0])]).text
 
 
 # Weights of another run

@@ -167,11 +167,11 @@ def test_what_this_model_py_lacks_is_said(
     state = torch.load(out / 'best.pt')
     state['model_config']['gate'] = 'relu'
     torch.save(state, out / 'best.pt')
-    warning = f'WARNING: {out}: its model has gate=relu, unlike this model.py'
+    warning = f'Warning: {out}: its model has gate=relu, unlike this model.py'
     runs.load_model(str(out))
-    assert warning in capsys.readouterr().out
+    assert warning in capsys.readouterr().err
     tuned = [f'--init_from={out}', f'--out_dir={tmp_path / "tuned"}', '--tokens=1']
-    assert train.main([*TINY, *tuned]) == 0 and warning in capsys.readouterr().out
+    assert train.main([*TINY, *tuned]) == 0 and warning in capsys.readouterr().err
     state['model']['blocks.0.mlp.bias'] = torch.zeros(1)
     torch.save(state, out / 'best.pt')
     with pytest.raises(UserError, match=r'not have the weights of this model.py: .*mlp.bias'):
@@ -189,16 +189,16 @@ def test_a_class_that_was_edited_in_place_is_said(
     tuned = [*TINY, f'--init_from={out}', '--tokens=1']
     runs.load_model(str(out))
     assert train.main([*tuned, f'--out_dir={tmp_path / "a"}']) == 0
-    assert 'its logits' not in capsys.readouterr().out
+    assert 'its logits' not in capsys.readouterr().err
     monkeypatch.setattr(torch.nn.functional, 'silu', torch.exp)
-    warning = f'WARNING: {out}: its logits are not those of the model that was saved'
+    warning = f'Warning: {out}: its logits are not those of the model that was saved'
     runs.load_model(str(out))
-    assert warning in capsys.readouterr().out
+    assert warning in capsys.readouterr().err
     assert train.main([*tuned, f'--out_dir={tmp_path / "b"}']) == 0
-    assert warning in capsys.readouterr().out
+    assert warning in capsys.readouterr().err
     # With other options it is meant to compute something else
     assert train.main([*tuned, '--attn_steps=1', f'--out_dir={tmp_path / "c"}']) == 0
-    assert 'its logits' not in capsys.readouterr().out
+    assert 'its logits' not in capsys.readouterr().err
     with pytest.raises(SystemExit, match=r'cannot be resumed: its logits are not those'):
         train.main([f'--out_dir={out}', RESUME])
 
@@ -299,4 +299,4 @@ def test_a_log_that_cannot_be_written_says_so_and_goes_on(
     log = Log(str(tmp_path), 0, False)
     (tmp_path / 'log.jsonl').mkdir()
     log(1, loss=1.0)
-    assert 'WARNING: step 1 is not in the log' in capsys.readouterr().out
+    assert 'Warning: step 1 is not in the log' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Export models to folders that Hugging Face's transformers loads, and read them back."""
+"""Weights and options of models in folders that Hugging Face's transformers loads: write, read."""
 import shutil
 import tempfile
 from pathlib import Path, PureWindowsPath
@@ -9,10 +9,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from configurator import build, check, fail
+from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer
-from nanocem.files import read_json, to_json
-from nanocem.tokenizers import MODEL_FILE, UNCONVERTED_FILE, tokenizer_of
+from nanocem.files import read_json, write_json
+from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
+from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
@@ -29,38 +30,6 @@ LLAMA_SIZES = {  # our names of sizes -> those of LlamaConfig
     'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
     'context_length': 'max_position_embeddings'}
 OURS_ALONE = ('size', 'init_std')  # what a plain Llama's config.json says of ours beside them
-
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-license: mit
----
-A language model by nanoCEM, an implementation of the paper
-[Causal Energy Minimization](https://arxiv.org/abs/2605.07588).
-
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(FOLDER_OR_NAME{trust})
-{load}
-Tokenizer: {tokenizer}, vocabulary {vocab_size}. Texts begin with BOS, id {bos}.
-generate stops at the next BOS.
-{about_tokenizer}{about}
-"""
-LOAD_TOKENIZER = """
-    from transformers import AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER_OR_NAME, trust_remote_code=False)
-"""
-NO_TOKENIZER = 'AutoTokenizer does not load this tokenizer: {package} does, and adds no BOS.'
-ABOUT_PAD = """\
-The tokenizer pads{side} with `{pad}`, which no text contains. BOS ends a text, too: leave it
-in the labels."""
-ABOUT_BOS_AS_PAD = """\
-The tokenizer pads{side} with BOS, since no other id is free. DataCollatorForLanguageModeling leaves
-pads out of the loss, and so every BOS: train on texts of one length, with labels of your own."""
-ABOUT_CODE = """
-
-The model needs torch and transformers 5, and runs this folder's code. generate takes texts of one
-length, and reads each token once; with beams it reads texts again. Pad on the right, never on the
-left."""
 
 
 def is_plain_llama(cfg: ModelConfig) -> bool:
@@ -93,7 +62,7 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     checkpoint `state` names tokenizer and data. UserError if the folder is not empty."""
     path = Path(folder)
     check(not path.exists() or not any(path.iterdir()),
-          f'export={folder} is not empty: give a new folder')
+          f'to={folder} is not empty: give a new folder')
     path.parent.mkdir(parents=True, exist_ok=True)
     # Write the folder elsewhere and rename it: it appears whole or not at all
     with tempfile.TemporaryDirectory(prefix='.export-', dir=path.parent) as temporary:
@@ -112,7 +81,9 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
     # Write the tokenizer
     tokenizer = tokenizer_of(state)
-    about_tokenizer = write_tokenizer(path, tokenizer, cfg)
+    # A batch is continued at its right end: pads are on the left, which our own code does not take
+    pad_side = 'left' if plain else 'right'
+    about_tokenizer = write_tokenizer(path, tokenizer, cfg.context_length, pad_side)
     # Describe the model in config.json. If transformers does not know it, copy our code
     if plain:
         config: dict[str, Any] = dict(
@@ -141,16 +112,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
         run['data_dir'] = data_dir.name
     write_json(path / 'config.json', **config, **ids, run=run,
                dtype=str(dtype).removeprefix('torch.'))
-    # Write a README.md that says how the folder is used
-    load = LOAD_TOKENIZER if (path / 'tokenizer.json').exists() else ''
-    trust, about = ('', '') if plain else (', trust_remote_code=True', ABOUT_CODE)
-    card = CARD.format(**state['data'], bos=tokenizer.bos, about_tokenizer=about_tokenizer,
-                       load=load, trust=trust, about=about)
-    (path / 'README.md').write_text(card, encoding='utf-8')
-
-
-def write_json(path: Path, **values: Any) -> None:
-    path.write_bytes(to_json(values, indent=2) + b'\n')
+    write_card(path, state['data'], tokenizer.bos, about_tokenizer, with_code=not plain)
 
 
 def read_export(folder: str) -> dict[str, Any]:
@@ -185,8 +147,8 @@ def read_export(folder: str) -> dict[str, Any]:
               'here', flush=True)
     code = Path(folder, 'model.py')
     if code.is_file() and code.read_bytes() != (ROOT / 'model.py').read_bytes():
-        print(f'WARNING: {code} is not the model.py here, which computes these numbers; '
-              'transformers runs the one in the folder', flush=True)
+        warn(f'{code} is not the model.py here, which computes these numbers; transformers runs '
+             'the one in the folder')
     # Only models of model.py's classes are exported
     return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights,
             'must_match': {'classes': []}}
@@ -219,108 +181,3 @@ def read_llama(config: dict[str, Any], path: str) -> dict[str, Any]:
     ours = {name: value for name, value in config.get('nanocem', {}).items() if name in OURS_ALONE}
     return {**ours, **sizes, 'attn': 'llama', 'mlp': 'llama', 'positions': 'rope',
             'rope_theta': rope.get('rope_theta', config.get('rope_theta', 10_000.0))}
-
-
-# Tokenizers
-
-# Texts on which tokenizers are likely to differ
-PROBES = [' a  b \n\tc\r\n', '\u2581a\u2581\u2581', 'ﬁ ½ Å e\u0301 世界👍',
-          '\0\x7f\u00a0\u3000', '<s> </s> <unk> <pad> <0x0A>', 'x' * 99, ' ' * 40]
-
-
-def write_tokenizer(path: Path, tokenizer: Any, cfg: ModelConfig) -> str:
-    """Write a tokenizer as tokenizer.json, which transformers reads, and a SentencePiece model also
-    as tokenizer.model, which our scripts and llama.cpp's converter read. If tokenizer.json would
-    have other ids, only our scripts find the model. Return sentences about it."""
-    converted = convert_tokenizer(tokenizer)
-    if tokenizer.path:
-        shutil.copyfile(tokenizer.path, path / (MODEL_FILE if converted else UNCONVERTED_FILE))
-    if converted is None:
-        print("WARNING: the export has no tokenizer.json: only bytes, our own byte-pair pieces and "
-              "Llama's model have one", flush=True)
-        package = ("tiktoken's get_encoding('gpt2')" if tokenizer.name == 'gpt2' else
-                   f"sentencepiece's SentencePieceProcessor(model_file='{UNCONVERTED_FILE}')")
-        return NO_TOKENIZER.format(package=package)
-    converted.save(str(path / 'tokenizer.json'))
-    # A batch is continued at its right end: pads are on the left, which our own code does not take
-    side = 'left' if is_plain_llama(cfg) else 'right'
-    bos, pad = map(converted.id_to_token, (tokenizer.bos, find_pad(tokenizer)))
-    # llama.cpp would put a space before every text of a SentencePiece model
-    no_space = {} if tokenizer.path and tokenizer.adds_space else {'add_prefix_space': False}
-    write_json(path / 'tokenizer_config.json', tokenizer_class='PreTrainedTokenizerFast',
-               bos_token=bos, eos_token=bos, pad_token=pad, unk_token=converted.model.unk_token,
-               split_special_tokens=True, clean_up_tokenization_spaces=False, padding_side=side,
-               model_input_names=['input_ids', 'attention_mask'],
-               model_max_length=cfg.context_length, **no_space)
-    about = ABOUT_BOS_AS_PAD if pad == bos else ABOUT_PAD
-    return about.format(pad=pad, side=' on the left' if side == 'left' else '')
-
-
-def find_pad(tokenizer: Any) -> int:
-    """Return an id for padding that no text has and that is not BOS, or else BOS. A SentencePiece
-    model has one if it has another control piece, such as EOS."""
-    ids = range(tokenizer.vocab_size) if tokenizer.path else ()
-    return next((i for i in ids if tokenizer.model.is_control(i) and i != tokenizer.bos),
-                tokenizer.bos)
-
-
-def convert_tokenizer(tokenizer: Any) -> Any:
-    """Convert a tokenizer to one of Hugging Face's package tokenizers. None for gpt2, and if some
-    ids differ, as those of another kind of SentencePiece model do."""
-    if tokenizer.name == 'gpt2':
-        return None
-    from tokenizers import AddedToken, processors
-    converted = convert_sentencepiece(tokenizer) if tokenizer.path else convert_bytes()
-    # Begin each text with BOS, and read "<s>" in a text as text
-    bos, pad = map(converted.id_to_token, (tokenizer.bos, find_pad(tokenizer)))
-    converted.add_special_tokens([AddedToken(token, normalized=False)
-                                  for token in (bos, pad, converted.model.unk_token)])
-    converted.post_processor = processors.TemplateProcessing(
-        f'{bos} $A', f'{bos} $A $B', [(bos, tokenizer.bos)])
-    converted.encode_special_tokens = True
-    # Compare the ids of the probes, and of all pieces in a row
-    pieces = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
-    texts = [*PROBES, ''.join(pieces), ' '.join(reversed(pieces))]
-    same = all(converted.encode(text).ids == [tokenizer.bos, *tokenizer.encode(text)]
-               for text in texts)
-    return converted if same else None
-
-
-def convert_bytes() -> Any:
-    """Convert ByteTokenizer: byte-pair encoding without merges."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    # The alphabet of GPT-2: a printable byte is its own letter, the n-th other is chr(256 + n)
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [i for i in range(256) if i not in printable]
-    letters = [chr(i) if i in printable else chr(256 + others.index(i)) for i in range(256)]
-    vocabulary = {letter: i for i, letter in enumerate([*letters, '<|endoftext|>'])}
-    converted = Tokenizer(models.BPE(vocabulary, [], unk_token='<|endoftext|>'))
-    converted.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    converted.decoder = decoders.ByteLevel()
-    return converted
-
-
-def convert_sentencepiece(tokenizer: Any) -> Any:
-    """Convert a SentencePiece model as if it were Llama's, or trained by us."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    sp = tokenizer.model
-    ids = range(tokenizer.vocab_size)
-    # In Llama's model a space is U+2581. Here ours gets ' ', because U+2581 has ids of its own
-    like_llama = tokenizer.u2581_ids is None
-    space = '\u2581' if like_llama else ' '
-    pieces = [sp.id_to_piece(i).replace('\u2581', space) for i in ids]
-    # A merge joins two pieces whose concatenation is a piece, the one of the highest score first
-    normal = [i for i in ids if not (sp.is_control(i) or sp.is_unknown(i) or sp.is_byte(i))]
-    words = dict.fromkeys(pieces[i] for i in sorted(normal, key=sp.get_score, reverse=True))
-    merges = [(word[:n], word[n:]) for word in words for n in range(1, len(word))
-              if word[:n] in words and word[n:] in words]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    converted = Tokenizer(models.BPE(vocabulary, merges, unk_token=pieces[sp.unk_id()],
-                                     fuse_unk=True, byte_fallback=True))
-    steps = [decoders.ByteFallback(), decoders.Fuse()]
-    if like_llama:  # it puts a space before every text
-        converted.normalizer = normalizers.Sequence(
-            [normalizers.Prepend(space), normalizers.Replace(' ', space)])
-        steps = [decoders.Replace(space, ' '), *steps, decoders.Strip(' ', 1, 0)]
-    converted.decoder = decoders.Sequence(steps)
-    return converted
