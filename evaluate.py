@@ -37,10 +37,9 @@ from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
 from nanocem.fast import plug_in
-from nanocem.files import read_json_lines
+from nanocem.files import markdown_table, read_json_lines
 from nanocem.hf import export
-from nanocem.loss import NO_TARGET
-from nanocem.metrics import markdown_table, perplexity, sum_losses, token_losses
+from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
 from nanocem.runs import check_match, load_model, newest_run, own_classes, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 

@@ -43,9 +43,8 @@ from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, fail, read_options
 from model import SIZES, ModelConfig, Transformer
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import markdown_table, read_json, read_json_lines
 from nanocem.flops import flops_per_token
-from nanocem.metrics import markdown_table
 from nanocem.runs import left_out, read_result
 from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig

@@ -37,8 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from configurator import build, check, command_line, in_range, read_options
-from nanocem.files import write_atomic
-from nanocem.metrics import markdown_table
+from nanocem.files import markdown_table, write_atomic
 from nanocem.process import process_of_a_run
 
 INPUTS, D = 10, 64

@@ -38,7 +38,7 @@ from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
 from nanocem.flops import flops_per_token
 from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
-from nanocem.metrics import perplexity, sum_losses
+from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import note_signals, process_of_a_run

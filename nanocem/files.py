@@ -1,4 +1,4 @@
-"""JSON, and files that are written completely or not at all."""
+"""JSON, Markdown tables, and files that are written completely or not at all."""
 import contextlib
 import json
 import math
@@ -48,3 +48,10 @@ def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
     plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
              for key, value in values.items()}
     return json.dumps(plain, indent=indent, allow_nan=False).encode()
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Format a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ['-' * width for width in widths], *rows]
+    return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)

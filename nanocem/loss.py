@@ -1,9 +1,13 @@
-"""The loss of many logits, in parts."""
+"""The loss: of training, in parts where there are many logits, and as it is measured."""
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from model import Transformer
+from nanocem.trial import largest_error, most_error
 
 # The loss of many logits is computed in parts, which have at most this many logits
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU
@@ -76,3 +80,55 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dW, n = ctx.saved_tensors
         grad = grad / n.clamp(min=1)
         return grad * dx, grad * dW, None, None, None
+
+
+def find_loss_error(model: Transformer) -> str:
+    """Compare the loss in parts, and its gradients, with the model's own lines. Return a message if
+    they differ by more than rounding, or ''."""
+    W = model.head
+    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
+    targets = torch.randint(len(W), (1, 5), generator=generator)
+    targets[0, 2] = NO_TARGET
+    x = torch.randn(1, 5, W.shape[1], generator=generator)
+    try:
+        with (torch.inference_mode(False), torch.enable_grad(),
+              torch.autocast(W.device.type, enabled=False)):
+            targets, x = targets.to(W.device), x.to(W).requires_grad_()
+            losses = model.loss(x, targets), LinearCrossEntropy.apply(
+                x[0], W, targets[0], 2, True)  # two rows at a time
+            own, ours = ([loss.view(1), *torch.autograd.grad(loss, (x, W))] for loss in losses)
+    except Exception as error:
+        return f'does not run ({type(error).__name__}: {error})'
+    most = most_error(W.device, W.dtype)
+    for name, found, right in zip(('value', 'gradient of x', 'gradient of the head'), ours, own,
+                                  strict=True):
+        error = largest_error(found, right.cpu().double())
+        if not error <= most:  # true for NaN
+            return (f'has another {name} than the lines of model.py (off by {error:.2g}, at most '
+                    f'{most:.2g} is rounding)')
+    return ''
+
+
+# Losses that are measured
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss in nats of each target (B, J) of logits (B, J, vocabulary): (B, J), float64,
+    on the CPU. It is 0 for targets of -100."""
+    # Compute a sequence at a time: float32 logits take much memory
+    return torch.stack([
+        F.cross_entropy(row.float(), y, reduction='none', ignore_index=NO_TARGET)
+        for row, y in zip(logits, targets, strict=True)]).cpu().double()
+
+
+def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
+    """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
+    loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
+    Targets of -100 count in none."""
+    losses = token_losses(logits, targets)
+    n_targets = (targets != NO_TARGET).sum().cpu()
+    return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); infinity from a loss of 50 on, which only a diverged model has."""
+    return math.inf if loss >= 50 else math.exp(loss)  # NaN stays NaN

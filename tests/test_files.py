@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from running import ROOT
 
-from nanocem.files import read_json, read_json_lines, to_json, write_atomic
-from nanocem.metrics import markdown_table
+from nanocem.files import markdown_table, read_json, read_json_lines, to_json, write_atomic
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
