@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
-from configurator import UserError, build, check, command_line, in_range, read_options
+from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
@@ -60,17 +60,18 @@ lowered: the share of tokens whose energy the first step lowers"""
 @dataclass
 class EvaluateConfig:
     """A model, the text that it is evaluated on, and what to report."""
-    out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
-    data: str | None = None  # folder of token shards; default: the run's own
+    EXCLUSIVE = (('text', 'data'),)
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
+    data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
-    text: str | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
+    text: PathStr | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
-    copying: bool | str = False  # losses of repeated targets and others; RUN: those of both runs
+    copying: bool | PathStr = False  # losses of repeated targets and others; RUN: of both runs
     compare: bool = False  # compare the runs whose folders follow: --compare out/a out/b
-    export: str | None = None  # a new folder for the model in transformers' format
+    export: PathStr | None = None  # a new folder for the model in transformers' format
     export_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the exported weights
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from configurator import build, check, command_line, in_range, read_options
+from configurator import PathStr, build, check, command_line, in_range, read_options
 from nanocem.files import markdown_table, write_atomic
 from nanocem.process import process_of_a_run
 
@@ -123,7 +123,7 @@ class GPConfig:
     learning_rate: float = 5e-4  # learning rate, the same in every step
     checkpoint: Literal['last', 'best'] = 'best'  # which weights to evaluate; best: by test error
     jobs: int = 2  # number of processes, each with one thread
-    out_dir: str = 'out/gp'  # folder for tables and figures
+    out_dir: PathStr = 'out/gp'  # folder for tables and figures
 
     def __post_init__(self) -> None:
         in_range(self, 2, 10**6, 'repeats')  # One repeat has no standard deviation
