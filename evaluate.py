@@ -37,7 +37,7 @@ from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
 from nanocem.fast import plug_in
-from nanocem.files import markdown_table, read_json_lines
+from nanocem.files import markdown_table, read_json_lines, save_picture, short_name
 from nanocem.hf import export
 from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
 from nanocem.runs import check_match, load_model, newest_run, own_classes, read_config, read_result
@@ -450,7 +450,7 @@ def compare_runs(folders: list[str]) -> tuple[str, Figure]:
 def picture_name(kind: str, *paths: str) -> str:
     """Return the name of a picture of these runs: those of other runs have other names."""
     runs = [os.path.normpath(path).removeprefix('out/').strip('/') for path in paths]
-    return f'{kind}-{"-".join(runs).replace("/", "-")[-150:]}.png'
+    return short_name(f'{kind}-{"-".join(runs)}'.replace('/', '-')) + '.png'
 
 
 def show(subject: str, text: str, figure: Figure | None = None, name: str = '') -> None:
@@ -459,7 +459,7 @@ def show(subject: str, text: str, figure: Figure | None = None, name: str = '') 
     if figure is not None:
         figure.supxlabel(subject, fontsize=7, parse_math=False)
         os.makedirs('out/results', exist_ok=True)
-        figure.savefig(f'out/results/{name}', dpi=100)
+        save_picture(figure, f'out/results/{name}', dpi=100)
         print(f'out/results/{name}', flush=True)
 
 

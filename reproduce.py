@@ -43,7 +43,7 @@ from scipy.interpolate import Akima1DInterpolator
 
 from configurator import build, check, command_line, fail, read_options
 from model import SIZES, ModelConfig, Transformer
-from nanocem.files import markdown_table, read_json, read_json_lines
+from nanocem.files import markdown_table, read_json, read_json_lines, save_picture
 from nanocem.flops import flops_per_token
 from nanocem.runs import left_out, read_result
 from nanocem.verdicts import Effect, Losses, compare, decide, split_failed
@@ -704,7 +704,7 @@ def main(argv: list[str]) -> None:
             if points and all(math.isnan(p.perplexity) for p in points):
                 print(f'All runs of figure {figure} failed: it is not drawn\n', flush=True)
             elif points:
-                draw_figure(figure, points).savefig(f'out/figures/{figure}.png', dpi=DPI)
+                save_picture(draw_figure(figure, points), f'out/figures/{figure}.png', DPI)
                 print(f'out/figures/{figure}.png\n', flush=True)
             else:
                 print(f'Figure {figure} has no finished runs: --figure={figure} '
@@ -717,8 +717,8 @@ def main(argv: list[str]) -> None:
         for verdicts in families:
             print(f'{verdict_table(verdicts)}\n', flush=True)
         leave_out_of_rows(found)
-        draw_verdicts(all_rows(families)).savefig('out/results/rows.png', dpi=DPI)
-        draw_verdicts(claim_rows(families)).savefig('out/results/claims.png', dpi=DPI)
+        save_picture(draw_verdicts(all_rows(families)), 'out/results/rows.png', DPI)
+        save_picture(draw_verdicts(claim_rows(families)), 'out/results/claims.png', DPI)
         print('out/results/rows.png shows all effects, claims.png those of results/claims.csv',
               flush=True)
 

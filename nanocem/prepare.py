@@ -21,7 +21,7 @@ from configurator import PathStr, check, in_range, set_if_none
 from nanocem import tokenizers
 from nanocem.data import FORMAT
 from nanocem.documents import BLOCK, HUB, ROWS, Source, find_source, read_blocks, read_documents
-from nanocem.files import read_json
+from nanocem.files import read_json, short_name
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
@@ -53,7 +53,7 @@ class PrepareConfig:
             set_if_none(self, tokenizer='byte', held_out=0.05)
         elif not self.input.startswith(HUB):
             self.input = os.path.abspath(self.input)
-        name = os.path.basename(self.input.rstrip('/')).partition('.')[0]
+        name = short_name(os.path.basename(self.input.rstrip('/')).partition('.')[0])
         name = 'slimpajama' if self.input == SLIMPAJAMA else name
         set_if_none(self, tokenizer='llama', held_out=0.005, out_dir=f'data/{name}')
 
