@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from configurator import build, command_line, in_range, read_options, resolve_defaults
+from configurator import build, command_line, in_range, read_options, set_if_none
 from model import SIZES, ModelConfig, Transformer
 from nanocem.fast import plug_in
 from nanocem.flops import flops_per_token
@@ -53,13 +53,13 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         in_range(self, 1, 1_000_000, 'vocab_size context_length batch_size repeats')
-        resolve_defaults(self, device='cuda' if torch.cuda.is_available() else 'cpu')
+        set_if_none(self, device='cuda' if torch.cuda.is_available() else 'cpu')
         if find_device(self.device).type == 'cuda':
-            resolve_defaults(self, size='134m', context_length=2048, batch_size=8,
-                             dtype='bfloat16', compile=True)
-        resolve_defaults(self, size='mini', context_length=128, batch_size=32, dtype='float32',
-                         compile=False)
-        resolve_defaults(self, vocab_size=257 if self.size in ('nano', 'mini') else 32_000)
+            set_if_none(self, size='134m', context_length=2048, batch_size=8, dtype='bfloat16',
+                        compile=True)
+        set_if_none(self, size='mini', context_length=128, batch_size=32, dtype='float32',
+                    compile=False)
+        set_if_none(self, vocab_size=257 if self.size in ('nano', 'mini') else 32_000)
 
 
 def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module:

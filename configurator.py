@@ -4,6 +4,11 @@ Options of every script, as in nanoGPT but typed: python SCRIPT.py config/FILE.p
 A dataclass declares a script's options: the name, type and default of each. The comment at the end
 of its line is its --help text. Later config files override earlier ones, and flags override files.
 Config files assign plain values; they are parsed, never executed.
+
+Two class attributes of a dataclass, both optional, say which options depend on one another:
+
+    EXCLUSIVE = (('text', 'data'),)    only one of the two is given; it replaces an earlier other
+    RESETS = (('size', 'width'),)      giving the first drops earlier values of the others
 """
 import ast
 import contextlib
@@ -12,24 +17,19 @@ import difflib
 import functools
 import inspect
 import io
+import math
 import os
 import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from fractions import Fraction
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-UNITS = {'K': 10**3, 'M': 10**6, 'B': 10**9}
-WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text'}
-# Pairs of options that set the same thing
-EXCLUSIVE = ('text', 'data'), ('tokens', 'tokens_per_param'), ('prompt', 'prompt_file')
-# A later value of an option takes the place of earlier values of these
-REPLACES = {'text': ('data',), 'data': ('text', 'tokenizer'), 'tokens': ('tokens_per_param',),
-            'tokens_per_param': ('tokens',), 'size': ('d_model', 'n_layer', 'n_head', 'd_mlp')}
-# Options that are paths. They must not be empty, and ~ at their beginning is the home folder
-PATHS = ('out_dir', 'data', 'text', 'tokenizer', 'init_from', 'input', 'to', 'prompt_file',
-         'runs', 'effects')
+# The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
+PathStr = Annotated[str, 'path']
+UNITS = {'K': 3, 'M': 6, 'B': 9}  # powers of ten
+WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
+         PathStr: 'a name or path'}
 
 
 class UserError(ValueError):
@@ -78,12 +78,12 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     Return the given options, which must be fields of `classes`. Raises UserError."""
     if '--help' in argv or '-h' in argv:
         print_help(classes)
-    hints = {key: hint for cls in classes for key, hint in typing.get_type_hints(cls).items()}
+    hints = type_hints(*classes)
     given: dict[str, Any] = {}
     flags: dict[str, Any] = {}
     for arg in argv:
         if not arg.startswith('--'):
-            given = merge(given, read_config_file(arg, hints))
+            given = merge(given, read_config_file(arg, hints), *classes)
             continue
         key, equals, text = arg[2:].partition('=')
         if not equals:  # --key alone is --key=True
@@ -92,16 +92,30 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
                   f'--{key}=VALUE, no space')
             text = 'True'
         flags[key] = parse_option(key, text, hints, '--')
-    return merge(given, flags)
+    return merge(given, flags, *classes)
 
 
-def merge(options: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` overridden by `later`. What a later option replaces goes, too: --text
-    replaces a config file's data. UserError if `later` has both of an exclusive pair."""
-    given = [name for name, value in later.items() if value is not None]
-    for a, b in EXCLUSIVE:
-        check(a not in given or b not in given, f'{a} and {b} exclude each other: give one')
-    replaced = {other for name in given for other in REPLACES.get(name, ())}
+def type_hints(*classes: type) -> dict[str, Any]:
+    """Return the type of each option of these dataclasses."""
+    hints = {}
+    for cls in classes:
+        hints |= typing.get_type_hints(cls, include_extras=True)  # extras: what makes a PathStr
+    return hints
+
+
+def merge(options: dict[str, Any], later: dict[str, Any], *classes: type) -> dict[str, Any]:
+    """Return `options` overridden by `later`. What a later option replaces goes, too, by EXCLUSIVE
+    and RESETS of the classes. UserError if `later` has both of an exclusive pair."""
+    given = {name for name, value in later.items() if value is not None}
+    replaced: set[str] = set()
+    for cls in classes:
+        for a, b in getattr(cls, 'EXCLUSIVE', ()):
+            check(not {a, b} <= given, f'{a} and {b} exclude each other: give one')
+            if {a, b} & given:
+                replaced |= {a, b}
+        for name, *others in getattr(cls, 'RESETS', ()):
+            if name in given:
+                replaced |= {*others}
     return {name: value for name, value in options.items() if name not in replaced} | later
 
 
@@ -114,8 +128,10 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
         try:
             tree = ast.parse(file.read(), path)
         except (SyntaxError, ValueError) as error:  # ValueError: it is not UTF-8
+            paths = [f'--{key}' for key, hint in hints.items()
+                     if PathStr in (hint, *typing.get_args(hint))]
             fail(f'{path} is no config file, of lines of the form: name = plain value ({error}). '
-                 'A text is given as --text=FILE, a run as --out_dir=RUN')
+                 f'Options for other files and folders: {", ".join(paths) or "none"}')
     given = {}
     statements = tree.body if ast.get_docstring(tree) is None else tree.body[1:]
     for node in statements:
@@ -137,13 +153,9 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
         suggestion = f'; near: {near}' if near else ''
         fail(f'{where}{key}: no such option{suggestion} (--help lists all)')
     try:
-        parsed = parse_value(value, hints[key])
+        return parse_value(value, hints[key])
     except (TypeError, ValueError, ArithmeticError):
         fail(f'{where}{key}={value}: expected {describe(hints[key])}')
-    if key in PATHS and parsed is not None:
-        check(parsed != '', f'{where}{key}= is empty: expected a path')
-        return os.path.expanduser(parsed)
-    return parsed
 
 
 def parse_value(value: Any, hint: Any) -> Any:
@@ -152,23 +164,36 @@ def parse_value(value: Any, hint: Any) -> Any:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return None if value in (None, 'None') else parse_value(value, args[0])
-    if bool in args:  # bool | str
-        return parse_value(value, bool if str(value).capitalize() in ('True', 'False') else str)
+    if bool in args:  # bool | X
+        is_bool = str(value).capitalize() in ('True', 'False')
+        return parse_value(value, bool if is_bool else args[1])
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(parse_value(item, args[0]) for item in items)
     text = str(value)
+    if hint == PathStr and value and isinstance(value, str):
+        return os.path.expanduser(value)
     if isinstance(value, str) and (hint is str or value in args):
         return text
     if hint is bool and text.capitalize() in ('True', 'False'):
         return text.capitalize() == 'True'
-    if hint in (int, float) and not re.search(r'e[+-]?\d{4}', text, re.I):  # 1e1000000 takes hours
-        # Fractions are exact: in floating point 2.3M is 2299999.9999999995
-        unit = UNITS.get(text[-1:].upper())
-        number = Fraction(text[:-1]) * unit if unit else Fraction(text)
-        if hint is float or number.denominator == 1:
+    if hint in (int, float):
+        number = parse_number(text)
+        if math.isfinite(number) and (hint is float or number % 1 == 0):
             return hint(number)
     raise ValueError
+
+
+def parse_number(text: str) -> int | float:
+    """Read a number, which may end in K, M or B. It is an int if its digits are a whole number.
+    ValueError if it is none."""
+    power = UNITS.get(text[-1:].upper(), 0)
+    digits = text[:-1] if power else text
+    try:
+        return int(digits) * 10 ** power
+    except ValueError:
+        # 2.3M is 2.3e6: the product 2.3 * 10**6 would be 2299999.9999999995
+        return float(f'{digits}e{power}' if power else digits)
 
 
 def describe(hint: Any) -> str:
@@ -177,7 +202,7 @@ def describe(hint: Any) -> str:
     if type(None) in args:
         return f'{describe(args[0])}, or None'
     if bool in args:
-        return 'True, False or text'
+        return f'True, False or {describe(args[1])}'
     if kind is tuple:
         return f'a comma-separated list, each {describe(args[0])}'
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]
@@ -188,7 +213,7 @@ def print_help(classes: tuple[type, ...]) -> NoReturn:
     lines = [inspect.getdoc(sys.modules['__main__']) or '']
     for cls in classes:
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
-        hints = typing.get_type_hints(cls)
+        hints = type_hints(cls)
         lines.append(f'\n{cls.__name__}: {inspect.getdoc(cls)}')
         for field in dataclasses.fields(cls):
             words = f'{comments[field.name]} [{describe(hints[field.name])}]'
@@ -200,14 +225,14 @@ def print_help(classes: tuple[type, ...]) -> NoReturn:
 def convert_types(options: Any) -> None:
     """Convert the value of every field of a dataclass to the field's type, in place. UserError if
     that is not possible."""
-    hints = typing.get_type_hints(type(options))
+    hints = type_hints(type(options))
     for name in hints:
         setattr(options, name, parse_option(name, getattr(options, name), hints))
 
 
-def resolve_defaults(options: Any, **defaults: Any) -> None:
-    """Set the fields that are None to these defaults, in place."""
-    for name, value in defaults.items():
+def set_if_none(options: Any, **values: Any) -> None:
+    """Set the fields that are None to these values, in place."""
+    for name, value in values.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
 

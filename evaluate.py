@@ -32,14 +32,13 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
-from configurator import UserError, build, check, command_line, in_range, read_options
+from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
 from nanocem.fast import plug_in
-from nanocem.files import read_json_lines
-from nanocem.loss import NO_TARGET
-from nanocem.metrics import markdown_table, perplexity, sum_losses, token_losses
+from nanocem.files import markdown_table, read_json_lines, save_picture, short_name
+from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
 from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
@@ -60,16 +59,17 @@ lowered: the share of tokens whose energy the first step lowers"""
 @dataclass
 class EvaluateConfig:
     """A model, the text that it is evaluated on, and what to report."""
-    out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
-    data: str | None = None  # folder of token shards; default: the run's own
+    EXCLUSIVE = (('text', 'data'),)
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
+    data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
-    text: str | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
+    text: PathStr | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
-    copying: bool | str = False  # losses of repeated targets and others; RUN: those of both runs
-    compare: tuple[str, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
+    copying: bool | PathStr = False  # losses of repeated targets and others; RUN: of both runs
+    compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
@@ -525,7 +525,7 @@ def choose_reports(cfg: EvaluateConfig, on_text: bool) -> list[Callable[[Evaluat
 def picture_name(kind: str, *paths: str) -> str:
     """Return the name of a picture of these runs: those of other runs have other names."""
     runs = [os.path.normpath(path).removeprefix('out/').strip('/') for path in paths]
-    return f'{kind}-{"-".join(runs).replace("/", "-")[-150:]}.png'
+    return short_name(f'{kind}-{"-".join(runs)}'.replace('/', '-')) + '.png'
 
 
 def show(report: Report) -> None:
@@ -534,7 +534,7 @@ def show(report: Report) -> None:
     if report.figure is not None:
         report.figure.supxlabel(report.subject, fontsize=7, parse_math=False)
         os.makedirs('out/results', exist_ok=True)
-        report.figure.savefig(f'out/results/{report.name}', dpi=100)
+        save_picture(report.figure, f'out/results/{report.name}', dpi=100)
         print(f'out/results/{report.name}', flush=True)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from configurator import build, check, command_line, read_options
+from configurator import PathStr, build, check, command_line, read_options
 from nanocem.hub import export
 from nanocem.runs import load_model, newest_run, own_classes
 
@@ -21,8 +21,8 @@ from nanocem.runs import load_model, newest_run, own_classes
 @dataclass
 class ExportConfig:
     """A model, and where it goes."""
-    out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
-    to: str | None = None  # a new folder for the model in transformers' format
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
+    to: PathStr | None = None  # a new folder for the model in transformers' format
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the weights in that folder
 
 

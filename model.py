@@ -58,6 +58,8 @@ class ModelConfig:
     """Describe the architecture. A field that is None gets the default that its comment names.
     To change a field make a new ModelConfig: dataclasses.replace would keep init_std and others as
     derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
+    # For config files: a size drops the widths that an earlier file gave
+    RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'd_mlp'),)
     # --help and check_values read the words of a Literal
     size: Literal[tuple(SIZES)] = '134m'  # preset of the next four options
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's

@@ -41,12 +41,18 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.interpolate import Akima1DInterpolator
 
-from configurator import build, check, command_line, fail, read_options
+from configurator import PathStr, build, check, command_line, fail, read_options
 from model import SIZES, ModelConfig, Transformer
-from nanocem.files import read_csv, read_json, read_json_lines, write_atomic
+from nanocem.files import (
+    markdown_table,
+    read_csv,
+    read_json,
+    read_json_lines,
+    save_picture,
+    write_atomic,
+)
 from nanocem.flops import flops_per_token
-from nanocem.metrics import markdown_table, split_failed
-from nanocem.runs import left_out, read_result
+from nanocem.runs import left_out, read_result, split_failed
 from train import MAX_SKIPPED, RECIPE, TrainConfig
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -643,7 +649,7 @@ class ReproduceConfig:
     todo: bool = False  # print the commands of missing runs
     figure: Literal[(*FIGURES, 'all')] | None = None  # draw this figure of the paper
     size: Literal[FIGURE_SIZES] | None = None  # for --figure: only this; --todo: XS
-    effects: str | None = None  # verdicts to draw; default: results/tokens/effects.csv
+    effects: PathStr | None = None  # verdicts to draw; default: results/tokens/effects.csv
 
 
 @command_line
@@ -668,7 +674,7 @@ def main(argv: list[str]) -> None:
             if points and all(math.isnan(p.perplexity) for p in points):
                 print(f'All runs of figure {figure} failed: it is not drawn\n', flush=True)
             elif points:
-                draw_figure(figure, points).savefig(f'out/figures/{figure}.png', dpi=DPI)
+                save_picture(draw_figure(figure, points), f'out/figures/{figure}.png', DPI)
                 print(f'out/figures/{figure}.png\n', flush=True)
             else:
                 print(f'Figure {figure} has no finished runs: --figure={figure} '
@@ -683,8 +689,8 @@ def main(argv: list[str]) -> None:
         claims = claim_rows(effects)
         print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
               f'and the interval over seeds.\n\n{claim_table(claims)}\n', flush=True)
-        draw_verdicts(all_rows(effects)).savefig('out/results/rows.png', dpi=DPI)
-        draw_verdicts(claims).savefig('out/results/claims.png', dpi=DPI)
+        save_picture(draw_verdicts(all_rows(effects)), 'out/results/rows.png', DPI)
+        save_picture(draw_verdicts(claims), 'out/results/claims.png', DPI)
         print('out/results/rows.png shows all effects, claims.png those of results/claims.csv',
               flush=True)
 

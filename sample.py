@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configurator import (
+    PathStr,
     build,
     check,
     command_line,
@@ -28,9 +29,10 @@ from nanocem.tokenizers import tokenizer_of
 @dataclass
 class SampleConfig:
     """The text to generate."""
-    out_dir: str | None = None  # a run (its best.pt), a .pt or an export; default: newest in out/
+    EXCLUSIVE = (('prompt', 'prompt_file'),)
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     prompt: str = ''  # the text to continue
-    prompt_file: str | None = None  # continue the text in this file
+    prompt_file: PathStr | None = None  # continue the text in this file
     tokens: int = 500  # tokens to generate at most: a text stops where the next would begin
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token

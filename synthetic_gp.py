@@ -36,9 +36,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from configurator import build, check, command_line, in_range, read_options
-from nanocem.files import write_atomic
-from nanocem.metrics import markdown_table
+from configurator import PathStr, build, check, command_line, in_range, read_options
+from nanocem.files import markdown_table, save_picture, short_name, write_atomic
 from nanocem.process import process_of_a_run
 
 INPUTS, D = 10, 64
@@ -124,7 +123,7 @@ class GPConfig:
     learning_rate: float = 5e-4  # learning rate, the same in every step
     checkpoint: Literal['last', 'best'] = 'best'  # which weights to evaluate; best: by test error
     jobs: int = 2  # number of processes, each with one thread
-    out_dir: str = 'out/gp'  # folder for tables and figures
+    out_dir: PathStr = 'out/gp'  # folder for tables and figures
 
     def __post_init__(self) -> None:
         in_range(self, 2, 10**6, 'repeats')  # One repeat has no standard deviation
@@ -301,7 +300,7 @@ def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path
     for axes in (*panels[len(cfg.kernels):], last):
         axes.set_axis_off()
     last.legend(*panels[0].get_legend_handles_labels(), loc='center')
-    figure.savefig(path, dpi=200)
+    save_picture(figure, path, dpi=200)
 
 
 def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
@@ -350,7 +349,7 @@ def main(argv: list[str]) -> None:
     # File names contain the given options, so that no other table replaces the full one
     suffix = ''.join(f'_{name}={"-".join(value) if isinstance(value, tuple) else value}'
                      for name, value in given.items() if name not in ('jobs', 'out_dir'))
-    write_table(cfg, run_table(cfg), suffix)
+    write_table(cfg, run_table(cfg), short_name(suffix))
 
 
 if __name__ == '__main__':

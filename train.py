@@ -30,7 +30,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import build, check, command_line, convert_types, in_range, merge, read_options
+from configurator import (
+    PathStr,
+    build,
+    check,
+    command_line,
+    convert_types,
+    in_range,
+    merge,
+    read_options,
+)
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
@@ -38,7 +47,7 @@ from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
 from nanocem.flops import flops_per_token
 from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
-from nanocem.metrics import perplexity, sum_losses
+from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import note_signals, process_of_a_run
@@ -54,11 +63,13 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 @dataclass
 class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
-    data: str = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
-    text: str | None = None  # train on this text file or folder instead, prepared on first use
-    tokenizer: str | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
-    out_dir: str | None = None  # the run's folder; default: a new one, or the newest to resume
-    init_from: str = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
+    EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
+    RESETS = (('data', 'tokenizer'),)  # the tokenizer of an earlier text
+    data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
+    text: PathStr | None = None  # train on this text file or folder instead, prepared on first use
+    tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
+    out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
+    init_from: PathStr = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
     tokens: int | None = None  # training tokens; default: tokens_per_param x parameters of Llama
     tokens_per_param: float = 20.0  # training tokens per parameter of Llama (Chinchilla)
@@ -461,7 +472,8 @@ def start_from(given: dict[str, Any], rank: int) -> Start:
         pretrained = runs.best_checkpoint(init_from)
         saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
         given = must_equal(saved, given, WEIGHTS, init_from)
-    return Start(merge(saved, given), out_dir, lock, began_with, began_steps, state, pretrained)
+    options = merge(saved, given, TrainConfig, ModelConfig)
+    return Start(options, out_dir, lock, began_with, began_steps, state, pretrained)
 
 
 def must_equal(saved: dict[str, Any], given: dict[str, Any], names: tuple[str, ...],

@@ -27,8 +27,8 @@ from nanocem.attention import (
     sdpa,
     unplug_attention,
 )
-from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
-from nanocem.trial import agrees, largest_error, most_error
+from nanocem.loss import cross_entropy, find_loss_error
+from nanocem.trial import agrees
 
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
@@ -124,30 +124,3 @@ def plug_loss(model: Transformer) -> None:
         print(f'Warning: the loss in parts {wrong}: it is not used', file=sys.stderr)
     else:
         model.loss = partial(loss_in_parts, model)
-
-
-def find_loss_error(model: Transformer) -> str:
-    """Compare the loss in parts, and its gradients, with the model's own lines. Return a message if
-    they differ by more than rounding, or ''."""
-    W = model.head
-    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
-    targets = torch.randint(len(W), (1, 5), generator=generator)
-    targets[0, 2] = NO_TARGET
-    x = torch.randn(1, 5, W.shape[1], generator=generator)
-    try:
-        with (torch.inference_mode(False), torch.enable_grad(),
-              torch.autocast(W.device.type, enabled=False)):
-            targets, x = targets.to(W.device), x.to(W).requires_grad_()
-            losses = model.loss(x, targets), LinearCrossEntropy.apply(
-                x[0], W, targets[0], 2, True)  # two rows at a time
-            own, ours = ([loss.view(1), *torch.autograd.grad(loss, (x, W))] for loss in losses)
-    except Exception as error:
-        return f'does not run ({type(error).__name__}: {error})'
-    most = most_error(W.device, W.dtype)
-    for name, found, right in zip(('value', 'gradient of x', 'gradient of the head'), ours, own,
-                                  strict=True):
-        error = largest_error(found, right.cpu().double())
-        if not error <= most:  # true for NaN
-            return (f'has another {name} than the lines of model.py (off by {error:.2g}, at most '
-                    f'{most:.2g} is rounding)')
-    return ''

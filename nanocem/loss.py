@@ -1,14 +1,23 @@
-"""The loss of many logits, in parts."""
+"""
+The loss: of training, in parts where there are many logits, and as it is measured.
+
+F.linear_cross_entropy of torch 2.13 has parts, too, and in float32 the same speed, but autocast
+does not reach it, and a loss that it computes in bfloat16 is rounded to bfloat16.
+"""
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model import Transformer
+from nanocem.trial import largest_error, most_error
+
 # The loss of many logits is computed in parts, which have at most this many logits
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: they fit into its cache
-ROW_TILE = 128  # on a GPU a part's rows are a multiple of this: whole tiles of a matrix product
+ROW_TILE = 128  # a part's rows are a multiple of this: whole tiles of a matrix product
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 
 
@@ -27,9 +36,7 @@ def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=NO_TARGET)
     # Compute more logits in parts, of so many rows of x
-    rows = max(1, part_logits // len(W))
-    if not on_cpu and rows > ROW_TILE:
-        rows -= rows % ROW_TILE
+    rows = max(ROW_TILE, part_logits // len(W) // ROW_TILE * ROW_TILE)
     return LinearCrossEntropy.apply(x, W, targets, rows, torch.is_grad_enabled())
 
 
@@ -61,7 +68,10 @@ class LinearCrossEntropy(torch.autograd.Function):
                     dlogits = log_p.exp_().scatter_add_(-1, target, -one)
                 dlogits = dlogits.to(logits.dtype)
                 dx.append((dlogits @ W).where(mask, 0).to(x.dtype))
-                dW += dlogits.mT @ x_part
+                if dlogits.dtype == dW.dtype:
+                    dW.addmm_(dlogits.mT, x_part)  # makes no second matrix like dW
+                else:  # by autocast
+                    dW += dlogits.mT @ x_part
         n = counted.sum()
         if with_grad:
             ctx.save_for_backward(torch.cat(dx), dW.to(W.dtype), n)
@@ -71,8 +81,60 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Autograd cannot differentiate the gradients that forward computed: refuse to be wrong
         if torch.is_grad_enabled():
-            raise RuntimeError('no second derivative of a loss of so many logits: set '
-                               'loss.LOGITS_AT_ONCE, or on a CPU LOGITS_IN_CACHE, higher')
+            raise RuntimeError('no second derivative of a loss in parts: without plug_in a model '
+                               'has it, by the lines of model.py')
         dx, dW, n = ctx.saved_tensors
         grad = grad / n.clamp(min=1)
         return grad * dx, grad * dW, None, None, None
+
+
+def find_loss_error(model: Transformer) -> str:
+    """Compare the loss in parts, and its gradients, with the model's own lines. Return a message if
+    they differ by more than rounding, or ''."""
+    W = model.head
+    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
+    targets = torch.randint(len(W), (1, 5), generator=generator)
+    targets[0, 2] = NO_TARGET
+    x = torch.randn(1, 5, W.shape[1], generator=generator)
+    try:
+        with (torch.inference_mode(False), torch.enable_grad(),
+              torch.autocast(W.device.type, enabled=False)):
+            targets, x = targets.to(W.device), x.to(W).requires_grad_()
+            losses = model.loss(x, targets), LinearCrossEntropy.apply(
+                x[0], W, targets[0], 2, True)  # two rows at a time
+            own, ours = ([loss.view(1), *torch.autograd.grad(loss, (x, W))] for loss in losses)
+    except Exception as error:
+        return f'does not run ({type(error).__name__}: {error})'
+    most = most_error(W.device, W.dtype)
+    for name, found, right in zip(('value', 'gradient of x', 'gradient of the head'), ours, own,
+                                  strict=True):
+        error = largest_error(found, right.cpu().double())
+        if not error <= most:  # true for NaN
+            return (f'has another {name} than the lines of model.py (off by {error:.2g}, at most '
+                    f'{most:.2g} is rounding)')
+    return ''
+
+
+# Losses that are measured
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss in nats of each target (B, J) of logits (B, J, vocabulary): (B, J), float64,
+    on the CPU. It is 0 for targets of -100."""
+    # Compute a sequence at a time: float32 logits take much memory
+    return torch.stack([
+        F.cross_entropy(row.float(), y, reduction='none', ignore_index=NO_TARGET)
+        for row, y in zip(logits, targets, strict=True)]).cpu().double()
+
+
+def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
+    """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
+    loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
+    Targets of -100 count in none."""
+    losses = token_losses(logits, targets)
+    n_targets = (targets != NO_TARGET).sum().cpu()
+    return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); infinity from a loss of 50 on, which only a diverged model has."""
+    return math.inf if loss >= 50 else math.exp(loss)  # NaN stays NaN

@@ -17,11 +17,11 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from configurator import check, in_range, resolve_defaults
+from configurator import PathStr, check, in_range, set_if_none
 from nanocem import tokenizers
 from nanocem.data import FORMAT
 from nanocem.documents import BLOCK, HUB, ROWS, Source, find_source, read_blocks, read_documents
-from nanocem.files import read_json
+from nanocem.files import read_json, short_name
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
@@ -39,10 +39,10 @@ BATCH = 64  # Threads tokenize this many documents, or blocks of text files, at 
 @dataclass
 class PrepareConfig:
     """Choose the text, the tokenizer and the splits."""
-    input: str = SLIMPAJAMA  # path, builtin, hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
-    out_dir: str | None = None  # data folder to make; default: data/ and the name of the input
+    input: PathStr = SLIMPAJAMA  # path, builtin, hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
+    out_dir: PathStr | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int = 3_300_000_000  # training tokens at most; the default is enough for 162m
-    tokenizer: str | None = None  # llama (default; builtin: byte), gpt2, byte, bpe2048, FILE.model
+    tokenizer: PathStr | None = None  # default llama, of builtin byte; or gpt2, bpe2048, FILE.model
     held_out: float | None = None  # share of val and of test; 0.005, builtin 0.05
     column: str = 'text'  # column of .parquet files and field of .jsonl lines that hold the text
 
@@ -50,12 +50,12 @@ class PrepareConfig:
         in_range(self, 1, 10**15, 'tokens')
         in_range(self, 0, 0.49, 'held_out')  # train gets what val and test leave
         if self.input == 'builtin':
-            resolve_defaults(self, tokenizer='byte', held_out=0.05)
+            set_if_none(self, tokenizer='byte', held_out=0.05)
         elif not self.input.startswith(HUB):
             self.input = os.path.abspath(self.input)
-        name = os.path.basename(self.input.rstrip('/')).partition('.')[0]
+        name = short_name(os.path.basename(self.input.rstrip('/')).partition('.')[0])
         name = 'slimpajama' if self.input == SLIMPAJAMA else name
-        resolve_defaults(self, tokenizer='llama', held_out=0.005, out_dir=f'data/{name}')
+        set_if_none(self, tokenizer='llama', held_out=0.005, out_dir=f'data/{name}')
 
     def content_options(self) -> dict[str, Any]:
         """Return the options that decide the content of the data folder."""

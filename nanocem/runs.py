@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import re
+import statistics
 import zipfile
 from dataclasses import fields
 from typing import Any
@@ -23,6 +24,8 @@ from nanocem.tokenizers import MODEL_FILE
 
 # Relative: bfloat16's rounding is some 1%, and GELU for SiLU 4 to 20%
 PROBE_ERROR = 0.02
+Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
+
 
 def newest_run() -> str:
     """Return the folder of the last started or resumed run in out/. UserError if there is none."""
@@ -63,6 +66,17 @@ def read_result(out_dir: str, config: dict[str, Any]) -> dict[str, Any]:
     check(result['tokens'] == tokens, f'{out_dir}/result.json is that of {result["tokens"]:,} '
           f'tokens, and config.json asks for {tokens:,}: --init_from=resume ends the run')
     return result
+
+
+def split_failed(y: Losses) -> tuple[Losses, set[str]]:
+    """Return the losses of runs that did not fail, and the models with failed runs. A run fails if
+    y is not finite, or 0.5 nats above the median of the model's seeds."""
+    finished = {}
+    for (model, seed), loss in y.items():
+        median = statistics.median(other for (name, _), other in y.items() if name == model)
+        if loss < min(math.inf, median + 0.5):
+            finished[model, seed] = loss
+    return finished, {model for model, seed in y if (model, seed) not in finished}
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:

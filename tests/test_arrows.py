@@ -1,10 +1,12 @@
 """Imports go one way: scripts -> nanocem/ -> model.py -> torch."""
 import ast
+import re
 import sys
 from pathlib import Path
 
 from running import ROOT
 
+import nanocem
 from nanocem.hub import CODE
 
 SCRIPTS = {'train', 'sample', 'evaluate', 'export', 'bench', 'reproduce', 'prepare_slimpajama',
@@ -44,3 +46,8 @@ def test_model_and_energy_import_torch_and_the_standard_library_alone() -> None:
         packages = {module.partition('.')[0] for module in imports(ROOT / file)}
         allowed = {'torch', 'transformers', *names - {'modeling_nanocem'}}
         assert packages - sys.stdlib_module_names <= allowed, file
+
+
+def test_the_map_names_each_file_of_the_folder_once() -> None:
+    files = [path.name for path in ROOT.glob('nanocem/*.py') if path.name != '__init__.py']
+    assert sorted(re.findall(r'^ +(\w+\.py) ', nanocem.__doc__, re.M)) == sorted(files)

@@ -1,7 +1,9 @@
 """Options: types, config files, --help, and the commands on the pages."""
+import ast
 import json
 import re
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from running import MODEL_FILES, ROOT, SIZE_FILES
 
+import configurator
 from bench import BenchConfig
-from configurator import UserError, build, command_line, merge, read_options
+from configurator import PathStr, UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
 from export import ExportConfig
 from model import SIZES, ModelConfig
@@ -21,14 +24,15 @@ from sample import SampleConfig
 from synthetic_gp import GPConfig
 from train import TrainConfig
 
-SCRIPTS = {'train': (TrainConfig, ModelConfig), 'bench': (BenchConfig,), 'sample': (SampleConfig,),
+TRAIN = TrainConfig, ModelConfig
+SCRIPTS = {'train': TRAIN, 'bench': (BenchConfig,), 'sample': (SampleConfig,),
            'evaluate': (EvaluateConfig,), 'export': (ExportConfig,),
            'reproduce': (ReproduceConfig,), 'prepare_slimpajama': (PrepareConfig,),
            'synthetic_gp': (GPConfig,)}
 
 
 def options_of(*argv: str) -> dict[str, Any]:
-    return read_options(list(argv), TrainConfig, ModelConfig)
+    return read_options(list(argv), *TRAIN)
 
 
 def test_later_options_win_and_types_are_the_fields(tmp_path: Path) -> None:
@@ -50,7 +54,7 @@ def test_an_option_replaces_its_rival_of_an_earlier_level(tmp_path: Path) -> Non
     assert {'data', 'tokens'} <= saved.keys()
     for options in (options_of('--text=b.txt', '--tokens_per_param=3', 'config/mini.py'),
                     options_of('config/mini.py', str(book)),
-                    merge(saved, {'text': 'b.txt', 'tokens_per_param': 3.0})):
+                    merge(saved, {'text': 'b.txt', 'tokens_per_param': 3.0}, *TRAIN)):
         assert options['text'] == 'b.txt' and options['tokens_per_param'] == 3.0
         assert not {'data', 'tokens'} & options.keys()
     with pytest.raises(UserError, match='tokens and tokens_per_param exclude each other: give one'):
@@ -59,8 +63,44 @@ def test_an_option_replaces_its_rival_of_an_earlier_level(tmp_path: Path) -> Non
     assert options_of('config/xs.py', '--size=mini', '--n_layer=1').keys() & SIZES['mini'].keys(
         ) == {'n_layer'}
     assert options_of('config/nano.py', 'config/xs.py')['d_model'] == 48
-    assert merge({'text': 'b.txt', 'tokenizer': 'byte', 'seed': 1}, {'data': 'd'}) == {
+    assert merge({'text': 'b.txt', 'tokenizer': 'byte', 'seed': 1}, {'data': 'd'}, *TRAIN) == {
         'data': 'd', 'seed': 1}
+    # A prompt on the command line replaces a config file's prompt_file, and None replaces nothing
+    file = tmp_path / 'prompt.py'
+    file.write_text("prompt_file = 'p.txt'\ntokens = 5\n")
+    assert read_options([str(file), '--prompt=a'], SampleConfig) == {'prompt': 'a', 'tokens': 5}
+    assert 'data' in options_of('config/mini.py', '--text=None')
+
+
+def test_the_configurator_names_no_option_of_a_script() -> None:
+    """EXCLUSIVE and RESETS stand in the classes, and name options that these have."""
+    fields = {name for classes in SCRIPTS.values() for cls in classes
+              for name in cls.__dataclass_fields__}
+    strings = {node.value for node in ast.walk(ast.parse(Path(configurator.__file__).read_text()))
+               if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert strings & fields <= {'text'}  # which is the word for a str
+    for classes in SCRIPTS.values():
+        for cls in classes:
+            for group in (*getattr(cls, 'EXCLUSIVE', ()), *getattr(cls, 'RESETS', ())):
+                assert {*group} <= cls.__dataclass_fields__.keys()
+
+
+def test_a_path_begins_at_the_home_folder_and_is_not_empty() -> None:
+    """Also as an item, and beside True and False."""
+    @dataclass
+    class Config:
+        """One option of each kind."""
+        one: PathStr = 'a'  # a path
+        some: tuple[PathStr, ...] = ()  # paths
+        either: bool | PathStr = False  # a path, or whether
+
+    home = str(Path.home())
+    assert read_options(['--one=~/b', '--some=~/b,c', '--either=~/b'], Config) == {
+        'one': f'{home}/b', 'some': (f'{home}/b', 'c'), 'either': f'{home}/b'}
+    assert read_options(['--either'], Config) == {'either': True}
+    for name in ('one', 'some', 'either'):
+        with pytest.raises(UserError, match=f'--{name}=: expected .*a name or path'):
+            read_options([f'--{name}='], Config)
 
 
 @pytest.mark.parametrize('script', SCRIPTS)
@@ -75,15 +115,19 @@ def test_help_has_a_line_for_every_option(script: str, capfd: pytest.CaptureFixt
 def test_numbers_are_what_was_written() -> None:
     """2.3M is a whole number, though 2.3 * 10**6 is not in floating point; 1.5 is none."""
     for text, number in (('2.3M', 2_300_000), ('4.1K', 4100), ('1e3', 1000), ('3.0', 3),
-                         (f'{2**63 - 1}', 2**63 - 1)):
+                         ('30M', 30_000_000), ('20k', 20_000), ('1B', 10**9), ('-3', -3),
+                         ('0.0023b', 2_300_000), (f'{2**63 - 1}', 2**63 - 1),
+                         (f'{2**53 + 1}K', (2**53 + 1) * 1000)):
         assert options_of(f'--tokens={text}') == {'tokens': number}
     for rate in (2e-3, 1e-9, 0.1 + 0.2):
         assert options_of(f'--learning_rate={rate}') == {'learning_rate': rate}
-    for text in ('1.5', '0.0015K', 'inf', 'nan', 'M', ''):
+    for text in ('1.5', '0.0015K', 'inf', 'nan', 'M', '', '1e1000000', '1e1000000M', '9' * 5000,
+                 '1e3M', 'infK'):
         with pytest.raises(UserError, match='expected a whole number'):
             options_of(f'--tokens={text}')
-    with pytest.raises(UserError, match='expected a number'):
-        options_of('--attn_step_size=inf')
+    for text in ('inf', '-inf', 'nan', '1e400', '9' * 400, '1e1000000', 'e3', 'x'):
+        with pytest.raises(UserError, match='expected a number'):
+            options_of(f'--attn_step_size={text}')
 
 
 def test_a_config_file_is_found_here_then_beside_the_scripts(
@@ -100,7 +144,7 @@ def test_a_config_file_is_found_here_then_beside_the_scripts(
     (dict(seed='1a'), 'seed=1a: expected a whole number'), (dict(seed=None), 'seed=None'),
     (dict(tokens=1.5), 'tokens=1.5: expected a whole number, or None'),
     (dict(tensorboard=1), 'tensorboard=1: expected True or False'),
-    (dict(data=1), 'data=1: expected text'), (dict(device='tpu'), 'one of auto, cpu'),
+    (dict(data=1), 'data=1: expected a name or path'), (dict(device='tpu'), 'one of auto, cpu'),
     (dict(batch_size=0), 'batch_size=0: expected 1')])
 def test_values_from_python_are_checked(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):

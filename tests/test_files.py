@@ -1,14 +1,26 @@
-"""Files that are written completely or not at all, JSON and tables."""
+"""Files that are written completely or not at all, their names; JSON, tables and pictures."""
 import math
+import os
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from running import ROOT
 
-from nanocem.files import read_json, read_json_lines, to_json, write_atomic
-from nanocem.metrics import markdown_table
+from nanocem.files import (
+    LONGEST_NAME,
+    markdown_table,
+    read_json,
+    read_json_lines,
+    save_picture,
+    short_name,
+    to_json,
+    write_atomic,
+)
+from nanocem.prepare import PrepareConfig
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
@@ -32,6 +44,40 @@ def test_json_has_null_for_nan_and_damaged_lines_are_left_out(tmp_path: Path) ->
 def test_a_table_is_aligned() -> None:
     assert markdown_table(['a', 'name'], [['1.25', 'b'], ['2', 'long name']]) == (
         '| a    | name      |\n| ---- | --------- |\n| 1.25 | b         |\n| 2    | long name |')
+
+
+def test_long_names_are_cut_and_stay_different(tmp_path: Path) -> None:
+    """By bytes, of which a character may have four. Bytes that are not UTF-8 are a name, too."""
+    for name in ('a' * LONGEST_NAME, 'é' * 75, '_models=Plain-Gated'):
+        assert short_name(name) == name
+    for letter in ('a', 'é', '世', '👍', os.fsdecode(b'\xff')):
+        names = [short_name(letter * 200 + end) for end in ('x', 'y')]
+        assert names[0] != names[1] and max(len(os.fsencode(name)) for name in names) <= 150
+        write_atomic(f'{tmp_path}/figure{names[0]}.png', b'')
+    # A text with a long name has a data folder, whose lock and partial folder have longer names
+    folder = PrepareConfig(input='世' * 80 + '.txt').out_dir
+    assert folder.startswith('data/世世') and len(folder.encode()) <= len('data/') + LONGEST_NAME
+
+
+def test_a_picture_has_one_line_for_all_glyphs_that_its_font_lacks(
+        tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """For each picture, also of the same characters. Other warnings remain."""
+    path = f'{tmp_path}/a.png'
+    for _ in range(2):
+        figure = Figure((2, 2), layout='constrained')
+        figure.subplots().set_xticks(range(3), ['世界', '世 a', 'b'])
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            save_picture(figure, path, dpi=50)
+        assert capsys.readouterr().err == (
+            f'Warning: boxes stand in {path} for characters that its font lacks: 世界\n')
+        assert os.path.getsize(path) > 0
+    class Odd:
+        def savefig(self, path: str, dpi: int) -> None:
+            warnings.warn('something else', stacklevel=1)
+    with pytest.warns(UserWarning, match='something else'):
+        save_picture(Odd(), path, dpi=50)
+    assert capsys.readouterr().err == ''
 
 
 def test_committed_text_is_bytes(tmp_path: Path) -> None:

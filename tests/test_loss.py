@@ -1,12 +1,21 @@
-"""nanocem/loss.py: the loss in pieces against the whole."""
+"""nanocem/loss.py: the loss in pieces against the whole, and measured losses."""
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
 
 SMALL = dict(d_model=32, n_layer=2, n_head=2, d_mlp=20, vocab_size=50, context_length=20)
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts may have any number of rows: the tests' have few."""
+    monkeypatch.setattr(loss_fn, 'ROW_TILE', 1)
 
 
 def test_loss_in_pieces_is_the_mean_over_targets_that_count(
@@ -50,5 +59,32 @@ def test_a_second_derivative_of_the_loss_in_pieces_is_an_error(
     x, W = torch.randn(2, 5, 8, requires_grad=True), torch.randn(50, 8)
     monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', 50)
     loss = loss_fn.cross_entropy(x, W, torch.zeros(2, 5, dtype=torch.long))
-    with pytest.raises(RuntimeError, match='no second derivative'):
+    with pytest.raises(RuntimeError, match='no second derivative of a loss in parts'):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_parts_have_whole_tiles_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit, but at least one tile."""
+    monkeypatch.undo()
+    monkeypatch.setattr(loss_fn, 'LOGITS_IN_CACHE', 2 ** 10)
+    rows = []
+    monkeypatch.setattr(loss_fn.LinearCrossEntropy, 'apply', lambda *of: rows.append(of[3]))
+    for vocab_size in (3, 7, 8, 50):  # 341, 146, 128 and 20 rows fit
+        targets = torch.zeros(2, 2000, dtype=torch.long)
+        loss_fn.cross_entropy(torch.zeros(2, 2000, 1), torch.zeros(vocab_size, 1), targets)
+    assert rows == [256, 128, 128, 128]
+
+
+def test_measured_losses_are_sums_over_targets_that_count() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 7, 5).double(), torch.randint(5, (3, 7))
+    counts = torch.rand(3, 7) < 0.6
+    is_text = (torch.rand(3, 7) < 0.5) & counts
+    expected = F.cross_entropy(logits.mT, targets, reduction='none').where(counts, 0)
+    targets = targets.where(counts, loss_fn.NO_TARGET)
+    torch.testing.assert_close(loss_fn.token_losses(logits, targets), expected, rtol=1e-6, atol=0)
+    sums = loss_fn.sum_losses(logits, targets, is_text).tolist()
+    right = [int(counts.sum()), float(expected.sum()), float(expected[is_text].sum())]
+    assert sums == pytest.approx(right, rel=1e-6)
+    assert loss_fn.perplexity(math.log(7)) == pytest.approx(7)
+    assert loss_fn.perplexity(50) == math.inf and math.isnan(loss_fn.perplexity(math.nan))

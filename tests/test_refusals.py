@@ -22,11 +22,12 @@ model             --preconditioner=diag --mlp_rank=3  preconditioner=diag_lowran
 model               --d_model=12 --n_head=4 --positions=rope     is odd
 train               --atn_steps=2                          no such option; near: attn_steps
 train               --size                                 --size=VALUE, no space
-train               --out_dir=                             --out_dir= is empty: expected a path
+train               --out_dir=                             --out_dir=: expected a name or path
 train               config/none.py                         no config file config/none.py
 train               code.py                                code.py:1: only lines of the form
 train               a.txt --size=nano                      a.txt is no config file
-train               latin1.txt                             A text is given as --text=FILE
+train               latin1.txt                             other files and folders: --data, --text
+bench               a.txt                                  other files and folders: none
 train               wrong.py                               attn_steps=[1]: expected a whole number
 train               --device=cuda                          finds no GPU of this kind
 train               --data=none                            python train.py config/mini.py trains
@@ -56,8 +57,9 @@ evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expec
 evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
+evaluate            --out_dir=llama --copying=             expected True, False or a name or path
 evaluate            --compare=llama --energies --tokens=5          alone, and not energies, tokens
-evaluate            --compare=llama,                       compare: expected folders of runs
+evaluate            --compare=llama,                       expected a comma-separated list, each a name
 evaluate            --compare llama,half                   --compare=VALUE, no space
 evaluate            --copying --steps=2                    is measured with T as trained: no steps
 evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py

@@ -11,7 +11,7 @@ from scipy.stats import ttest_ind, ttest_rel
 
 import reproduce
 from nanocem.files import read_csv
-from nanocem.metrics import split_failed
+from nanocem.runs import split_failed
 from results.tokens import verdicts
 from results.tokens.verdicts import RULES, Effect, compare, decide, judge, noise_by_kind
 

@@ -33,9 +33,9 @@ sys.path.insert(0, str(STUDY.parents[1]))  # configurator.py is two folders abov
 import numpy as np  # noqa: E402
 from scipy.stats import t as student  # noqa: E402
 
-from configurator import build, command_line, read_options  # noqa: E402
-from nanocem.files import read_csv, write_atomic  # noqa: E402
-from nanocem.metrics import Losses, markdown_table, split_failed  # noqa: E402
+from configurator import PathStr, build, command_line, read_options  # noqa: E402
+from nanocem.files import markdown_table, read_csv, write_atomic  # noqa: E402
+from nanocem.runs import Losses, split_failed  # noqa: E402
 
 EFFECTS = STUDY / 'effects.csv'
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
@@ -301,7 +301,7 @@ def effects_csv(families: Mapping[str, list[Verdict]]) -> str:
 @dataclass
 class VerdictsConfig:
     """Which runs count beside the published ones."""
-    runs: str | None = None  # a CSV of your own runs, as `python reproduce.py` writes it
+    runs: PathStr | None = None  # a CSV of your own runs, as `python reproduce.py` writes it
 
 
 @command_line
