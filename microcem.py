@@ -200,8 +200,8 @@ def elementwise(u: Value, h: Value, w: Weights, n: int) -> Value:
 
 
 def phi(x: Value) -> Value:
-    """The integral of SiLU. The layers and their training use its derivative alone; its own value
-    is for the energies that are printed at the end."""
+    """The integral of SiLU, which is z sigmoid(z). Layers and training use this derivative alone;
+    the value of phi is for the energies that are printed at the end."""
     return x.each(phi_of_number, lambda x: x * (1 + (-1 * x).exp()) ** -1)
 
 
@@ -255,12 +255,12 @@ def descend(x: Value, w: Weights, n: int, T: int = 1, eta: float = 1.0) -> Value
     return x
 
 
-def one_hot(ids: list[int], n_letters: int) -> Value:
+def one_hot(ids: list[int], n_letters: int) -> Value:  # a 1 in each row, at the letter's number
     return Value([[float(i == letter) for i in range(n_letters)] for letter in ids])
 
 
 def logits(ids: list[int], w: Weights) -> Value:
-    """Map letters, as J numbers, to a score for each next letter: (J, letters)."""
+    """Map the numbers of J letters to scores for the letter after each: (J, letters)."""
     x = one_hot(ids, len(w['embedding'].rows)) @ w['embedding']              # (J, D)
     for n in range(len(LAYERS)):
         x = descend(x, w, n)
@@ -277,9 +277,10 @@ def word_loss(ids: list[int], w: Weights) -> Value:
 # Training: Adam moves the weights down the loss, whose gradient goes through those in the layers.
 def train(words: list[list[int]], w: Weights, steps: int, batch_size: int = 4,
           learning_rate: float = 0.02) -> list[float]:
-    """Change the weights in `w`. It returns the loss of each step, in nats a letter."""
-    m = {name: 0 * w[name] for name in w}  # the mean of the gradient
-    v = {name: 0 * w[name] for name in w}  # the mean of its square
+    """Change the weights in `w`, and return the loss of each step, in nats a letter. Words are
+    given by the numbers of their letters."""
+    m = {name: 0 * w[name] for name in w}  # the mean of recent gradients
+    v = {name: 0 * w[name] for name in w}  # the mean of their squares
     losses = []
     for step in range(1, steps + 1):
         batch = random.choices(words, k=batch_size)
@@ -287,7 +288,8 @@ def train(words: list[list[int]], w: Weights, steps: int, batch_size: int = 4,
         loss = sum(word_loss(ids, w) for ids in batch) * (1 / n_letters)
         rate = learning_rate * (1 - (step - 1) / steps)
         for name, g in zip(w, gradients(loss, list(w.values())), strict=True):
-            # Value(x.rows) is x without its parents, which are not needed any more
+            # A step of Adam is the mean gradient over the root of the mean square. Both means start
+            # from zero, which is corrected. Value(x.rows) is x without its parents
             m[name] = Value((0.9 * m[name] + 0.1 * g).rows)
             v[name] = Value((0.95 * v[name] + 0.05 * g * g).rows)
             mean = m[name] * (1 / (1 - 0.9 ** step))
@@ -307,7 +309,7 @@ def sample(letters: list[str], w: Weights, temperature: float = 0.7) -> str:
     for _ in range(30):
         scores = logits(ids, w).rows[-1]
         chances = [math.exp(score / temperature) for score in scores]
-        ids += random.choices(range(len(letters)), chances)
+        ids.append(random.choices(range(len(letters)), chances)[0])
         if letters[ids[-1]] == END:
             break
     return ''.join(letters[i] for i in ids).strip(END)
@@ -325,8 +327,8 @@ def main(path: str | None = None, steps: int = 1000) -> None:
     drawn = [sample(letters, w) for _ in range(16)]
     print('new:', ', '.join(word for word in drawn if word not in words))
     print('in the list:', ', '.join(word for word in drawn if word in words))
-    # Divide each layer's step into four, and print the change of its energy after each of them. It
-    # is summed over the letters of the first word
+    # Divide each layer's step into four, and print the change of its energy after each of them, for
+    # the first word. The layers were trained with one step
     x = one_hot(ids[0], len(letters)) @ w['embedding']
     for n, energy in enumerate(LAYERS):
         h = norm(x, w['gain', n])
