@@ -105,7 +105,7 @@ def test_training_is_energy_pys() -> None:
         schedule.step()
     assert losses[-1] < losses[0]
     for name, parameter in parameters.items():
-        torch.testing.assert_close(joined(w, name), parameter.data, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(joined(w, name), parameter.data, rtol=0, atol=1e-9)
 
 
 def random_graph(leaves: list, exp: Callable, log: Callable, phi: Callable, total: Callable) -> Any:
