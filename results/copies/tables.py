@@ -1,0 +1,123 @@
+"""
+What the runs of this study say, computed again from runs.csv:
+
+    python results/copies/tables.py
+
+The verdicts on all rows of verdicts.csv by RULE.md, how each model copies, and the ablations are
+printed and written to effects.csv, copying.csv and ablations.csv beside this file; copies.png shows
+four models.
+"""
+import math
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / 'tokens')]
+
+from matplotlib.figure import Figure  # noqa: E402
+from verdicts import (  # noqa: E402
+    RULES,
+    Row,
+    Run,
+    Tables,
+    effects_csv,
+    judge,
+    losses_by_size,
+    pooled_over_sizes,
+    verdict_table,
+)
+
+from nanocem.files import markdown_table, read_csv, save_picture, write_atomic  # noqa: E402
+
+SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... and both options',
+         'attn-1-none': 'CEM attention', 'attn-1-copies': '... and both options'}
+KINDS = {'repeated, nats': 'targets whose pair stood earlier: 16%',
+         'other, nats': 'all others: 84%'}
+
+
+def copies_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
+    """RULE.md: noise by kinds, as in the third family, but from this study's own runs. Ablations
+    have no word."""
+    rows = [row for row in read_csv(f'{folder}/runs.csv') if not row['variant']]
+    return pooled_over_sizes(folder, claims, losses_by_size(rows))
+
+
+def mean(rows: list[Row], name: str) -> float:
+    return statistics.fmean(float(row[name]) for row in rows)
+
+
+def copying_rows(runs: list[Row]) -> list[Row]:
+    """Return for each size and model its means over seeds: losses of repeated and of other targets
+    in nats per own token, and by how many per cent a second reading changes perplexity."""
+    found = []
+    for size, model in dict.fromkeys((run['size'], run['model']) for run in runs):
+        of_model = [run for run in runs if (run['size'], run['model']) == (size, model)]
+        again = statistics.fmean(math.expm1(float(run['read_again_loss'])
+                                            - float(run['read_once_loss'])) for run in of_model)
+        found.append({
+            'size': size, 'model': model, 'seeds': str(len(of_model)),
+            'parameters': of_model[0]['parameters'],
+            'flops_per_token': of_model[0]['flops_per_token'],
+            'perplexity per Llama token': f'{math.exp(mean(of_model, "y")):.2f}',
+            'repeated, nats': f'{mean(of_model, "repeated_loss"):.3f}',
+            'other, nats': f'{mean(of_model, "other_loss"):.3f}',
+            'read again, %': f'{100 * again:+.1f}'})
+    return sorted(found, key=lambda row: (row['size'], float(row['perplexity per Llama token'])))
+
+
+def ablation_rows(runs: list[Row]) -> list[Row]:
+    """Return how much each ablation changes the perplexity of its model, in per cent, at seed 1."""
+    same = {run['model']: run for run in runs
+            if (run['size'], run['seed'], run['variant']) == ('S', '1', '')}
+    found = []
+    for run in (run for run in runs if run['variant']):
+        change = math.expm1(float(run['y']) - float(same[run['model']]['y']))
+        found.append({'ablation': run['variant'], 'model': run['model'],
+                      'perplexity, %': f'{100 * change:+.1f}',
+                      'repeated, nats': run['repeated_loss'], 'other, nats': run['other_loss']})
+    return sorted(found, key=lambda row: (row['model'], row['ablation']))
+
+
+def table(rows: list[Row]) -> str:
+    return markdown_table([*rows[0]], [[*row.values()] for row in rows])
+
+
+def csv_text(rows: list[Row]) -> bytes:
+    lines = [','.join(rows[0]), *(','.join(row.values()) for row in rows)]
+    return '\n'.join([*lines, '']).encode()
+
+
+def draw(rows: list[Row], size: str = 'S') -> Figure:
+    """Draw the losses of repeated and of other targets of four models."""
+    figure = Figure((8.3, 3), layout='constrained')
+    of = {row['model']: row for row in rows if row['size'] == size}
+    for n, (axes, (name, title)) in enumerate(zip(figure.subplots(1, 2), KINDS.items(),
+                                                  strict=True)):
+        values = [float(of[model][name]) for model in SHOWN]
+        colors = ['#4477aa' if 'llama' in model else '#ee6677' for model in SHOWN]
+        bars = axes.barh(range(len(SHOWN)), values, color=colors)
+        axes.bar_label(bars, [f'{value:.2f}' for value in values], padding=3)
+        axes.set(title=title, xlabel='loss, nats a token', xlim=(0, max(values) * 1.15),
+                 yticks=range(len(SHOWN)), yticklabels=[''] * len(SHOWN) if n else SHOWN.values())
+        axes.invert_yaxis()
+        axes.spines[['top', 'right']].set_visible(False)
+    return figure
+
+
+def main() -> None:
+    runs = [run for run in read_csv(f'{HERE}/runs.csv') if int(run['seed']) < 100]
+    RULES[HERE] = copies_rule
+    verdicts = judge(HERE)
+    copying = copying_rows([run for run in runs if not run['variant']])
+    ablations = ablation_rows(runs)
+    for text in (verdict_table(verdicts), table(copying), table(ablations)):
+        print(f'{text}\n')
+    write_atomic(f'{HERE}/effects.csv', effects_csv({'copies': verdicts}).encode())
+    write_atomic(f'{HERE}/copying.csv', csv_text(copying))
+    write_atomic(f'{HERE}/ablations.csv', csv_text(ablations))
+    save_picture(draw(copying), f'{HERE}/copies.png', 100)
+
+
+if __name__ == '__main__':
+    main()
