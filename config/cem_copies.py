@@ -1,0 +1,13 @@
+"""The CEM model to train for the lowest loss: attention in one step, which looks for what followed
+a token, beside Llama's MLP (results/README.md). All-CEM: --mlp=cem.
+
+    python train.py config/cem_copies.py config/mini.py
+"""
+attn = 'cem'
+mlp = 'llama'
+attn_steps = 1
+kq_diag = 'shared'
+preconditioner = 'none'
+positions = 'alibi'
+key_shift = 'half'
+match_bias = 'token'
