@@ -3,6 +3,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import random
 import re
 import subprocess
@@ -101,7 +102,10 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     assert made['shards'] == expected(texts, 0.1)
     for split, file in FILES.items():
         n = len(made['shards'][file]) // 2
-        assert made['splits'][split] == {'tokens': n, 'shards': [{'file': file, 'tokens': n}]}
+        (shard,) = made['splits'][split]['shards']
+        assert (shard['file'], shard['tokens'], made['splits'][split]['tokens']) == (file, n, n)
+        begins = np.frombuffer(made['shards'][file], '<u2') == 256
+        assert made['splits'][split]['documents'] == begins.sum()
     assert re.search(r'"text".*--column', refused(where, tmp_path / 'other'))
 
 
@@ -248,13 +252,53 @@ def test_a_tokenizer_that_loses_text(tmp_path: Path) -> None:
 
 # The data folder
 
-def test_a_killed_preparation_begins_again(tmp_path: Path) -> None:
-    """The next preparation is not changed by what a killed one left."""
-    where = write(tmp_path / 'a.jsonl', documents(300, seed=7))
-    (tmp_path / '.out.partial').mkdir()
-    (tmp_path / '.out.partial/train_00000.bin').write_bytes(b'half of a shard')
-    assert prepare(where, tmp_path / 'out') == prepare(where, tmp_path / 'undisturbed')
-    assert not list(tmp_path.glob('.*.partial'))
+def test_a_killed_preparation_is_no_data_and_the_next_one_ends_it(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'a.jsonl', documents(300, seed=7)), tmp_path / 'out'
+    undisturbed = prepare(where, tmp_path / 'undisturbed', '--held_out=0.1')
+    # It was killed while it wrote shards: begin again
+    (out / '.partial').mkdir(parents=True)
+    (out / '.partial/train_00000.bin').write_bytes(b'half of a shard')
+    with pytest.raises(UserError, match='is missing'):
+        TokenDataset(str(out), 'train', 64)
+    assert prepare(where, out, '--held_out=0.1') == undisturbed
+    # It was killed before the last n files were moved up: move them
+    for n in range(1, 5):
+        (out / '.whole').mkdir()
+        for name in ['meta.json', *FILES.values()][:n]:
+            (out / name).rename(out / '.whole' / name)
+        with pytest.raises(UserError, match='is missing'):
+            TokenDataset(str(out), 'train', 64)
+        again = prepare(where, out, '--held_out=0.1')
+        assert 'is prepared already' in again['printed']
+        assert again == undisturbed | {'printed': again['printed']}
+    assert sorted(os.listdir(out)) == ['.lock', 'meta.json', *sorted(FILES.values())]
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_a_folder_that_exists_is_filled_from_inside(tmp_path: Path, fails: bool) -> None:
+    """Nothing is written beside it, where another user's folder or a smaller disk may be; what a
+    new disk has stays there."""
+    out = tmp_path / 'mount/out'
+    (out / 'lost+found').mkdir(parents=True)
+    where = write(tmp_path / 'in/a.jsonl', documents(300, seed=7) if not fails else ['one'])
+    inode = out.stat().st_ino
+    real, written = open, []
+
+    def note(path: Any, mode: str = 'r', *args: Any, **options: Any) -> Any:
+        if not set(mode).isdisjoint('wax'):
+            written.append(Path(path))
+        return real(path, mode, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('builtins.open', note)
+        if fails:
+            assert 'too little text' in refused(where, out, '--held_out=0.1')
+        else:
+            prepare(where, out, '--held_out=0.1')
+    assert written and all(out in path.parents for path in written)
+    assert os.listdir(out.parent) == ['out'] and out.stat().st_ino == inode
+    files = [] if fails else ['meta.json', *FILES.values()]
+    assert sorted(os.listdir(out)) == sorted(['.lock', 'lost+found', *files])
 
 
 def test_a_preparation_outlives_its_console(tmp_path: Path) -> None:
