@@ -25,6 +25,7 @@ LIBRARY = sysconfig.get_paths()['stdlib']
 SPLIT_WORDS = {'train': 'train', 'training': 'train',
                'val': 'val', 'valid': 'val', 'validation': 'val', 'dev': 'val',
                'test': 'test', 'testing': 'test', 'eval': 'test', 'evaluation': 'test'}
+MAGIC = (b'\x1f\x8b', b'\x28\xb5\x2f\xfd', b'BZh', b'\xfd7zXZ', b'PK')  # how packed files begin
 LONGEST_ROW = 1 << 24  # bytes that are looked at, to find out whether a file has rows
 BLOCK = 1 << 16  # A text file is read in blocks of at most this many bytes.
 # Matches a text up to its last word that a space or line end follows. No token spans that place, so
@@ -66,15 +67,17 @@ def find_source(where: str, column: str = 'text') -> Source:
     root, names = list_hub(where) if where.startswith(HUB) else (where, list_files(where))
     source = Source(root, {name: find_split(name) for name in names
                            if name.lower().endswith(SUFFIXES)}, {})
-    # Beside files that surely have rows, a .json without them describes the data: leave it out
+    # Beside other files, a .json that does not begin with a row describes them: leave it out.
+    # Where none of them surely has rows, one with other fields may be meant, and is refused later
     unsure = [name for name in source.files if suffix_of(name) == '.json']
-    if any(name.lower().endswith(ROWS) and name not in unsure for name in source.files):
+    sure = [name for name in source.files if name.lower().endswith(ROWS) and name not in unsure]
+    if len(unsure) < len(source.files):
         for name in unsure:
-            path = source.path(name)
-            if not has_row(path, column) and not is_array(path):
+            if not begins_with_row(source.path(name), column if sure else None):
                 del source.files[name]
     left_out = Counter(suffix_of(name) for name in names if name not in source.files)
-    check(bool(source.files), f'{where} holds no {", ".join((*ROWS, ".txt"))} file'
+    check(bool(source.files), f'{where} holds no .parquet, .jsonl, .ndjson, .json (also '
+          f'{", ".join(PACKED)}) or .txt file'
           + (f', only {count_suffixes(left_out)}' if left_out else ''))
     # Read val and test first: reading stops when the train split is full
     order = sorted(source.files, key=lambda name: source.files[name] not in ('val', 'test'))
@@ -84,7 +87,7 @@ def find_source(where: str, column: str = 'text') -> Source:
 def find_split(name: str) -> str | None:
     """Return the split that a path names: train/a.jsonl, TinyStories-valid.txt, testset2.txt."""
     stem = name.lower().removesuffix(suffix_of(name))
-    words = [word.removesuffix('set') for word in re.split(r'[\W\d_]+', stem)]
+    words = [re.sub('(set|data)$', '', word) for word in re.split(r'[\W\d_]+', stem)]
     return next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
 
 
@@ -99,11 +102,17 @@ def count_suffixes(counts: dict[str, int]) -> str:
     return ', '.join(f'{n} {suffix or "without suffix"}' for suffix, n in sorted(counts.items()))
 
 
-def keep_piped(path: str, column: str = 'text') -> str:
+def is_pipe(path: str) -> bool:
+    """Return whether a path is standard input, '-', or another pipe, which is read only once."""
+    return path == '-' or (os.path.exists(path) and not os.path.isfile(path)
+                           and not os.path.isdir(path))
+
+
+def keep_piped(path: str) -> str:
     """Return the path of a text. Standard input, '-', or another pipe is first kept as a file:
     data/stdin-HASH.jsonl if it begins with a row, or else .txt. Equal content is kept once. Raises
     UserError, OSError."""
-    if path != '-' and (not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path)):
+    if not is_pipe(path):
         return path
     os.makedirs('data', exist_ok=True)
     temporary = f'data/.stdin-{os.getpid()}'
@@ -115,7 +124,7 @@ def keep_piped(path: str, column: str = 'text') -> str:
                 digest.update(block)
                 file.write(block)
         check(os.path.getsize(temporary) > 0, f'{path} gave no text')
-        suffix = '.jsonl' if has_row(temporary, column) else '.txt'
+        suffix = '.jsonl' if begins_with_row(temporary) else '.txt'
         kept = f'data/stdin-{digest.hexdigest()[:16]}{suffix}'
         if not os.path.exists(kept):  # its time of change stays, by which its data are found
             os.replace(temporary, kept)
@@ -156,30 +165,28 @@ def list_hub(where: str) -> tuple[str, list[str]]:
 
 # Documents
 
-def has_rows(path: str, column: str = 'text', separator: str | None = None) -> bool:
+def has_rows(path: str, separator: str | None = None) -> bool:
     """Return whether a file holds many documents: rows, or texts between separators. Where its
     suffix does not say so, its first line does."""
-    if path.lower().endswith(ROWS):
+    if path.lower().endswith(ROWS) or separator:
         return True
-    return separator is not None or (not path.lower().endswith('.txt') and has_row(path, column))
+    return not path.lower().endswith('.txt') and begins_with_row(path)
 
 
-def has_row(path: str, column: str) -> bool:
-    """Return whether the first line of a file is a row of JSON with this field."""
+def begins_with_row(path: str, column: str | None = None) -> bool:
+    """Return whether the first line of a file is a row of JSON, with the field `column` if that is
+    given, or whether it begins an array of rows, which is refused when it is read."""
+    with open(path, 'rb') as file:
+        if re.match(rb'\s*\[\s*\{', file.read(BLOCK)):
+            return True
+        file.seek(0)
+        lines = iter(lambda: file.readline(LONGEST_ROW), b'')
+        line = next((line for line in lines if not line.isspace()), b'')
     try:
-        with open(path, 'rb') as file:
-            line = next((line for line in iter(lambda: file.readline(LONGEST_ROW), b'')
-                         if not line.isspace()), b'')
         row = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(row, dict) and column in row
-
-
-def is_array(path: str) -> bool:
-    """Return whether a file begins as a JSON array does."""
-    with open(path, 'rb') as file:
-        return file.read(BLOCK).lstrip().startswith(b'[')
+    return isinstance(row, dict) and (column is None or column in row)
 
 
 def read_documents(path: str, column: str = 'text', separator: str | None = None) -> Iterator[str]:
@@ -188,7 +195,7 @@ def read_documents(path: str, column: str = 'text', separator: str | None = None
     import pyarrow
     if path.lower().endswith('.parquet'):
         texts = read_parquet(path, column)
-    elif path.lower().endswith(ROWS) or (not separator and has_rows(path, column)):
+    elif path.lower().endswith(ROWS) or (not separator and has_rows(path)):
         texts = read_jsonl(path, column)
     elif separator:
         texts = split_text(path, separator)
@@ -274,8 +281,8 @@ def read_blocks(path: str, begin: int = 0, end: int | None = None) -> Iterator[s
             try:
                 text, _ = codecs.utf_8_decode(data, 'strict', is_last)
             except UnicodeDecodeError as error:
-                packed = path.lower().endswith(('.gz', '.zst', '.zip', '.xz', '.bz2'))
-                check(not packed, f'{path} is compressed: unpack it first')
+                file.seek(0)
+                check(not file.read(6).startswith(MAGIC), f'{path} is compressed: unpack it first')
                 fail(f'{path}: not UTF-8 at byte {begin + error.start:,} ({error.reason}). If it '
                      'has another encoding, iconv -f ENCODING -t utf-8 converts it; if a few '
                      'characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them out')

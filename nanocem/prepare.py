@@ -96,16 +96,6 @@ class Rule(NamedTuple):
     cut: list[list[str]]  # text files that are cut by position; those of a list as one text
     few: int  # the number of documents, if their hash would give val or test too few; else 0
 
-    def __str__(self) -> str:
-        if len(self.splits) == 1:
-            return 'the names of files, or nothing is held out'
-        names = '' if len(self.splits) == 3 else f'the names of files, {self.splits[1]} by '
-        if self.cut:
-            return f'{names}position: the end of the text is held out'
-        if self.few:
-            return f'{names}position: the last of {self.few} documents are held out'
-        return f'{names}a hash of each document'
-
 
 def find_rule(o: PrepareConfig, source: Source) -> Rule:
     """Choose how to divide the files: whole documents by hash or, if they are few, the last ones.
@@ -160,10 +150,24 @@ def read_parts(o: PrepareConfig, source: Source,
                 yield split, text, n == 0
 
 
+def describe_rule(source: Source, rule: Rule) -> str:
+    """Return in words by what the files are divided."""
+    names, held_out = any(source.files.values()), rule.splits[1:]
+    if not held_out:
+        return 'the names of files' if names else 'nothing, since held_out is 0'
+    if rule.cut:
+        how = 'position: the end of the text is held out'
+    elif rule.few:
+        how = f'position: the last of {rule.few} documents are held out'
+    else:
+        how = 'a hash of each document'
+    return f'the names of files, and {" and ".join(held_out)} by {how}' if names else how
+
+
 def is_rows(o: PrepareConfig, source: Source, file: str) -> bool:
     """Return whether a file is read as documents and not in blocks of text."""
     path = os.path.join(source.root, file)  # one on the Hub need not be there: its suffix says it
-    return o.input == 'builtin' or has_rows(path, o.column, o.separator)
+    return o.input == 'builtin' or has_rows(path, o.separator)
 
 
 def hashed_documents(o: PrepareConfig, source: Source,
@@ -366,10 +370,10 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     """Write tokenizer, shards and meta.json to an empty folder. Raises UserError, OSError."""
     source = find_source(o.input, o.column)
     if any(source.files.values()):
-        for split in SPLITS:
-            files = [file for file, named in source.files.items() if (named or 'train') == split]
-            if files:
-                print(f'{split}: {len(files)} of {len(source.files)} files, first {files[0]}',
+        for split in (*SPLITS, None):
+            if files := [file for file, named in source.files.items() if named == split]:
+                name = split or 'train, by none of these names'
+                print(f'{name}: {len(files)} of {len(source.files)} files, first {files[0]}',
                       flush=True)
         check(not {*source.files.values()} <= {'val', 'test'}, f'{o.input} has files that are '
               'named after val and test, and none for train: add one, or name them otherwise')
@@ -381,7 +385,7 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
     # Say which rule was taken, what each split has, and what was not read
     counts = [f'{writer.splits[split]["documents"]:,} {split}' for split in SPLITS]
     left_out = count_suffixes(source.left_out)
-    print(f'Split by {rule}; documents: {", ".join(counts)}'
+    print(f'Split by {describe_rule(source, rule)}; documents: {", ".join(counts)}'
           + (f'; files left out: {left_out}' if left_out else ''), flush=True)
     for split in SPLITS:
         size = writer.splits[split]['tokens']
