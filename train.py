@@ -65,7 +65,7 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer'), ('data', 'separator'))  # those of an earlier text
+    RESETS = (('data', 'tokenizer', 'separator'),)  # those of an earlier text
     data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model

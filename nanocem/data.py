@@ -40,9 +40,11 @@ class TokenDataset:
         self.meta = read_meta(folder)
         self.folder = folder
         self.length = length
+        check(folder == folder.encode(errors='replace').decode(), f'{folder!r} is not UTF-8: give '
+              'the folder another name')  # torch maps no such file
         described = self.meta['splits'][split]['shards']
-        check(len(described) > 0, f'{folder} has no {split} split: prepare the data again, with '
-              '--held_out above 0')
+        check(len(described) > 0, f'{folder}: no shard of the {split} split: prepare the '
+              'data again, with --held_out above 0')
         dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
         # Map the tokens of each shard, (n,), into memory. torch keeps no file open, NumPy does
         self.described = [shard for shard in described if shard['tokens'] > length]
