@@ -75,7 +75,8 @@ def find_source(where: str, column: str = 'text') -> Source:
         for name in unsure:
             if not begins_with_row(source.path(name), column if sure else None):
                 del source.files[name]
-    left_out = Counter(suffix_of(name) for name in names if name not in source.files)
+    left_out = Counter(suffix_of(name) for name in names
+                       if name not in source.files and os.path.basename(name)[0] != '.')
     check(bool(source.files), f'{where} holds no .parquet, .jsonl, .ndjson, .json (also '
           f'{", ".join(PACKED)}) or .txt file'
           + (f', only {count_suffixes(left_out)}' if left_out else ''))

@@ -106,8 +106,10 @@ def find_rule(o: PrepareConfig, source: Source) -> Rule:
     if len(splits) == 1:
         return Rule(splits, [], 0)
     files = [file for file, split in source.files.items() if split not in ('val', 'test')]
-    texts = [file for file in files if not is_rows(o, source, file)]
-    rows = [file for file in files if file not in texts]
+    kinds: dict[bool, list[str]] = {True: [], False: []}
+    for file in files:
+        kinds[is_rows(o, source, file)].append(file)
+    rows, texts = kinds[True], kinds[False]
     cut: list[list[str]] = []
     if 0 < len(texts) < WHOLE:
         n_rows = sum(1 for _ in itertools.islice(hashed_documents(o, source, rows), WHOLE))
@@ -331,18 +333,27 @@ def prepare(o: PrepareConfig) -> None:
     """Make the data folder o.out_dir unless it exists. It is filled from inside, with meta.json
     last: without that it is no data. Raises UserError, OSError."""
     folder = Path(o.out_dir).resolve()
+    if (folder / 'meta.json').exists() and is_prepared(o):  # It may be read-only.
+        return
     with lock_new_folder(folder):
         finish_folder(str(folder), 'meta.json')
-        if others := other_files(str(folder)):
-            meta = read_json(f'{folder}/meta.json') or {}
-            check('format' in meta, f'{o.out_dir} holds other files, such as {others[0]}: choose '
-                  'another --out_dir')
-            check(meta.get('config') == o.content_options(), f'{o.out_dir} holds data made with '
-                  'other options: choose another --out_dir')
-            print(f'{o.out_dir} is prepared already; delete it to prepare it anew', flush=True)
-            return
-        with fill_folder(str(folder), 'meta.json') as partial:
-            write_folder(o, str(partial))
+        if not is_prepared(o):
+            with fill_folder(str(folder), 'meta.json') as partial:
+                write_folder(o, str(partial))
+
+
+def is_prepared(o: PrepareConfig) -> bool:
+    """Return whether o.out_dir holds this data. UserError if it holds something else."""
+    others = other_files(o.out_dir)
+    if not others:
+        return False
+    meta = read_json(f'{o.out_dir}/meta.json') or {}
+    check('format' in meta, f'{o.out_dir} holds other files, such as {others[0]}: choose another '
+          '--out_dir')
+    check(meta.get('config') == o.content_options(), f'{o.out_dir} holds data made with other '
+          'options: choose another --out_dir')
+    print(f'{o.out_dir} is prepared already; delete it to prepare it anew', flush=True)
+    return True
 
 
 @contextlib.contextmanager
