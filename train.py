@@ -43,6 +43,7 @@ from configurator import (
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
+from nanocem.documents import is_pipe, keep_piped
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
 from nanocem.flops import flops_per_token
@@ -64,10 +65,11 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer'),)  # the tokenizer of an earlier text
+    RESETS = (('data', 'tokenizer', 'separator'),)  # those of an earlier text
     data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
-    text: PathStr | None = None  # train on this text file or folder instead, prepared on first use
+    text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
+    separator: str | None = None  # for --text: of documents in .txt files, such as <|endoftext|>
     out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
     init_from: PathStr = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
@@ -138,12 +140,17 @@ def main(argv: list[str]) -> int:
 
     # Read the options, and what the run starts from
     given = read_options(argv, TrainConfig, ModelConfig)
+    if given.get('text'):  # keep standard input as a file, which a resumed run finds
+        check(world_size == 1 or not is_pipe(given['text']), 'a pipe is read by one process: '
+              'prepare_slimpajama.py --input=- makes a data folder for more')
+        given['text'] = keep_piped(given['text'])
     resume = given.get('init_from') == 'resume'
     options, out_dir, _lock, began_with, began_steps, state, pretrained = start_from(given, rank)
     cfg = build(TrainConfig, options)
     check(not cfg.tensorboard or bool(find_spec('tensorboard')),
           'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
+    check(not cfg.separator or bool(cfg.text), 'separator is for --text=FILE: data is divided')
 
     # Choose the device
     device = find_device(cfg.device)
@@ -156,7 +163,8 @@ def main(argv: list[str]) -> int:
 
     # Find the data. A text, or data/builtin, is prepared on first use; a resumed run has its data
     if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, state or pretrained)
+        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, state or pretrained,
+                             cfg.separator)
     meta = read_meta(cfg.data)
     if pretrained:
         runs.check_match(pretrained['data'], meta, cfg.init_from)  # the tokenizer
@@ -458,7 +466,7 @@ def start_from(given: dict[str, Any], rank: int) -> Start:
         texts = [os.path.abspath(options.get('text') or '') for options in (saved, given)]
         if texts[0] == texts[1]:  # b.txt is ./b.txt
             given = given | {'text': saved['text']}
-        given = must_equal(saved, given, ('text', 'tokenizer'), out_dir)
+        given = must_equal(saved, given, ('text', 'tokenizer', 'separator'), out_dir)
         # Lock it first: the process that trains there may be about to write a checkpoint
         lock = runs.lock_folder(out_dir) if rank == 0 else None
         state = runs.last_checkpoint(out_dir)

@@ -11,6 +11,7 @@ from configurator import check
 from nanocem.files import read_json
 
 FORMAT = 1  # the version of meta.json
+CHECKED = 1 << 20  # bytes of a shard for each checksum
 TOKENIZER_KEYS = ('tokenizer', 'tokenizer_sha256', 'vocab_size')  # in meta.json
 
 
@@ -21,8 +22,14 @@ def read_meta(folder: str) -> dict[str, Any]:
     check(meta is not None,
           f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
           'python train.py config/mini.py trains on a laptop, without a download')
-    check(meta['format'] == FORMAT, f'{path} is of another version: prepare the data again')
+    check(meta.get('format') == FORMAT, f'{path} is of another version: prepare the data again')
     return meta
+
+
+def checksums(path: str) -> list[int]:
+    """Return the checksum (CRC-32) of each CHECKED bytes of a file."""
+    with open(path, 'rb') as file:
+        return [zlib.crc32(block) for block in iter(lambda: file.read(CHECKED), b'')]
 
 
 class TokenDataset:
@@ -31,40 +38,69 @@ class TokenDataset:
     holds no sequence."""
     def __init__(self, folder: str, split: str, length: int):
         self.meta = read_meta(folder)
+        self.folder = folder
         self.length = length
-        # Map the tokens of each shard, (n,), into memory
+        check(folder == folder.encode(errors='replace').decode(), f'{folder!r} is not UTF-8: give '
+              'the folder another name')  # torch maps no such file
+        described = self.meta['splits'][split]['shards']
+        check(len(described) > 0, f'{folder}: no shard of the {split} split: prepare the '
+              'data again, with --held_out above 0')
         dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
-        shards = []
-        for shard in self.meta['splits'][split]['shards']:
-            path = os.path.join(folder, shard['file'])
-            check(os.path.getsize(path) >= shard['tokens'] * dtype.itemsize,
-                  f'{path} is cut off: copy it or prepare the data again')
-            shards.append(np.memmap(path, dtype, 'r', shape=shard['tokens']))
-        self.shards = [tokens for tokens in shards if len(tokens) > length]
-        check(len(self.shards) > 0, f'{folder}: no shard of the {split} split holds a sequence of '
-              f'context_length + 1 = {length + 1} tokens: expected a smaller context_length, or '
+        # Map the tokens of each shard, (n,), into memory. torch keeps no file open, NumPy does
+        self.described = [shard for shard in described if shard['tokens'] > length]
+        check(len(self.described) > 0, f'{folder}: no shard of the {split} split holds a sequence '
+              f'of context_length + 1 = {length + 1} tokens: expected a smaller context_length, or '
               'longer text')
+        self.shards = []
+        for shard in self.described:
+            path = os.path.join(folder, shard['file'])
+            size = shard['tokens'] * dtype.itemsize
+            check(os.path.getsize(path) >= size,
+                  f'{path} is cut off: copy it or prepare the data again')
+            mapped = torch.from_file(path, size=size, dtype=torch.uint8)
+            self.shards.append(mapped.numpy().view(dtype))
         # Find the index of the first sequence of each shard, and at the end their number
         self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
-        # Compute a checksum of 32 pieces of each shard, to recognize damaged or other data
+        # Compute a checksum of 32 pieces of each shard, to recognize other data
         fingerprint = 0
         for tokens in self.shards:
             for begin in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
                 fingerprint = zlib.crc32(tokens[begin:begin + 4096].tobytes(), fingerprint)
         self.must_match = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {
             f'{split} tokens': sum(map(len, self.shards)), f'{split} fingerprint': fingerprint}
+        # Remember which blocks of each shard have been compared with their checksum
+        self.intact = [set() for _ in self.shards]
+
+    def check_blocks(self, shard: int, begin: int, end: int) -> None:
+        """UserError if one of the blocks that hold tokens `begin` to `end` of a shard is damaged.
+        Each block is compared when it is first read, so that no start waits for a large shard. The
+        shards of an older version have no checksums."""
+        tokens, described = self.shards[shard], self.described[shard]
+        n = CHECKED // tokens.itemsize  # tokens of a block
+        for block in range(begin // n, (end - 1) // n + 1):
+            if block in self.intact[shard] or 'crc32' not in described:
+                continue
+            found = zlib.crc32(tokens[block * n:(block + 1) * n])
+            check(found == described['crc32'][block], f'{self.folder}/{described["file"]} is '
+                  f'damaged near token {block * n:,}: copy it or prepare the data again')
+            self.intact[shard].add(block)
 
     def __len__(self) -> int:
         return int(self.first_sequence[-1])
 
     def batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Read the inputs and targets, both (B, length), of the sequences with these indices."""
+        """Read the inputs and targets, both (B, length), of the sequences with these indices.
+        UserError if the shards are damaged."""
         sequences = []
         for index in indices:
             shard = int(np.searchsorted(self.first_sequence, index, side='right')) - 1  # its shard
             begin = int(index - self.first_sequence[shard]) * self.length
-            sequences.append(self.shards[shard][begin:begin + self.length + 1])
+            end = begin + self.length + 1
+            self.check_blocks(shard, begin, end)
+            sequences.append(self.shards[shard][begin:end])
         ids = torch.from_numpy(np.stack(sequences).astype(np.int64))  # (B, length + 1)
+        check(int(ids.max()) < self.meta['vocab_size'], f'{self.folder} has id {int(ids.max())}, '
+              f'and its vocabulary {self.meta["vocab_size"]} ids: prepare the data again')
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 

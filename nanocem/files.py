@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, their names; JSON, CSV, tables and pictures."""
+"""Files and folders that are written completely or not at all; JSON, CSV, tables and pictures."""
 import contextlib
 import csv
 import hashlib
@@ -6,13 +6,18 @@ import json
 import math
 import os
 import re
+import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from configurator import fail, warn
 
 LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, suffixes included
+PARTIAL = '.partial'  # inside a folder that is being filled: what is written so far
+WHOLE = '.whole'  # the same when all is written and its files are being moved into the folder
+NEW_DISK = ('lost+found', 'System Volume Information', '$RECYCLE.BIN')  # what an empty disk has
 
 
 def short_name(name: str) -> str:
@@ -26,6 +31,7 @@ def short_name(name: str) -> str:
     return f'{beginning}-{digest}'
 
 
+
 def write_atomic(path: str, data: bytes) -> None:
     """Write a file completely or not at all. OSError if that fails."""
     temporary = Path(f'{path}.tmp')
@@ -37,6 +43,46 @@ def write_atomic(path: str, data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def fill_folder(folder: str, last: str) -> Iterator[Path]:
+    """Fill a folder with files: all of them or none. It is made if it is missing. Yield an empty
+    folder inside it, on the same disk, to write to. At the end its files are moved up, the one
+    named `last` after all others: where that is, the folder is whole. After an error what was
+    written is deleted, and so is a folder that was made here. Raises OSError."""
+    path = Path(folder)
+    made = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    partial = path / PARTIAL
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        partial.mkdir()
+        yield partial
+        partial.rename(path / WHOLE)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        if made:
+            with contextlib.suppress(OSError):  # it has other files by now
+                path.rmdir()
+        raise
+    finish_folder(folder, last)
+
+
+def finish_folder(folder: str, last: str) -> None:
+    """Move the files up that fill_folder has written, in case its process was killed before."""
+    whole = Path(folder, WHOLE)
+    if whole.exists():
+        for file in sorted(whole.iterdir(), key=lambda file: file.name == last):
+            file.replace(Path(folder, file.name))
+        whole.rmdir()
+
+
+def other_files(folder: str) -> list[str]:
+    """Return the names of what a folder holds, without hidden files and what a new disk has. []
+    if there is no folder."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(name for name in names if name[0] != '.' and name not in NEW_DISK)
 
 
 def read_json(path: str) -> dict[str, Any] | None:

@@ -1,6 +1,5 @@
 """Weights and options of models in folders that Hugging Face's transformers loads: write, read."""
 import shutil
-import tempfile
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer
-from nanocem.files import read_json, write_json
+from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
 from nanocem.tokenizers import tokenizer_of
 
@@ -60,16 +59,10 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
            dtype: torch.dtype = torch.float32) -> None:
     """Write the model to a folder that transformers loads; a plain Llama as a LlamaForCausalLM. Its
     checkpoint `state` names tokenizer and data. UserError if the folder is not empty."""
-    path = Path(folder)
-    check(not path.exists() or not any(path.iterdir()),
-          f'to={folder} is not empty: give a new folder')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Write the folder elsewhere and rename it: it appears whole or not at all
-    with tempfile.TemporaryDirectory(prefix='.export-', dir=path.parent) as temporary:
-        new = Path(temporary, 'new')
-        new.mkdir()
-        write_files(new, model, state, dtype)
-        new.rename(path)
+    finish_folder(folder, 'config.json')  # of a process that was killed
+    check(not other_files(folder), f'to={folder} is not empty: give a new folder')
+    with fill_folder(folder, 'config.json') as inside:
+        write_files(inside, model, state, dtype)
 
 
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:

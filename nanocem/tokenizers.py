@@ -49,7 +49,14 @@ class Gpt2Tokenizer:
         self.bpe = tiktoken.get_encoding('gpt2')
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
-        return self.bpe.encode_ordinary(text)
+        try:
+            return self.bpe.encode_ordinary(text)
+        except BaseException as error:
+            # Rust's panics are no Exceptions: its pattern has a limit for long runs of spaces
+            if type(error).__name__ != 'PanicException':
+                raise
+            fail(f'tiktoken cannot encode a text of {len(text):,} characters that begins '
+                 f'{text[:40]!r}: expected shorter runs of spaces and line ends ({error})')
 
     def decode(self, ids: list[int]) -> str:
         return self.bpe.decode([i for i in ids if i < self.bos])

@@ -12,7 +12,10 @@ from running import ROOT
 
 from nanocem.files import (
     LONGEST_NAME,
+    fill_folder,
+    finish_folder,
     markdown_table,
+    other_files,
     read_json,
     read_json_lines,
     save_picture,
@@ -30,6 +33,50 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         write_atomic(str(path), b'second')
     assert path.read_bytes() == b'first'
+
+
+def test_a_folder_is_filled_completely_or_not_at_all(tmp_path: Path) -> None:
+    """A folder that exists stays itself. Without the last file nothing is moved up."""
+    for folder, exists in ((tmp_path / 'new/a', False), (tmp_path / 'mount', True)):
+        if exists:
+            folder.mkdir(parents=True)
+        with pytest.raises(RuntimeError), fill_folder(str(folder), 'last') as inside:
+            (inside / 'last').write_text('half')
+            raise RuntimeError
+        assert folder.exists() == exists and other_files(str(folder)) == []
+        (folder / 'lost+found').mkdir(parents=True)
+        with fill_folder(str(folder), 'last') as inside:
+            assert inside.parent == folder and not [*inside.iterdir()]
+            for name in ('a', 'last', 'z'):
+                (inside / name).write_text(name)
+            assert other_files(str(folder)) == []
+        assert other_files(str(folder)) == ['a', 'last', 'z']
+        assert sorted(os.listdir(folder)) == ['a', 'last', 'lost+found', 'z']
+
+
+def test_a_folder_that_was_filled_is_finished_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file is lost that was written before an error of the disk, and `last` is moved last."""
+    def fill() -> None:
+        with fill_folder(str(tmp_path), 'last') as inside:
+            for name in ('a', 'last', 'z'):
+                (inside / name).write_text(name)
+
+    real, moved = Path.replace, []
+
+    def replace(path: Path, target: Path) -> None:
+        if len(moved) == 2:
+            raise OSError('disk')
+        moved.append(path.name)
+        real(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(Path, 'replace', replace)
+        fill()
+    assert sorted(moved) == other_files(str(tmp_path)) == ['a', 'z']
+    finish_folder(str(tmp_path), 'last')
+    assert sorted(os.listdir(tmp_path)) == ['a', 'last', 'z']
 
 
 def test_json_has_null_for_nan_and_damaged_lines_are_left_out(tmp_path: Path) -> None:

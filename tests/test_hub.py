@@ -398,6 +398,10 @@ def test_an_export_appears_whole_or_not_at_all(
     with pytest.raises(ZeroDivisionError):
         hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     assert not list(tmp_path.iterdir())
+    (tmp_path / 'mount/lost+found').mkdir(parents=True)  # a new disk
+    monkeypatch.setattr(hub, 'write_tokenizer', lambda *_: '')
+    hub.export(model_of(), str(tmp_path / 'mount'), state_of(model_of()))
+    assert {'config.json', 'lost+found', WEIGHTS_FILE} < {*os.listdir(tmp_path / 'mount')}
 
 
 # Tokenizers

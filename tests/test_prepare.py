@@ -1,10 +1,13 @@
 """prepare_slimpajama.py: bytes, splits, sources, a user's text. Nothing is downloaded."""
+import bz2
 import gzip
 import hashlib
 import io
 import json
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from running import ROOT
+from running import RESUME, ROOT, TINY, steps
 from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
 import prepare_slimpajama
@@ -101,7 +104,10 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     assert made['shards'] == expected(texts, 0.1)
     for split, file in FILES.items():
         n = len(made['shards'][file]) // 2
-        assert made['splits'][split] == {'tokens': n, 'shards': [{'file': file, 'tokens': n}]}
+        (shard,) = made['splits'][split]['shards']
+        assert (shard['file'], shard['tokens'], made['splits'][split]['tokens']) == (file, n, n)
+        begins = np.frombuffer(made['shards'][file], '<u2') == 256
+        assert made['splits'][split]['documents'] == begins.sum()
     assert re.search(r'"text".*--column', refused(where, tmp_path / 'other'))
 
 
@@ -177,6 +183,84 @@ def test_text_files_that_are_named_after_splits(tmp_path: Path) -> None:
     assert parts[0] + parts[2] == train and parts[1] == val and len(parts[2]) > 0.09 * len(train)
 
 
+@pytest.mark.parametrize('n', [20, 300])
+def test_many_text_files_are_split_like_rows(tmp_path: Path, n: int) -> None:
+    """Each goes to one split whole, the one where the same text in a .jsonl would go."""
+    texts = [*documents(n - 1, seed=12), book(40_000)]  # the last is read in several blocks
+    for number, text in enumerate(texts):
+        (tmp_path / f'many/{number // 9:03d}').mkdir(parents=True, exist_ok=True)
+        (tmp_path / f'many/{number // 9:03d}/{number:03d}.txt').write_text(text)
+    if n > 20:
+        (tmp_path / 'many/empty.txt').touch()
+    made = prepare(tmp_path / 'many', tmp_path / 'files', '--held_out=0.1')
+    rows = prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'rows', '--held_out=0.1')
+    assert made['shards'] == rows['shards'] and made['splits'] == rows['splits']
+    counts = [made['splits'][split]['documents'] for split in prep.SPLITS]
+    assert made['printed'] == rows['printed'] and sum(counts) == n
+    assert f'documents: {counts[0]} train, {counts[1]} val, {counts[2]} test' in made['printed']
+
+
+@pytest.mark.parametrize('words, together', [(60, True), (20_000, False)])
+def test_fewer_text_files_are_cut_by_position(tmp_path: Path, words: int, together: bool) -> None:
+    """Each of three: or as one text, if the parts of each would be short."""
+    texts = [f'{n} {book(words, seed=n)}' for n in range(3)]
+    (tmp_path / 'in').mkdir()
+    for n, text in enumerate(texts):
+        (tmp_path / f'in/{n}.txt').write_text(text)
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1')
+    assert 'Split by position: the end of the text is held out' in made['printed']
+    parts = [[bytes(ids[1:].tolist()).decode() for ids in np.split(all_ids, begins)[1:]]
+             for file in FILES.values() for all_ids in [np.frombuffer(made['shards'][file], '<u2')]
+             for begins in [np.flatnonzero(all_ids == 256)]]
+    for part in parts[1:]:
+        size = sum(map(len, part)) / sum(map(len, texts))
+        assert len(part) == (1 if together else 3) and 0.06 < size < 0.11
+    if together:
+        assert parts[0][:2] == texts[:2] and ''.join(part[-1] for part in parts) == texts[2]
+    else:
+        assert [''.join(each) for each in zip(*parts, strict=True)] == texts
+
+
+@pytest.mark.parametrize('name, split', [
+    ('train.jsonl', 'train'), ('training.jsonl', 'train'), ('trainset.jsonl', 'train'),
+    ('c4-train.00000-of-00001.json.gz', 'train'), ('Training Set (1).jsonl', 'train'),
+    ('train2.jsonl', 'train'), ('data/train-00000-of-00002.parquet', 'train'),
+    ('dev.jsonl', 'val'), ('valset.jsonl', 'val'), ('val01.jsonl', 'val'), ('valid.txt', 'val'),
+    ('a_validation_matched.jsonl', 'val'), ('TinyStoriesV2-GPT4-valid.txt', 'val'),
+    ('testing.jsonl', 'test'), ('test_set.jsonl', 'test'), ('testdata.ndjson', 'test'),
+    ('eval/a.jsonl', 'test'), ('evaluation3.jsonl', 'test'), ('ptb.test.txt', 'test'),
+    ('contest.jsonl', None), ('détest.txt', None), ('a.jsonl', None), ('trained.txt', None)])
+def test_the_names_of_splits(name: str, split: str | None) -> None:
+    """The words of Hugging Face's datasets, also with a number, set or data behind."""
+    assert docs.find_split(name) == split
+
+
+@pytest.mark.parametrize('names', [
+    ('train', 'validation', 'test'), ('training', 'validation', 'testing'), ('a', 'dev', 'eval'),
+    ('trainset', 'valset', 'testset'), ('train-1', 'valid_2', 'test.3'), ('z', 'a/val', 'b/test')])
+def test_files_are_read_for_the_split_of_their_name(tmp_path: Path, names: tuple[str]) -> None:
+    """Where none is named train, the others are."""
+    rows = dict(zip(prep.SPLITS, (documents(300, 1), documents(50, 2), documents(40, 3)),
+                    strict=True))
+    for name, texts in zip(names, rows.values(), strict=True):
+        write(tmp_path / f'in/{name}.jsonl', texts)
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2')
+    assert made['shards'] == {FILES[split]: train_of(texts) for split, texts in rows.items()}
+    assert 'Split by the names of files; documents: 300 train, 50 val, 40 test' in made['printed']
+    assert all(f'1 of 3 files, first {name}.jsonl' in made['printed'] for name in names)
+
+
+def test_names_of_splits_without_files_to_train_on(tmp_path: Path) -> None:
+    write(tmp_path / 'in/test.jsonl', documents(60, 1))
+    assert 'named after val and test, and none for train' in refused(
+        tmp_path / 'in', tmp_path / 'out')
+    assert list(docs.text_documents(str(tmp_path / 'in'))) == documents(60, 1)  # evaluate.py's
+    write(tmp_path / 'in/other.jsonl', documents(200, 2))
+    made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2')
+    assert 'Split by the names of files, and val by a hash of each document' in made['printed']
+    assert made['splits']['test']['documents'] == 60
+
+
 @pytest.mark.parametrize('text', [book(50_000), '你好世界' * 90_000], ids=['words', 'no spaces'])
 def test_the_end_of_a_text_file_is_held_out(tmp_path: Path, text: str) -> None:
     (tmp_path / 'book.txt').write_text(text)
@@ -248,13 +332,53 @@ def test_a_tokenizer_that_loses_text(tmp_path: Path) -> None:
 
 # The data folder
 
-def test_a_killed_preparation_begins_again(tmp_path: Path) -> None:
-    """The next preparation is not changed by what a killed one left."""
-    where = write(tmp_path / 'a.jsonl', documents(300, seed=7))
-    (tmp_path / '.out.partial').mkdir()
-    (tmp_path / '.out.partial/train_00000.bin').write_bytes(b'half of a shard')
-    assert prepare(where, tmp_path / 'out') == prepare(where, tmp_path / 'undisturbed')
-    assert not list(tmp_path.glob('.*.partial'))
+def test_a_killed_preparation_is_no_data_and_the_next_one_ends_it(tmp_path: Path) -> None:
+    where, out = write(tmp_path / 'a.jsonl', documents(300, seed=7)), tmp_path / 'out'
+    undisturbed = prepare(where, tmp_path / 'undisturbed', '--held_out=0.1')
+    # It was killed while it wrote shards: begin again
+    (out / '.partial').mkdir(parents=True)
+    (out / '.partial/train_00000.bin').write_bytes(b'half of a shard')
+    with pytest.raises(UserError, match='is missing'):
+        TokenDataset(str(out), 'train', 64)
+    assert prepare(where, out, '--held_out=0.1') == undisturbed
+    # It was killed before the last n files were moved up: move them
+    for n in range(1, 5):
+        (out / '.whole').mkdir()
+        for name in ['meta.json', *FILES.values()][:n]:
+            (out / name).rename(out / '.whole' / name)
+        with pytest.raises(UserError, match='is missing'):
+            TokenDataset(str(out), 'train', 64)
+        again = prepare(where, out, '--held_out=0.1')
+        assert 'is prepared already' in again['printed']
+        assert again == undisturbed | {'printed': again['printed']}
+    assert sorted(os.listdir(out)) == ['.lock', 'meta.json', *sorted(FILES.values())]
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_a_folder_that_exists_is_filled_from_inside(tmp_path: Path, fails: bool) -> None:
+    """Nothing is written beside it, where another user's folder or a smaller disk may be; what a
+    new disk has stays there."""
+    out = tmp_path / 'mount/out'
+    (out / 'lost+found').mkdir(parents=True)
+    where = write(tmp_path / 'in/a.jsonl', documents(300, seed=7) if not fails else ['one'])
+    inode = out.stat().st_ino
+    real, written = open, []
+
+    def note(path: Any, mode: str = 'r', *args: Any, **options: Any) -> Any:
+        if not set(mode).isdisjoint('wax') and tmp_path in Path(path).parents:
+            written.append(Path(path))
+        return real(path, mode, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr('builtins.open', note)
+        if fails:
+            assert 'too little text' in refused(where, out, '--held_out=0.1')
+        else:
+            prepare(where, out, '--held_out=0.1')
+    assert written and all(out in path.parents for path in written)
+    assert os.listdir(out.parent) == ['out'] and out.stat().st_ino == inode
+    files = [] if fails else ['meta.json', *FILES.values()]
+    assert sorted(os.listdir(out)) == sorted(['.lock', 'lost+found', *files])
 
 
 def test_a_preparation_outlives_its_console(tmp_path: Path) -> None:
@@ -334,6 +458,175 @@ def test_a_default_tokenizer_that_does_not_suit_the_text(
 
 # Sources
 
+@pytest.mark.parametrize('name', ['a.ndjson', 'a.json', 'A.JSONL.GZ', 'a.Json.zst', 'a.json.bz2',
+                                  'a.jsonlines', 'a', 'a.PARQUET'])
+@pytest.mark.parametrize('in_folder', [False, True])
+def test_rows_under_any_suffix(tmp_path: Path, name: str, in_folder: bool) -> None:
+    texts = documents(300, seed=2)
+    path = write(tmp_path / 'in' / name.lower(), texts)
+    if name.endswith('bz2'):
+        path.write_bytes(bz2.compress(path.read_bytes()))
+    path.rename(path.with_name(name))
+    if in_folder and not name.lower().endswith(docs.ROWS):  # not a file that a folder is read for
+        assert 'only 1' in refused(tmp_path / 'in', tmp_path / 'out')
+        return
+    where = tmp_path / 'in' if in_folder else tmp_path / 'in' / name
+    made = prepare(where, tmp_path / 'out', '--held_out=0.1')
+    assert made['shards'] == expected(texts, 0.1)
+
+
+def test_what_a_folder_leaves_out_is_counted(tmp_path: Path) -> None:
+    """A .json beside rows is read if it has rows, left out if it describes them, and refused if it
+    is an array of rows."""
+    folder, texts = tmp_path / 'in', documents(300, seed=2)
+    write(folder / 'a.jsonl', texts[:200])
+    write(folder / 'b.json', texts[200:])
+    (folder / 'dataset_infos.json').write_text('{"default": {"splits": 1}}')
+    (folder / 'indented.json').write_text(json.dumps({'text': 1}, indent=1))
+    for name in ('README.md', 'x.csv', 'y.CSV', 'c.txt.gz', 'LICENSE'):
+        (folder / name).write_text('not read')
+    made = prepare(folder, tmp_path / 'out', '--held_out=0.1')
+    assert made['shards'] == expected(texts, 0.1) and made['files'] == ['a.jsonl', 'b.json']
+    assert ('files left out: 1 without suffix, 2 .csv, 2 .json, 1 .md, 1 .txt.gz'
+            in made['printed'])
+    (folder / 'array.json').write_text(json.dumps([{'text': 'a'}], indent=1))
+    assert "of an array jq -c '.[]' FILE" in refused(folder, tmp_path / 'other')
+
+
+@pytest.mark.parametrize('name, content, message', [
+    ('a.csv', 'id,text\n1,a\n', 'a.csv is a table, which is not read: expected text or rows'),
+    ('a.TSV', 'id\ttext\n1\ta\n', 'a.TSV is a table'),
+    ('a.json', '[{"text": "a"}]', "a.json, line 1: expected .* of an array jq -c '.\\[\\]' FILE"),
+    ('a', '[\n {"text": "a"}\n]', 'a, line 1: expected .* of an array jq'),
+    ('a.json', '{\n "text": "a"\n}', 'a.json, line 1: expected'),
+    ('a.json', '{"content": "a"}\n', 'a.json, line 1: expected .*--column=NAME'),
+    ('in/a.csv', 'text', 'in holds no .parquet, .* file, only 1 .csv'),
+    ('in/a.json.gz', gzip.compress(b'{"content": "a"}\n'), 'a.json.gz, line 1: expected'),
+    ('in/a.json', '{"content": "a"}\n', 'a.json, line 1: expected')])
+def test_what_is_not_read_is_refused(
+    tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if 'in/a.json' in name:  # not even beside a text that could be read
+        (tmp_path / 'in/README.txt').write_text('A data card. ' * 900)
+    where = tmp_path / name.partition('/')[0]
+    assert re.search(message, refused(where, tmp_path / 'out'))
+
+
+@pytest.mark.parametrize('column, message', [
+    ('n', r'row 1: expected text in the column "n", not .1. .*--column'),
+    ('bytes', r'row 1: expected text in the column "bytes"'),
+    ('lists', r'row 1: expected text in the column "lists"'),
+    ('broken', r'row 2: not UTF-8')])
+def test_columns_that_are_not_text(tmp_path: Path, column: str, message: str) -> None:
+    broken = pa.array([b'a', b'caf\xe9'], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({'n': [1, 2], 'bytes': [b'a', b'b'], 'lists': [['a'], ['b']],
+                             'broken': broken}), tmp_path / 'a.parquet')
+    assert re.search(f'a.parquet, {message}', refused(tmp_path / 'a.parquet', tmp_path / 'out',
+                                                      f'--column={column}'))
+
+
+@pytest.mark.parametrize('suffix', ['txt', 'jsonl', 'parquet', 'jsonl.gz'])
+def test_a_name_that_is_not_utf8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """As a zip from Windows may have it. The data folder's name is UTF-8."""
+    monkeypatch.chdir(tmp_path)
+    texts = documents(300, seed=2)
+    name = os.fsdecode(b'caf\xe9.') + suffix
+    path = write(tmp_path / f'a.{suffix}', texts)
+    if suffix == 'txt':
+        path.write_text('\n'.join(texts))
+    os.makedirs('in')
+    path.rename(f'in/{name}')
+    for where in ('in', f'in/{name}'):
+        folder = prep.find_data('', where, 'byte')
+        assert folder.encode() and len(TokenDataset(folder, 'train', 64)) > 100
+
+
+def test_a_text_that_the_tokenizer_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rust's panics are no Exceptions."""
+    class PanicException(BaseException):
+        pass
+
+    def encode(text: str) -> list[int]:
+        if len(text) > 1000:
+            raise PanicException('stack overflow')
+        return [1]
+
+    bpe = SimpleNamespace(encode_ordinary=encode, decode=lambda ids: '')
+    monkeypatch.setattr('tiktoken.get_encoding', lambda name: bpe)
+    where = write(tmp_path / 'in/b.jsonl', [*documents(5, seed=1, characters=100), '\n' * 2000])
+    write(tmp_path / 'in/a.jsonl', documents(90, seed=2, characters=100))
+    assert re.search(r'in/b.jsonl, document 6: tiktoken cannot encode a text of 2,000 characters',
+                     refused(where.parent, tmp_path / 'out', '--tokenizer=gpt2', '--held_out=0.1'))
+
+
+def test_texts_between_separators_are_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the blocks fall in which a file is read. Without the option nothing is divided."""
+    texts = [text.strip('\r\n') for text in [*documents(300, seed=4), 'a  <|x|>', book(30_000)]]
+    path = tmp_path / 'a.txt'
+    path.write_text('\n<|endoftext|>\n'.join([*texts, '']))
+    monkeypatch.setattr(docs, 'BLOCK', 300)
+    made = prepare(path, tmp_path / 'out', '--separator=<|endoftext|>', '--held_out=0.1')
+    assert made['shards'] == expected(texts, 0.1)
+    whole = prepare(path, tmp_path / 'whole', '--held_out=0')
+    assert whole['shards'] == {'train_00000.bin': train_of([path.read_text()])}
+    assert 'separator' not in whole['config']  # as in folders of an older version
+    monkeypatch.chdir(tmp_path)
+    folder = prep.find_data('', 'a.txt', separator='<|endoftext|>')
+    assert folder != prep.find_data('', 'a.txt')
+    assert json.loads(Path(folder, 'meta.json').read_text())['splits']['test']['documents'] > 1
+
+
+@pytest.mark.parametrize('rows', [False, True])
+def test_a_pipe_is_kept_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bool
+) -> None:
+    """Equal content gives the same file, so that its data folder is found again."""
+    monkeypatch.chdir(tmp_path)
+    source = write(tmp_path / ('a.jsonl' if rows else 'a.txt'), documents(300, seed=2))
+    if not rows:
+        source.write_text(book(9000))
+    found, changed = [], []
+    for option in ('--input=-', '--input=/dev/stdin', f'--input=<(cat {source.name})'):
+        script = (f'cat {source.name} | {sys.executable} {ROOT}/prepare_slimpajama.py {option} '
+                  '--tokenizer=byte --held_out=0.1')
+        done = subprocess.run(['bash', '-c', script], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(re.findall(r'kept as (data/\S+)', done.stdout))
+        changed.append(Path(found[-1][0]).stat().st_mtime_ns)
+    (kept,) = {*map(tuple, found)}
+    assert len({*changed}) == 1  # find_data's folder has it in its name
+    assert Path(kept[0]).read_bytes() == source.read_bytes()
+    made = prepare(source, tmp_path / 'out', '--held_out=0.1')
+    for name, shard in made['shards'].items():
+        assert Path('data', Path(kept[0]).stem, name).read_bytes() == shard
+    empty = subprocess.run([sys.executable, ROOT / 'prepare_slimpajama.py', '--input=-'],
+                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert empty.returncode == 1 and 'gave no text' in empty.stderr
+    assert not list(Path('data').glob('.stdin*'))
+
+
+def test_a_run_on_standard_input_is_resumed(tmp_path: Path) -> None:
+    def train(*options: str, text: str = '') -> str:
+        done = subprocess.run([sys.executable, ROOT / 'train.py', *options], cwd=tmp_path,
+                              input=text, capture_output=True, text=True)
+        assert done.returncode in (0, 75), done.stderr
+        return done.stdout
+
+    train(*TINY, '--text=-', '--tokenizer=byte', steps(4), '--stop_step=2', '--out_dir=out/a',
+          text=book(9000))
+    config = json.loads((tmp_path / 'out/a/config.json').read_text())['train']
+    assert (tmp_path / config['text']).read_text() == book(9000)
+    shutil.rmtree(tmp_path / config['data'])  # made again from what was kept
+    assert 'resuming after step 2' in train(RESUME, '--out_dir=out/a')
+
+
 def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = documents(3, seed=1)
     folder = tmp_path / 'in'
@@ -359,6 +652,9 @@ def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"text": "a"}\n{"text": "caf\xe9"}\n', 'a.jsonl, line 2: .* byte 0xe9 in posit'),
     ('a.jsonl', '{"text": "a"}\n'.encode('utf-16'), r"line 1: .* in UTF-8 .* \('utf-16"),
+    ('a.jsonl', b'{"text": "a"}\n{"text": "a", "n": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n',
+     'a.jsonl, line 2: expected .*recursion'),
+    ('a.jsonl', b'{"text": "a", "n": ' + b'9' * 5000 + b'}\n', 'line 1: expected .*digits'),
     ('a.jsonl', b'["a"]', r'line 1: expected {"text": "..."} in UTF-8 on .* not b.\["a"\]'),
     ('a.jsonl', b'{"text": "a"},\n', r'line 1: expected .* \(Extra data: line 1 column 14'),
     ('a.jsonl', b'{"text": "a"}\n\n{"text": "', 'line 3: expected'),
