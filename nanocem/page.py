@@ -40,6 +40,7 @@ def write_page(path: str, model: Transformer, state: dict[str, Any], prompt: str
     """Write a model to a new HTML file. Its checkpoint `state` names tokenizer and data; `prompt`
     is the text that the page begins with. UserError if there is such a file, or if the page
     cannot compute the model or its tokenizer."""
+    check(path.endswith('.html'), f'page={path}: expected a name that ends in .html')
     check(not Path(path).exists(), f'page={path} exists: give a new file')
     html = make_page(model, state, prompt)
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import page
 from nanocem.runs import load_model
+from nanocem.sampling import sample_text
 from nanocem.tokenizers import (
     LLAMA_SHA256,
     ByteTokenizer,
@@ -287,6 +288,8 @@ def test_a_page_is_written_once(tmp_path: Path) -> None:
     assert run(path.read_text('utf-8'), 'tokenizer.encode(data.prompt)') == [0xC3, 0xA9]
     with pytest.raises(UserError, match='exists'):
         page.write_page(str(path), make_model(), STATE)
+    with pytest.raises(UserError, match=r'ends in \.html'):
+        page.write_page(str(tmp_path / 'page'), make_model(), STATE)
 
 
 def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
@@ -296,3 +299,37 @@ def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
     found = run(page.make_page(model, STATE), '[...model.w.head]')
     assert torch.equal(torch.tensor(found), model.head.bfloat16().float().flatten())
     assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+
+
+# docs/play.html is the page of this model, with this prompt: python export.py makes it again, by
+# --out_dir=pretrained/cem_plain --page=docs/play.html --prompt="The first argument"
+
+SHIPPED, PROMPT = str(ROOT / 'pretrained/cem_plain'), 'The first argument'
+
+
+def test_play_html_is_the_page_of_a_pretrained_model() -> None:
+    html = (ROOT / 'docs/play.html').read_text('utf-8')
+    assert len(html.encode()) < 4_000_000
+    # Logits of another machine differ by rounding
+    without_logits = [re.sub(r'"logits": [^]]*', '', text)
+                      for text in (html, page.make_page(*load_model(SHIPPED), PROMPT))]
+    assert without_logits[0] == without_logits[1], 'make it again, by the command above'
+
+
+def test_play_html_writes_what_sample_py_does() -> None:
+    model, state = load_model(SHIPPED)
+    expected = sample_text(model, tokenizer_of(state), PROMPT, 10, 0, top_k=None, seed=1)
+    found = run((ROOT / 'docs/play.html').read_text('utf-8'), '''(() => {
+        const text = new Text(model, [tokenizer.bos, ...tokenizer.encode(data.prompt)]);
+        const length = text.tokens.length + 10;
+        while (text.tokens.length < length) text.isRead() ? text.add(0, 0) : text.readNext();
+        return text.tokens.map(token => token.id).map(tokenizer.speller()).join('');
+    })()''')
+    assert found == expected
+
+
+def test_index_html_leads_to_both_pages() -> None:
+    html = (ROOT / 'docs/index.html').read_text('utf-8')
+    links = re.findall(r'href="([^"]*)"', html)
+    assert links == ['descent.html', 'play.html']
+    assert all((ROOT / 'docs' / link).exists() for link in links)
