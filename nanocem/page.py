@@ -70,14 +70,13 @@ def check_model(model: Transformer) -> None:
         fail(f'page: the page cannot compute {name}={value}: expected one of {words}')
     check(n_weights <= MOST_WEIGHTS, f'page: a model of {n_weights:,} weights is too large for a '
           f'page: expected at most {MOST_WEIGHTS:,}')
-    finite = all(bool(w.isfinite().all()) for w in model.parameters())
-    check(finite, 'page: some weights are not finite: the model cannot be sampled from')
 
 
 @torch.no_grad()
 def pack_model(model: Transformer) -> dict[str, Any]:
     """Return the options of a model, the names and shapes of its weights, and their bfloat16 bits
-    in base64; `probe` has a few ids and their last logits, by which the page tests itself."""
+    in base64; `probe` has a few ids and their last logits, by which the page tests itself. UserError
+    if these are not finite."""
     rounded = Transformer(model.cfg).eval()
     rounded.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
     # named_parameters lists a tied matrix once, by its first name
@@ -85,6 +84,8 @@ def pack_model(model: Transformer) -> dict[str, Any]:
     bits = torch.cat([w.detach().bfloat16().view(torch.int16).flatten() for w in weights.values()])
     idx = torch.arange(min(6, model.cfg.context_length))[None] * 7919 % model.cfg.vocab_size
     logits = rounded.next_logits(idx)[0]
+    check(bool(logits.isfinite().all()), 'page: the logits of the model are not finite: it cannot '
+          'be sampled from')
     options = {name: value for name, value in vars(model.cfg).items() if name not in NOT_COMPUTED}
     return dict(cfg=options, shapes=[[name, [*w.shape]] for name, w in weights.items()],
                 weights=base64.b64encode(bits.numpy().astype('<i2').tobytes()).decode(),
