@@ -75,8 +75,8 @@ def check_model(model: Transformer) -> None:
 @torch.no_grad()
 def pack_model(model: Transformer) -> dict[str, Any]:
     """Return the options of a model, the names and shapes of its weights, and their bfloat16 bits
-    in base64; `probe` has a few ids and their last logits, by which the page tests itself. UserError
-    if these are not finite."""
+    in base64; `probe` has a few ids and their last logits, by which the page tests itself.
+    UserError if these are not finite."""
     rounded = Transformer(model.cfg).eval()
     rounded.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
     # named_parameters lists a tied matrix once, by its first name
