@@ -294,10 +294,13 @@ def test_a_page_is_written_once(tmp_path: Path) -> None:
 
 def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
     model = make_model()
-    model.head.data.add_(1e-4)
+    model.head.data.mul_(1.003)
     before = copy.deepcopy(model.state_dict())
-    found = run(page.make_page(model, STATE), '[...model.w.head]')
+    found, probe, logits = run(page.make_page(model, STATE), '''[
+        [...model.w.head], data.probe.logits,
+        [...data.probe.ids.map((id, i) => model.read(id, i).logits).pop()]]''')
     assert torch.equal(torch.tensor(found), model.head.bfloat16().float().flatten())
+    assert logits[:16] == pytest.approx(probe, rel=1e-4, abs=1e-4)  # of the rounded weights
     assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
 
 
