@@ -28,7 +28,7 @@ CHOICES = {
     'score_scale': ('head', 'model'), 'preconditioner': ('none', 'diag', 'diag_lowrank'),
     'residual': ('raw', 'normed'), 'exact_update': (False, True),
     'mlp_energy': ('gated', 'sign_convex'), 'mlp_match': ('dims', 'params'),
-    'key_shift': ('none', 'half'), 'match_bias': (False, True)}
+    'key_shift': ('none', 'half'), 'match_bias': ('none', 'token', 'pair')}
 NUMBERS = {
     'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length', 'attn_steps',
     'mlp_steps', 'attn_reuse', 'mlp_reuse', 'loops', 'attn_step_size', 'mlp_step_size', 'attn_rank',
