@@ -14,7 +14,7 @@ import torch
 from configurator import check, fail
 from model import ModelConfig, Transformer
 from nanocem.files import write_atomic
-from nanocem.hf import convert_tokenizer
+from nanocem.hub_tokenizer import convert_tokenizer
 from nanocem.runs import own_classes
 from nanocem.tokenizers import tokenizer_of
 

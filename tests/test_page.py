@@ -13,6 +13,7 @@ import torch
 from running import ROOT
 from torch import Tensor
 
+import export
 from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import page
@@ -30,6 +31,7 @@ from nanocem.tokenizers import (
 quickjs = pytest.importorskip('quickjs')
 MATHEMATICS, REST = re.findall('<script>\n(.*?)</script>', page.TEMPLATE.read_text('utf-8'),
                                re.DOTALL)
+SHIPPED, PROMPT = str(ROOT / 'pretrained/cem_plain'), 'The first argument'
 STATE = dict(step=3, data_dir='', data=dict(tokenizer='byte', vocab_size=257))
 SHAPE = dict(size='nano', d_model=12, n_layer=2, n_head=2, d_mlp=10, vocab_size=257,
              context_length=9)
@@ -196,7 +198,7 @@ def test_ids_are_the_tokenizers(kind: str, tmp_path: Path) -> None:
 
 
 def test_ids_are_those_of_pretrained_models() -> None:
-    _, state = load_model(str(ROOT / 'pretrained/cem_plain'))
+    _, state = load_model(SHIPPED)
     held_out = (ROOT / 'pretrained/held_out.txt').read_text('utf-8')
     same_ids(tokenizer_of(state), [held_out, *texts(random.Random(1))])
 
@@ -292,6 +294,20 @@ def test_a_page_is_written_once(tmp_path: Path) -> None:
         page.write_page(str(tmp_path / 'page'), make_model(), STATE)
 
 
+def test_export_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / 'page.html'
+    export.main([f'--out_dir={SHIPPED}', f'--page={path}', '--prompt=</script>'])
+    assert 'open it in a browser (3.0 MB)' in capsys.readouterr().out
+    assert json.loads(content(path.read_text('utf-8')))['prompt'] == '</script>'
+    for options, words in (
+            ([], '--page=FILE.html'), ([f'--page={path}'], 'exists'),
+            ([f'--page={path}', '--dtype=bfloat16'], 'dtype is for --to'),
+            ([f'--to={tmp_path}/new', '--prompt=a'], 'prompt is for --page')):
+        with pytest.raises(SystemExit, match=words):
+            export.main([f'--out_dir={SHIPPED}', *options])
+    assert not (tmp_path / 'new').exists()
+
+
 def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
     model = make_model()
     model.head.data.mul_(1.003)
@@ -306,8 +322,6 @@ def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
 
 # docs/play.html is the page of this model, with this prompt: python export.py makes it again, by
 # --out_dir=pretrained/cem_plain --page=docs/play.html --prompt="The first argument"
-
-SHIPPED, PROMPT = str(ROOT / 'pretrained/cem_plain'), 'The first argument'
 
 
 def test_play_html_is_the_page_of_a_pretrained_model() -> None:
