@@ -3,10 +3,13 @@ Take a trained model to another program.
 
     python export.py --to=DIR                                      the newest run
     python export.py --out_dir=out/RUN --to=DIR --dtype=bfloat16   another one, in half the bytes
+    python export.py --page=my_model.html --prompt="The "          a page to play with
 
 Hugging Face's transformers loads the folder DIR, by the lines in DIR/README.md. The scripts here
-read it as they read a run.
+read it as they read a run. The page is one file, which runs the model in a browser: it needs no
+network, and its weights are bfloat16.
 """
+import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +18,7 @@ import torch
 
 from configurator import PathStr, build, check, command_line, read_options
 from nanocem.hub import export
+from nanocem.page import write_page
 from nanocem.runs import load_model, newest_run, own_classes
 
 
@@ -24,19 +28,31 @@ class ExportConfig:
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     to: PathStr | None = None  # a new folder for the model in transformers' format
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the weights in that folder
+    page: PathStr | None = None  # a new HTML file that runs the model in a browser
+    prompt: str = ''  # the text with which that page begins
 
 
 @command_line
 def main(argv: list[str]) -> None:
-    cfg = build(ExportConfig, read_options(argv, ExportConfig))
-    check(cfg.to is not None, 'expected a new folder: --to=DIR')
+    given = read_options(argv, ExportConfig)
+    cfg = build(ExportConfig, given)
+    check(bool(cfg.to or cfg.page), 'expected a new folder: --to=DIR, or a new page: '
+          '--page=FILE.html')
+    check(bool(cfg.to) or 'dtype' not in given, "dtype is for --to=DIR: a page's weights are "
+          'bfloat16')
+    check(bool(cfg.page) or 'prompt' not in given, 'prompt is for --page=FILE.html')
     model, state = load_model(cfg.out_dir or newest_run())
     own = own_classes(model)
-    check(not own, f'to={cfg.to}: an export holds the classes of model.py, and this model has '
-          f'{", ".join(own)}')
+    check(not own, f'{"to" if cfg.to else "page"}={cfg.to or cfg.page}: an export holds the '
+          f'classes of model.py, and this model has {", ".join(own)}')
     # Every form in which a model can leave has its lines here
-    export(model, cfg.to, state, getattr(torch, cfg.dtype))
-    print(f'{cfg.to}: transformers loads it, as its README.md says', flush=True)
+    if cfg.page:
+        write_page(cfg.page, model, state, cfg.prompt)
+        megabytes = os.path.getsize(cfg.page) / 1e6
+        print(f'{cfg.page}: open it in a browser ({megabytes:.1f} MB)', flush=True)
+    if cfg.to:
+        export(model, cfg.to, state, getattr(torch, cfg.dtype))
+        print(f'{cfg.to}: transformers loads it, as its README.md says', flush=True)
 
 
 if __name__ == '__main__':

@@ -24,5 +24,6 @@ It is used
     sampling.py            Continue a prompt: encode it, generate ids, and decode them.
     hub.py                 Write a model as a folder that transformers loads, and read one as a run.
     hub_tokenizer.py       Give such a folder its tokenizer and its README.md.
+    page.py                Write a model as one HTML file: page.html with weights in it.
     modeling_nanocem.py    Be the model's class in such a folder.
 """

@@ -1,0 +1,114 @@
+"""Write a model and its tokenizer into one HTML file, which runs it in a browser without network.
+
+page.html is the page without a model: its JavaScript computes what model.py does, a token at a
+time. What stands here packs the weights, and refuses what the page cannot compute.
+"""
+import base64
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configurator import check, fail
+from model import ModelConfig, Transformer
+from nanocem.files import write_atomic
+from nanocem.hub_tokenizer import convert_tokenizer
+from nanocem.runs import own_classes
+from nanocem.tokenizers import tokenizer_of
+
+TEMPLATE = Path(__file__).with_name('page.html')
+PLACEHOLDER = 'MODEL GOES HERE'  # in the template
+MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
+# What the page computes: the words of options with a choice, and the options that are numbers
+CHOICES = {
+    'attn': ('llama', 'cem'), 'mlp': ('llama', 'cem'), 'tie': ('none', 'kv', 'qo', 'both'),
+    'positions': ('alibi', 'rope'), 'kq_diag': ('none', 'shared', 'per_head'),
+    'score_scale': ('head', 'model'), 'preconditioner': ('none', 'diag', 'diag_lowrank'),
+    'residual': ('raw', 'normed'), 'exact_update': (False, True),
+    'mlp_energy': ('gated', 'sign_convex'), 'mlp_match': ('dims', 'params'),
+    'key_shift': ('none', 'half'), 'match_bias': ('none', 'token', 'pair')}
+NUMBERS = {
+    'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length', 'attn_steps',
+    'mlp_steps', 'attn_reuse', 'mlp_reuse', 'loops', 'attn_step_size', 'mlp_step_size', 'attn_rank',
+    'mlp_rank', 'rope_theta'}
+NOT_COMPUTED = {'size', 'init_std'}  # they name the shape, or begin the training
+
+
+def write_page(path: str, model: Transformer, state: dict[str, Any], prompt: str = '') -> None:
+    """Write a model to a new HTML file. Its checkpoint `state` names tokenizer and data; `prompt`
+    is the text that the page begins with. UserError if there is such a file, or if the page
+    cannot compute the model or its tokenizer."""
+    check(path.endswith('.html'), f'page={path}: expected a name that ends in .html')
+    check(not Path(path).exists(), f'page={path} exists: give a new file')
+    html = make_page(model, state, prompt)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, html.encode())
+
+
+def make_page(model: Transformer, state: dict[str, Any], prompt: str = '') -> str:
+    """Return the HTML of a page. UserError if the page cannot compute the model."""
+    check_model(model)
+    content = dict(pack_model(model), tokenizer=pack_tokenizer(tokenizer_of(state)),
+                   step=state.get('step'), prompt=prompt)
+    # "<" is escaped: no text of a tokenizer or a prompt ends the script that holds it
+    text = json.dumps(content, allow_nan=False).replace('<', '\\u003c')
+    return TEMPLATE.read_text(encoding='utf-8').replace(PLACEHOLDER, text)
+
+
+def check_model(model: Transformer) -> None:
+    """UserError, which names the option, unless the page computes this model."""
+    own, n_weights = own_classes(model), model.num_params()
+    check(not own, f'page: a page computes the classes of model.py, and this model has '
+          f'{", ".join(own)}')
+    for field in fields(ModelConfig):
+        name, value = field.name, getattr(model.cfg, field.name)
+        if name in NUMBERS | NOT_COMPUTED or value in CHOICES.get(name, (field.default,)):
+            continue
+        words = ', '.join(map(str, CHOICES.get(name, (field.default,))))
+        fail(f'page: the page cannot compute {name}={value}: expected one of {words}')
+    check(n_weights <= MOST_WEIGHTS, f'page: a model of {n_weights:,} weights is too large for a '
+          f'page: expected at most {MOST_WEIGHTS:,}')
+
+
+@torch.no_grad()
+def pack_model(model: Transformer) -> dict[str, Any]:
+    """Return the options of a model, the names and shapes of its weights, and their bfloat16 bits
+    in base64; `probe` has a few ids and their last logits, by which the page tests itself.
+    UserError if these are not finite."""
+    rounded = Transformer(model.cfg).eval()
+    rounded.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
+    # named_parameters lists a tied matrix once, by its first name
+    weights = dict(rounded.named_parameters())
+    bits = torch.cat([w.detach().bfloat16().view(torch.int16).flatten() for w in weights.values()])
+    idx = torch.arange(min(6, model.cfg.context_length))[None] * 7919 % model.cfg.vocab_size
+    logits = rounded.next_logits(idx)[0]
+    check(bool(logits.isfinite().all()), 'page: the logits of the model are not finite: it cannot '
+          'be sampled from')
+    options = {name: value for name, value in vars(model.cfg).items() if name not in NOT_COMPUTED}
+    return dict(cfg=options, shapes=[[name, [*w.shape]] for name, w in weights.items()],
+                weights=base64.b64encode(bits.numpy().astype('<i2').tobytes()).decode(),
+                probe=dict(ids=idx[0].tolist(), logits=logits[:16].tolist()))
+
+
+def pack_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Return a tokenizer as the page reads it: `pieces` has a text for each id, or a byte's number,
+    or None for an id without text. Without `ranks` each byte is a token. With it a text begins as
+    characters, and the pair whose concatenation has the lowest rank is joined first. UserError for
+    a tokenizer of another kind."""
+    if tokenizer.name == 'byte':
+        return dict(pieces=[*range(256), None], bos=tokenizer.bos)
+    sp, ids = getattr(tokenizer, 'model', None), range(tokenizer.vocab_size)
+    known = sp is not None and sum(map(sp.is_byte, ids)) == 256 and convert_tokenizer(tokenizer)
+    check(bool(known), f'page: the page has no tokenizer {tokenizer.name}: expected bytes, a '
+          "byte-pair one that this project trained, or Llama's")
+    pieces: list[Any] = [sp.id_to_piece(i).replace('\u2581', ' ') for i in ids]
+    for i in ids:
+        if sp.is_byte(i):
+            pieces[i] = int(pieces[i][1:-1], 16)  # <0x0A>
+        elif sp.is_control(i) or sp.is_unknown(i):
+            pieces[i] = None
+    # The score of a piece is minus its rank
+    return dict(pieces=pieces, ranks=[-sp.get_score(i) for i in ids], bos=tokenizer.bos,
+                like_llama=tokenizer.u2581_ids is None)

@@ -1,0 +1,355 @@
+"""The page of a model computes what model.py does, in a JavaScript engine."""
+import base64
+import copy
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import ROOT
+from torch import Tensor
+
+import export
+from configurator import UserError
+from model import ModelConfig, Transformer
+from nanocem import page
+from nanocem.runs import load_model
+from nanocem.sampling import sample_text
+from nanocem.tokenizers import (
+    LLAMA_SHA256,
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    find_llama,
+    tokenizer_of,
+    train_bpe,
+)
+
+quickjs = pytest.importorskip('quickjs')
+MATHEMATICS, REST = re.findall('<script>\n(.*?)</script>', page.TEMPLATE.read_text('utf-8'),
+                               re.DOTALL)
+SHIPPED, PROMPT = str(ROOT / 'pretrained/cem_plain'), 'The first argument'
+STATE = dict(step=3, data_dir='', data=dict(tokenizer='byte', vocab_size=257))
+SHAPE = dict(size='nano', d_model=12, n_layer=2, n_head=2, d_mlp=10, vocab_size=257,
+             context_length=9)
+SPACES = ['', ' ', '   a', 'a  b \n\n\tc\r\n ', 'x' * 99, ' ' * 40]
+TEXTS = [*SPACES, 'déjà vu, naïve Å ½', 'e\u0301 ﬁ 世界', '👍🏽 👩‍👩‍👧', '\0\x7f\u00a0\u3000\ufeff',
+         '\u2581a\u2581\u2581', '<s> </s> <unk> <pad> <0x0A>', '</script><!-- <script>']
+
+
+def content(html: str) -> str:
+    """Return the JSON that a page holds. A browser ends it at the first end of a script, too."""
+    found, = re.findall('id="model">(.*?)</script', html, re.DOTALL)
+    return found
+
+
+def run(html: str, expression: str) -> Any:
+    """Evaluate an expression of `model` and `tokenizer` in a page's mathematics."""
+    engine = quickjs.Context()
+    engine.eval(MATHEMATICS)
+    return json.loads(engine.eval(
+        f'const data = {content(html)}, model = new Model(data); '
+        f'const tokenizer = new Tokenizer(data.tokenizer); JSON.stringify({expression})'))
+
+
+def make_model(**options: Any) -> Transformer:
+    """Return a random model whose weights are as the page stores them. Those that begin as 0 or 1
+    are random, too."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**SHAPE | options)).eval()
+    for w in model.parameters():
+        w.data = (w + 0.3 * torch.randn_like(w)).bfloat16().float()
+    return model
+
+
+def energies(model: Transformer, idx: Tensor) -> list[list[float]]:
+    """Return the energies of the last token at steps 0 to T, for each use of a CEM sublayer."""
+    found = []
+
+    def hook(sublayer: Any, inputs: tuple, output: Tensor) -> None:
+        if not hasattr(sublayer, 'energy'):
+            return
+        states = []
+        for T in range(sublayer.T + 1):
+            other = copy.copy(sublayer)
+            other.T = T
+            states.append(other.forward(*inputs))
+        h = sublayer.norm(inputs[0])
+        found.append([sublayer.energy(sublayer.norm(x), h)[0, -1].item() for x in states])
+
+    handles = [sublayer.register_forward_hook(hook) for block in model.blocks
+               for sublayer in (block.attn, block.mlp)]
+    model.hidden(idx)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+MODELS = [
+    dict(),
+    dict(attn_steps=3, mlp_steps=2, attn_step_size=0.7, mlp_step_size=0.4),
+    dict(positions='rope', rope_theta=50.0, attn_steps=2),
+    dict(kq_diag='shared', attn_steps=2),
+    dict(kq_diag='per_head', exact_update=True, preconditioner='diag_lowrank', attn_rank=3,
+         mlp_rank=5),
+    dict(kq_diag='shared', exact_update=True, positions='rope', preconditioner='diag'),
+    dict(preconditioner='diag_lowrank', residual='normed', attn_steps=2, mlp_steps=2),
+    dict(mlp_energy='sign_convex', mlp_match='params', mlp_steps=2, score_scale='head'),
+    dict(loops=2, attn_reuse=2, mlp_reuse=3),
+    dict(n_head=12, mlp='llama', attn_steps=2),
+    dict(attn='llama', mlp='llama'),
+    dict(attn='llama', mlp='llama', positions='alibi', tie='both'),
+    dict(attn='llama', mlp='cem', tie='kv', mlp_steps=2),
+    dict(attn='llama', mlp='llama', tie='qo', attn_reuse=2),
+    dict(key_shift='half', match_bias='token', attn_steps=2),
+    dict(key_shift='half', match_bias='pair', positions='rope', kq_diag='per_head', attn_steps=2,
+         exact_update=True),
+    dict(attn='llama', mlp='llama', tie='kv', key_shift='half', match_bias='pair'),
+]
+
+
+@pytest.mark.parametrize('options', MODELS, ids=str)
+@torch.no_grad()
+def test_logits_energies_and_maps_are_model_pys(options: dict[str, Any]) -> None:
+    model = make_model(**options)
+    idx = torch.randint(257, (1, 9), generator=torch.Generator().manual_seed(1))
+    found = run(page.make_page(model, STATE), f'''{idx[0].tolist()}.map((id, i) => {{
+        const {{logits, seen}} = model.read(id, i);
+        return {{logits: [...logits], energies: seen.map(s => s.energies).filter(E => E.length),
+                sums: seen.filter(s => s.alpha).map(s => s.alpha.reduce((a, b) => a + b))}};
+    }}).concat([isModelPys(model, data.probe)])''')
+    assert found.pop() is True
+    logits = torch.tensor([token['logits'] for token in found])
+    torch.testing.assert_close(logits, model(idx)[0][0], rtol=1e-4, atol=1e-4)
+    for n, token in enumerate(found, 1):
+        expected = energies(model, idx[:, :n])
+        assert token['energies'] == [pytest.approx(E, rel=1e-4, abs=1e-4) for E in expected]
+        assert token['sums'] == [pytest.approx(model.cfg.n_head)] * len(token['sums'])
+    assert bool(token['energies']) == ('cem' in (model.cfg.attn, model.cfg.mlp))
+
+
+@torch.no_grad()
+def test_other_steps_are_set_steps() -> None:
+    model = make_model(attn_steps=2)
+    html = page.make_page(model, STATE)
+    model.set_steps(attn_steps=1, mlp_steps=4)
+    found = run(html, '(model.T = {attn: 1, mlp: 4}, [...model.read(65, 0).logits])')
+    torch.testing.assert_close(torch.tensor(found), model(torch.tensor([[65]]))[0][0, 0],
+                               rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('n', [1, 9, 25])
+def test_the_page_continues_a_text_as_generate_does(n: int) -> None:
+    """Across the end of the context, and with a prompt that is longer than it."""
+    model = make_model(kq_diag='shared', key_shift='half', match_bias='pair')
+    ids = torch.randint(257, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+    found = run(page.make_page(model, STATE), f'''(() => {{
+        const text = new Text(model, {ids});
+        while (text.tokens.length < {n} + 20) text.isRead() ? text.add(0, 0) : text.readNext();
+        return text.tokens;
+    }})()''')
+    found_ids = [token['id'] for token in found]
+    assert found_ids == model.generate(torch.tensor([ids]), 20, 0)[0].tolist()
+    # Surprise is that of the text that was read
+    if n < 9:
+        log_p = model(torch.tensor([found_ids[:1]]))[0][0, 0].log_softmax(-1)
+        assert found[1]['bits'] == pytest.approx(-log_p[found_ids[1]].item() / math.log(2), 1e-3)
+
+
+def test_sampling_follows_the_temperature() -> None:
+    html = page.make_page(make_model(), STATE)
+    logits = [0.0, 1.0, 2.0]
+    for temperature in (0.5, 1.0, 3.0):
+        p = (torch.tensor(logits) / temperature).softmax(-1)
+        ids = run(html, f'Array.from({{length: 999}}, (_, n) => '
+                        f'choose({logits}, {temperature}, n / 999))')
+        shares = torch.bincount(torch.tensor(ids), minlength=3) / 999
+        torch.testing.assert_close(shares, p, rtol=0, atol=2e-3)
+
+
+def texts(rng: random.Random) -> list[str]:
+    """Return texts of spaces, words and rare characters, some of them cut into pieces."""
+    words = ['the', 'energy', ' ', '  ', '\n', 'é', 'ß', '👍', '世', '\u2581', '1234', '\t', 'a']
+    return [*TEXTS, *(''.join(rng.choices(words, k=rng.randrange(1, 30))) for _ in range(40))]
+
+
+def same_ids(tokenizer: Any, samples: list[str]) -> None:
+    packed = json.dumps(page.pack_tokenizer(tokenizer))
+    engine = quickjs.Context()
+    engine.eval(MATHEMATICS)
+    engine.eval(f'const tokenizer = new Tokenizer({packed}); '
+                'const spell = ids => ids.map(tokenizer.speller()).join("");')
+    for text in samples:
+        ids = json.loads(engine.eval(f'JSON.stringify(tokenizer.encode({json.dumps(text)}))'))
+        assert ids == tokenizer.encode(text), text
+        assert json.loads(engine.eval(f'JSON.stringify(spell({ids}))')) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize('kind', ['byte', 'bpe'])
+def test_ids_are_the_tokenizers(kind: str, tmp_path: Path) -> None:
+    samples = texts(random.Random(0))
+    if kind == 'byte':
+        return same_ids(ByteTokenizer(), samples)
+    train_bpe(f'{tmp_path}/bpe', 400, [(ROOT / 'README.md').read_text('utf-8')])
+    same_ids(SentencePieceTokenizer(f'{tmp_path}/bpe'), samples)
+
+
+def test_ids_are_those_of_pretrained_models() -> None:
+    _, state = load_model(SHIPPED)
+    held_out = (ROOT / 'pretrained/held_out.txt').read_text('utf-8')
+    same_ids(tokenizer_of(state), [held_out, *texts(random.Random(1))])
+
+
+def test_ids_are_llamas() -> None:
+    llama = find_llama('data')
+    if llama is None:
+        pytest.skip(f'no tokenizer.model of Llama ({LLAMA_SHA256:.8})')
+    same_ids(llama, texts(random.Random(2)))
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_page() -> None:
+    ids = [0xC3, 65, 0xF0, 0x9F, 256, 0x80, 0xC3, 0xA9, 0xED, 0xA0, 0x80, 66, 300]
+    found = run(page.make_page(make_model(), STATE), f'{ids}.map(tokenizer.speller()).join("")')
+    assert found.replace('\ufffd', '') == 'Aé' + 'B' and '\ufffd' in found
+    assert run(page.make_page(make_model(), STATE), r'tokenizer.encode("\ud83d")') == [
+        *'\ufffd'.encode()]
+
+
+# What is refused, and what is safe
+
+class OtherModel(Transformer):
+    pass
+
+
+def refused(model: Transformer, *words: str, state: dict[str, Any] = STATE) -> None:
+    with pytest.raises(UserError) as error:
+        page.make_page(model, state)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_the_page_cannot_compute_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(OtherModel(make_model().cfg), 'OtherModel')
+    gpt2 = type('Gpt2', (), dict(name='gpt2', vocab_size=257))()
+    with monkeypatch.context() as patch:
+        patch.setattr(page, 'tokenizer_of', lambda state: gpt2)
+        refused(make_model(), 'gpt2')
+    model = make_model()
+    model.cfg.mlp_energy = 'quartic'
+    refused(model, 'mlp_energy=quartic', 'gated, sign_convex')
+    model = make_model()
+    model.head.data[0, 0] = torch.nan
+    refused(model, 'not finite')
+    monkeypatch.setattr(page, 'MOST_WEIGHTS', 100)
+    refused(make_model(), 'at most 100')
+
+
+def test_each_option_of_model_py_is_known_to_the_page() -> None:
+    """A new option, which the page does not compute, is refused until it does."""
+    for name in vars(make_model().cfg):
+        assert (name in page.CHOICES) + (name in page.NUMBERS) + (name in page.NOT_COMPUTED) == 1
+
+
+def test_an_option_that_the_page_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(kq_diag='shared')
+    refused_page = {name: words for name, words in page.CHOICES.items() if name != 'kq_diag'}
+    monkeypatch.setattr(page, 'CHOICES', refused_page)
+    refused(model, 'kq_diag=shared', 'expected one of none')
+
+
+def test_a_prompt_or_a_piece_does_not_end_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = '</script><script>alert(1)</script><!--\u2028 👍'
+    packed = dict(pieces=[*range(256), hostile], bos=256)
+    monkeypatch.setattr(page, 'pack_tokenizer', lambda tokenizer: packed)
+    html = page.make_page(make_model(), STATE, prompt=hostile)
+    assert hostile not in html and '<' not in content(html)
+    assert run(html, '[data.prompt, data.tokenizer.pieces[256]]') == [hostile, hostile]
+
+
+def test_the_page_runs_no_text_and_loads_nothing() -> None:
+    assert not re.findall(r'innerHTML|outerHTML|insertAdjacent|document\.write|eval\(', REST)
+    assert not re.findall(r'https?:|src=|@import|fetch\(|url\(', page.TEMPLATE.read_text('utf-8'))
+
+
+def test_a_page_whose_weights_are_others_says_so() -> None:
+    html = page.make_page(make_model(), STATE)
+    packed = json.loads(content(html))
+    bits = bytearray(base64.b64decode(packed['weights']))
+    bits[-200:] = bytes(200)
+    packed['weights'] = base64.b64encode(bits).decode()
+    other = html.replace(content(html), json.dumps(packed))
+    assert run(html, 'isModelPys(model, data.probe)') is True
+    assert run(other, 'isModelPys(model, data.probe)') is False
+
+
+def test_a_page_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / 'new' / 'page.html'
+    page.write_page(str(path), make_model(), STATE, prompt='é')
+    assert run(path.read_text('utf-8'), 'tokenizer.encode(data.prompt)') == [0xC3, 0xA9]
+    with pytest.raises(UserError, match='exists'):
+        page.write_page(str(path), make_model(), STATE)
+    with pytest.raises(UserError, match=r'ends in \.html'):
+        page.write_page(str(tmp_path / 'page'), make_model(), STATE)
+
+
+def test_export_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / 'page.html'
+    export.main([f'--out_dir={SHIPPED}', f'--page={path}', '--prompt=</script>'])
+    assert 'open it in a browser (3.0 MB)' in capsys.readouterr().out
+    assert json.loads(content(path.read_text('utf-8')))['prompt'] == '</script>'
+    for options, words in (
+            ([], '--page=FILE.html'), ([f'--page={path}'], 'exists'),
+            ([f'--page={path}', '--dtype=bfloat16'], 'dtype is for --to'),
+            ([f'--to={tmp_path}/new', '--prompt=a'], 'prompt is for --page')):
+        with pytest.raises(SystemExit, match=words):
+            export.main([f'--out_dir={SHIPPED}', *options])
+    assert not (tmp_path / 'new').exists()
+
+
+def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
+    model = make_model()
+    model.head.data.mul_(1.003)
+    before = copy.deepcopy(model.state_dict())
+    found, probe, logits = run(page.make_page(model, STATE), '''[
+        [...model.w.head], data.probe.logits,
+        [...data.probe.ids.map((id, i) => model.read(id, i).logits).pop()]]''')
+    assert torch.equal(torch.tensor(found), model.head.bfloat16().float().flatten())
+    assert logits[:16] == pytest.approx(probe, rel=1e-4, abs=1e-4)  # of the rounded weights
+    assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
+
+
+# docs/play.html is the page of this model, with this prompt: python export.py makes it again, by
+# --out_dir=pretrained/cem_plain --page=docs/play.html --prompt="The first argument"
+
+
+def test_play_html_is_the_page_of_a_pretrained_model() -> None:
+    shipped = (ROOT / 'docs/play.html').read_text('utf-8')
+    assert len(shipped.encode()) < 4_000_000
+    made = page.make_page(*load_model(SHIPPED), PROMPT)
+    found, expected = json.loads(content(shipped)), json.loads(content(made))
+    # A later option of model.py changes nothing; logits of another machine differ by rounding
+    assert found.pop('cfg').items() <= expected.pop('cfg').items()
+    assert found.pop('probe')['ids'] == expected.pop('probe')['ids']
+    assert found == expected
+    assert shipped.replace(content(shipped), '') == made.replace(content(made), '')
+
+
+def test_play_html_writes_what_sample_py_does() -> None:
+    model, state = load_model(SHIPPED)
+    expected = sample_text(model, tokenizer_of(state), PROMPT, 10, 0, top_k=None, seed=1)
+    found = run((ROOT / 'docs/play.html').read_text('utf-8'), '''(() => {
+        const text = new Text(model, [tokenizer.bos, ...tokenizer.encode(data.prompt)]);
+        const length = text.tokens.length + 10;
+        while (text.tokens.length < length) text.isRead() ? text.add(0, 0) : text.readNext();
+        return text.tokens.map(token => token.id).map(tokenizer.speller()).join('');
+    })()''')
+    assert found == expected
+
+
+def test_index_html_leads_to_both_pages() -> None:
+    html = (ROOT / 'docs/index.html').read_text('utf-8')
+    links = re.findall(r'href="([^"]*)"', html)
+    assert links == ['descent.html', 'play.html']
+    assert all((ROOT / 'docs' / link).exists() for link in links)
