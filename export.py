@@ -15,7 +15,7 @@ import torch
 
 from configurator import PathStr, build, check, command_line, read_options
 from nanocem.hub import export
-from nanocem.runs import load_model, newest_run, own_classes
+from nanocem.runs import load_model, newest_run
 
 
 @dataclass
@@ -31,9 +31,6 @@ def main(argv: list[str]) -> None:
     cfg = build(ExportConfig, read_options(argv, ExportConfig))
     check(cfg.to is not None, 'expected a new folder: --to=DIR')
     model, state = load_model(cfg.out_dir or newest_run())
-    own = own_classes(model)
-    check(not own, f'to={cfg.to}: an export holds the classes of model.py, and this model has '
-          f'{", ".join(own)}')
     # Every form in which a model can leave has its lines here
     export(model, cfg.to, state, getattr(torch, cfg.dtype))
     print(f'{cfg.to}: transformers loads it, as its README.md says', flush=True)

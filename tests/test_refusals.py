@@ -59,7 +59,7 @@ evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is rea
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
 evaluate            --out_dir=llama --copying=             expected True, False or a name or path
 evaluate            --compare=llama --energies --tokens=5          alone, and not energies, tokens
-evaluate            --compare=llama,                       expected a comma-separated list, each a name
+evaluate            --compare=llama,                       a comma-separated list, each a name
 evaluate            --compare llama,half                   --compare=VALUE, no space
 evaluate            --copying --steps=2                    is measured with T as trained: no steps
 evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py
