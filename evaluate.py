@@ -39,6 +39,7 @@ from nanocem.documents import text_documents
 from nanocem.fast import plug_in
 from nanocem.files import markdown_table, read_json_lines, save_picture, short_name
 from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
+from nanocem.probe import find_change
 from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
@@ -47,10 +48,9 @@ TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 lo
 Sequences = tuple[Tensor, int | None, int | None]
 FINGERPRINTS = ('val fingerprint', 'test fingerprint')  # of the data
 # Options in which runs must agree if their losses are to be compared
-MUST_AGREE = ('data', 'vocab_size', 'context_length', 'eval_tokens', 'test_tokens',
-              *FINGERPRINTS, 'rescheduled steps')
+MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *FINGERPRINTS)
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
-COPYING = {'repeated': 'repeated: their pair stood earlier', 'other': 'other',
+COPYING = {'repeated': 'repeated: their {} stood earlier', 'other': 'other',
            'first': 'half a context, read once', 'second': 'the same, read again'}
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
@@ -85,6 +85,11 @@ class Report(NamedTuple):
     text: str
     figure: Figure | None = None
     name: str = ''  # of the picture's file
+
+
+def same_model(a: Transformer, b: Transformer) -> bool:
+    """Return whether two models have the same options and weights, wherever they were read."""
+    return a.cfg == b.cfg and all(map(torch.equal, a.parameters(), b.parameters()))
 
 
 def cem_kinds(model: Transformer) -> list[str]:
@@ -201,6 +206,11 @@ def repeated_targets(ids: Tensor, vocab_size: int, n_before: int = 1) -> Tensor:
     return F.pad(repeated, (n_before - 1, 0))  # the first targets have too few tokens before them
 
 
+def stretch(n_before: int) -> str:
+    """Return what stood earlier, in words: a target, and what is before it. Four are of bytes."""
+    return 'pair' if n_before == 1 else f'last {n_before + 1} bytes'
+
+
 def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dict[str, Tensor]:
     """Measure how well a model repeats what stands in its context. Return the losses in nats of
 
@@ -222,8 +232,8 @@ def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dic
     found = {'repeated': losses[repeated], 'other': losses[~repeated],
              'first': first, 'second': second}
     for kind, loss in found.items():
-        check(not loss.isnan().all(), f'copying: no target is of the kind "{COPYING[kind]}": '
-              'expected a longer text')
+        check(not loss.isnan().all(), 'copying: no target is of the kind '
+              f'"{COPYING[kind].format(stretch(n_before))}": expected a longer text')
     return found
 
 
@@ -241,7 +251,9 @@ def report_copying(run: 'Evaluated') -> Report:
         for kind, words in COPYING.items():
             n, mean = len(losses[kind]), float(losses[kind].mean())
             share = f'{n / n_targets:.1%}' if kind in ('repeated', 'other') else ''
-            rows.append([name, words, f'{n:,}', share, f'{mean:.4f}', f'{perplexity(mean):.6g}'])
+            kind_in_words = words.format(stretch(n_before))
+            rows.append([name, kind_in_words, f'{n:,}', share, f'{mean:.4f}',
+                         f'{perplexity(mean):.6g}'])
         gain = math.expm1(losses['second'].mean() - losses['first'].mean())
         gains.append(f'{gain:+.1%} in {name}')
         found.append(losses)
@@ -421,10 +433,9 @@ def compare_runs(folders: Sequence[str]) -> Report:
     for folder in folders:
         config = read_config(folder)
         options = config['train'] | config['model']
-        known = config.get('must_match') or {}
-        options |= {name: known[name] for name in FINGERPRINTS if name in known}
-        options['classes of its own'] = known.get('classes', [])
-        options['rescheduled steps'] = config.get('rescheduled', 0)
+        options |= {name: config['must_match'][name] for name in FINGERPRINTS}
+        change = find_change(config['model'], config.get('numbers'))
+        options['model.py'] = 'another' if change else 'this one'
         all_options.append(options)
         # Add a row of results. There are none before the run ends
         result = {}
@@ -450,12 +461,7 @@ def compare_runs(folders: Sequence[str]) -> Report:
     different = [row for row in values if len(set(row[1:])) > 1 and row[0] != 'out_dir']
     if different:
         text += f'\n\n{markdown_table(["option", *folders], different)}'
-    # The name of the data decides only where an old run does not know their fingerprint
-    must_agree = [name for name in MUST_AGREE if name != 'data' or 'test fingerprint' not in shared]
-    reasons = [name for name, *_ in different if name in must_agree]
-    # Beside such a run the others' fingerprints must agree
-    reasons += [name for name in FINGERPRINTS if name not in shared
-                and len({options[name] for options in all_options if name in options}) > 1]
+    reasons = [name for name, *_ in different if name in MUST_AGREE]
     if reasons:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
     return Report('Runs', '\n\n'.join([text, *notes]), figure, picture_name('compare', *folders))
@@ -479,9 +485,9 @@ class Evaluated:
 
     def load_beside(self, path: str) -> None:
         """Load another run, whose tokens must be the same."""
-        check(os.path.realpath(path) != os.path.realpath(self.path),
-              f'copying={path} is the run itself: expected another, or --copying alone')
         other, state = load_model(path, self.cfg.device)
+        check(not same_model(other, self.model), f'copying={path} has the weights of {self.path}: '
+              'expected another run, or --copying alone')
         check_match(state['data'], {name: self.state['data'][name] for name in TOKENIZER_KEYS},
                     path)
         length, own_length = other.cfg.context_length, self.model.cfg.context_length

@@ -52,8 +52,9 @@ from nanocem.files import (
     write_atomic,
 )
 from nanocem.flops import flops_per_token
-from nanocem.runs import left_out, read_result, split_failed
-from train import MAX_SKIPPED, RECIPE, TrainConfig
+from nanocem.probe import find_change
+from nanocem.runs import RECIPE, read_result, split_failed
+from train import MAX_SKIPPED, TrainConfig
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 RESULTS = f'{ROOT}/results'
@@ -216,16 +217,11 @@ def read_run(folder: str) -> Results:
     same = [getattr(train, name) == getattr(named_train, name)
             for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
-    lost = left_out(config['model'])
-    check(not lost, lost)
-    must_match = config.get('must_match') or fail('it does not say what it read')
-    classes = must_match.get('classes')
-    check(not classes, f'it has an energy of its own, {classes}')
-    run = run._replace(data=name_data(run.size, train.data, must_match))
+    change = find_change(config['model'], config.get('numbers'))
+    check(not change, change)
+    run = run._replace(data=name_data(run.size, train.data, config['must_match']))
     # Read the loss
     row = {'panel': panel(run, train, cfg)}
-    check(not config.get('rescheduled'), f'its first {config.get("rescheduled")} steps had the '
-          'learning rate of a run of another length: delete the folder to train it anew')
     if result := read_result(folder, config):
         y = float(result['test_loss'])
         if run.size in STUDY_SIZES and not run.data:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ from configurator import (
     command_line,
     convert_types,
     in_range,
-    merge,
     read_options,
 )
 from model import ModelConfig, Transformer
@@ -51,7 +50,8 @@ from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_f
 from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
-from nanocem.process import note_signals, process_of_a_run
+from nanocem.probe import find_numbers
+from nanocem.process import check_launcher, note_signals, process_of_a_run
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
@@ -110,15 +110,6 @@ class TrainConfig:
         in_range(self, 0, 2**63 - 1, 'seed')
 
 
-# Options that must stay the same when a run is resumed; so must its model and its data
-RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1',
-          'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
-# Options that decide which weights a model has, and must be those of the weights to start from
-WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
-           'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
-           'mlp_match')
-
-
 def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
     """Return the learning rate of step 0, 1, ..., steps - 1: a linear warm-up to the peak, then a
     cosine down to the fraction final_lr of it."""
@@ -134,6 +125,7 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 @process_of_a_run()
 def main(argv: list[str]) -> int:
     # torchrun starts a process for each GPU, and sets its rank. Only rank 0 prints
+    check_launcher(os.environ)
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if rank > 0:
         sys.stdout = None  # print then does nothing
@@ -144,9 +136,8 @@ def main(argv: list[str]) -> int:
         check(world_size == 1 or not is_pipe(given['text']), 'a pipe is read by one process: '
               'prepare_slimpajama.py --input=- makes a data folder for more')
         given['text'] = keep_piped(given['text'])
-    resume = given.get('init_from') == 'resume'
-    options, out_dir, _lock, began_with, began_steps, state, pretrained = start_from(given, rank)
-    cfg = build(TrainConfig, options)
+    start = runs.start_from(given, rank, TrainConfig)
+    cfg, resume = build(TrainConfig, start.options), start.config is not None
     check(not cfg.tensorboard or bool(find_spec('tensorboard')),
           'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
@@ -162,45 +153,49 @@ def main(argv: list[str]) -> int:
     keep_freed_memory()
 
     # Find the data. A text, or data/builtin, is prepared on first use; a resumed run has its data
-    if not (resume and os.path.exists(f'{cfg.data}/meta.json')):
-        cfg.data = find_data(cfg.data, cfg.text, cfg.tokenizer, state or pretrained,
+    data_dir = cfg.data
+    if not (resume and os.path.exists(f'{data_dir}/meta.json')):
+        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, start.state or start.pretrained,
                              cfg.separator)
-    meta = read_meta(cfg.data)
-    if pretrained:
-        runs.check_match(pretrained['data'], meta, cfg.init_from)  # the tokenizer
-    tokenizer = load_tokenizer(cfg.data)
+    meta = read_meta(data_dir)
+    if start.pretrained:
+        runs.check_match(start.pretrained['data'], meta, cfg.init_from)  # the tokenizer
+    tokenizer = load_tokenizer(data_dir)
     token_bytes = spelled_bytes(tokenizer, meta)
 
     # Open the sequences of each split, and draw a random order of those for training
-    model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **options})
+    model_cfg = build(ModelConfig, {'vocab_size': meta['vocab_size'], **start.options})
     check(model_cfg.vocab_size >= meta['vocab_size'],
-          f'vocab_size={model_cfg.vocab_size}: {cfg.data} needs {meta["vocab_size"]} or more')
+          f'vocab_size={model_cfg.vocab_size}: {data_dir} needs {meta["vocab_size"]} or more')
     length = model_cfg.context_length
-    data = {split: TokenDataset(cfg.data, split, length) for split in ('train', 'val', 'test')}
+    data = {split: TokenDataset(data_dir, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
     data_must_match = data['train'].must_match | data['val'].must_match | data['test'].must_match
 
-    # Divide the batch among the processes, and each share into micro-batches that fit into memory
-    share, remainder = divmod(cfg.batch_size, world_size)  # sequences per process and step
-    check(remainder == 0, f'batch_size={cfg.batch_size} does not divide among {world_size} '
-          f'processes; right would be batch_size={(share + 1) * world_size}')
-    divisors = [m for m in range(1, share + 1) if share % m == 0]
-    fitting = [m for m in divisors if m * length <= MICRO_BATCH_TOKENS]
-    micro_batch_size = cfg.micro_batch_size or max(fitting, default=1)
-    check(micro_batch_size in divisors,
-          f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
-          f'right would be one of {", ".join(map(str, divisors))}')
+    micro_batch_size = divide_batch(cfg, length, world_size)
 
     # Compute the number of steps. A CEM model trains on as many tokens as the Llama of its size
     tokens_per_step = cfg.batch_size * length
     max_steps = runs.count_steps(vars(cfg), model_cfg)
 
+    # Go on with a run if it is the same. One that has ended stays as it is
+    recipe = {name: getattr(cfg, name) for name in runs.RECIPE}
+    must_match = data_must_match | recipe | asdict(model_cfg)
+    if resume:
+        runs.check_resumable(start, must_match, max_steps, device)
+        if start.has_ended():
+            print(f'{start.out_dir} has ended, and result.json has its test: python evaluate.py '
+                  f'--out_dir={shlex.quote(start.out_dir)} measures more', flush=True)
+            return 0
+        numbers = start.config['numbers']
+    else:
+        numbers = find_numbers(asdict(model_cfg), device)
+
     # Make and lock the run's folder. Connect the processes after the data is prepared, which can
     # take longer than they wait for one another
     if rank == 0 and not resume:
-        out_dir = runs.new_folder(out_dir, model_cfg)
-        _lock = runs.lock_folder(out_dir)  # held until the process ends, as long as it has a name
-        runs.check_no_run(out_dir)  # one may have ended since
+        start = start.in_new_folder(model_cfg)
+    out_dir = start.out_dir
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
         # After an error exit without destructors, since NCCL's can wait for other processes forever
@@ -228,39 +223,36 @@ def main(argv: list[str]) -> int:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # Load the checkpoint of the run to resume, or the weights to start from
-    must_match = data_must_match | {name: getattr(cfg, name) for name in RECIPE} | asdict(model_cfg)
-    must_match['classes'] = runs.own_classes(raw_model)
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
-    rescheduled = 0  # the first steps whose learning rate was that of a run of another length
-    if resume:
-        runs.check_match(began_with, must_match, out_dir)
-    if state:
-        runs.load_weights(raw_model, state, out_dir, resume=True)
+    precisions = [precision]  # in which the run has computed, one after the other
+    if start.state:
+        state = start.state
+        runs.load_weights(raw_model, state, out_dir)
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
         skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
-        rescheduled = state.get('rescheduled', 0)
-        if state.get('max_steps', began_steps) != max_steps:
-            rescheduled = step
-        check(step <= max_steps, f'tokens={max_steps * tokens_per_step}: the run in {out_dir} has '
-              f'seen {step * tokens_per_step} already')
-    elif pretrained:
-        runs.load_weights(raw_model, pretrained, cfg.init_from)
-    state = pretrained = None  # free their memory
-    # Check that all processes are at the same step, and have the same weights to the bit
-    checksum = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
-    local = torch.tensor([step, checksum])
+        if state['precisions'][-1] == precision:
+            precisions = state['precisions']
+        else:
+            precisions = [*state['precisions'], precision]
+    elif start.pretrained:
+        runs.say_change(start.pretrained, cfg.init_from, device)
+        runs.load_weights(raw_model, start.pretrained, cfg.init_from)
+    state, start = None, start._replace(state=None, pretrained=None)  # free their memory
+    # Check that all processes are at the same step, and have weights with the same sum of bits
+    sum_of_bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
+    local = torch.tensor([step, sum_of_bits])
     check(torch.equal(sum_over_processes(local.clone()).cpu(), local * world_size),
           f'the processes have read different checkpoints, process {rank} one of step {step}: all '
           'need the same files')
 
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
     if rank == 0:
-        cfg.out_dir = out_dir
-        config = {'train': asdict(cfg), 'model': asdict(model_cfg), 'must_match': must_match,
-                  'rescheduled': rescheduled}
+        config = {'train': asdict(cfg) | {'out_dir': out_dir, 'data': data_dir},
+                  'model': asdict(model_cfg), 'must_match': must_match, 'max_steps': max_steps,
+                  'numbers': numbers}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
         if step < max_steps:  # an old result is not that of this run
             Path(out_dir, 'result.json').unlink(missing_ok=True)
@@ -269,10 +261,14 @@ def main(argv: list[str]) -> int:
     log = runs.Log(out_dir, step, cfg.tensorboard) if rank == 0 else lambda step, **values: None
     # Describe the run in a line, and show a progress bar if stderr is a terminal
     epochs = max_steps * cfg.batch_size / sampler.n_sequences
+    wanted = cfg.attn_impl in ('auto', attention)
+    other = '' if wanted else f' ({cfg.attn_impl} cannot run this model here)'
+    compiling = '; the first step compiles, which takes a while' if compiled else ''
+    resuming = f'; resuming after step {step}' if step else ''
     print(f'{out_dir}: {raw_model.num_params():,} parameters, {max_steps:,} steps of '
           f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
           f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}, '
-          f'{attention}' + (f'; resuming after step {step}' if step else ''), flush=True)
+          f'{attention} attention{other}{compiling}{resuming}', flush=True)
     bar = tqdm(total=max_steps, initial=step, unit='step', leave=False,
                disable=rank > 0 or None)  # None: unless stderr is a terminal
 
@@ -283,9 +279,9 @@ def main(argv: list[str]) -> int:
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
             'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
-            'max_steps': max_steps, 'rescheduled': rescheduled,
-            'probe': runs.probe(raw_model), 'must_match': must_match,
-            'model_config': asdict(model_cfg), 'data': data_must_match, 'data_dir': cfg.data})
+            'precisions': precisions, 'max_steps': max_steps, 'must_match': must_match,
+            'numbers': numbers, 'model_config': asdict(model_cfg), 'data': data_must_match,
+            'data_dir': data_dir})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
@@ -426,9 +422,9 @@ def main(argv: list[str]) -> int:
             'val_bits_per_byte': val_bits, 'test_bits_per_byte': test_bits,
             'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
             'val_loss': val_loss, 'val_perplexity': perplexity(val_loss),
-            'parameters': raw_model.num_params(), 'steps': step, 'rescheduled': rescheduled,
+            'parameters': raw_model.num_params(), 'steps': step,
             'tokens': step * tokens_per_step, 'flops_per_token': flops, 'skipped': skipped,
-            'precision': precision, 'seconds': seconds}
+            'precision': ' then '.join(precisions), 'seconds': seconds}
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if cfg.sample_tokens:
             with torch.compiler.set_stance('force_eager'):
@@ -439,56 +435,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-class Start(NamedTuple):
-    """What a run starts from."""
-    options: dict[str, Any]  # those given, and those of the run to resume or of the weights
-    out_dir: str | None  # the run's folder; None: a new one
-    lock: Any = None  # of the run to resume, until the process ends
-    began_with: dict[str, Any] | None = None  # what must be as when the run to resume began
-    began_steps: int | None = None  # the steps of the run to resume, by its config.json
-    state: dict[str, Any] | None = None  # the run's last checkpoint; None: it has none yet
-    pretrained: dict[str, Any] | None = None  # the weights that the first step starts from
-
-
-def start_from(given: dict[str, Any], rank: int) -> Start:
-    """Read what init_from names: nothing (scratch), a run to resume, or other weights. The given
-    options override those read, but for a few that must be equal. Raises UserError."""
-    init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
-    saved: dict[str, Any] = {}  # the options to override
-    lock = began_with = began_steps = state = pretrained = None
-    if init_from == 'resume':
-        # Take the options of the run, whose text and tokenizer cannot change, and its checkpoint
-        out_dir = out_dir or runs.newest_run()
-        config = runs.read_config(out_dir)
-        lost = runs.left_out(config['model'])
-        check(not lost, f'{out_dir} cannot be resumed: {lost}')
-        saved = {**config['model'], **config['train'], 'stop_step': None}
-        texts = [os.path.abspath(options.get('text') or '') for options in (saved, given)]
-        if texts[0] == texts[1]:  # b.txt is ./b.txt
-            given = given | {'text': saved['text']}
-        given = must_equal(saved, given, ('text', 'tokenizer', 'separator'), out_dir)
-        # Lock it first: the process that trains there may be about to write a checkpoint
-        lock = runs.lock_folder(out_dir) if rank == 0 else None
-        state = runs.last_checkpoint(out_dir)
-        began_with = (state or config).get('must_match')
-        began_steps = runs.count_steps(config['train'], build(ModelConfig, config['model']))
-        # Where the run itself started
-        init_from = saved['init_from']
-        given = given | {'init_from': init_from}
-    if init_from != 'scratch' and not state:
-        # Take the model of another run, whose weights must fit
-        pretrained = runs.best_checkpoint(init_from)
-        saved = saved or pretrained['model_config'] | {'data': pretrained['data_dir']}
-        given = must_equal(saved, given, WEIGHTS, init_from)
-    options = merge(saved, given, TrainConfig, ModelConfig)
-    return Start(options, out_dir, lock, began_with, began_steps, state, pretrained)
-
-
-def must_equal(saved: dict[str, Any], given: dict[str, Any], names: tuple[str, ...],
-               path: str) -> dict[str, Any]:
-    """Return the given options without these names. UserError if one is not as `saved` in path."""
-    runs.check_match(saved, {name: given[name] for name in names if name in given}, path)
-    return {name: value for name, value in given.items() if name not in names}
+def divide_batch(cfg: TrainConfig, length: int, world_size: int) -> int:
+    """Divide the batch among the processes, and each share into micro-batches that fit into memory.
+    Return how many sequences of this length they have. UserError if a size does not divide."""
+    share, remainder = divmod(cfg.batch_size, world_size)  # sequences per process and step
+    check(remainder == 0, f'batch_size={cfg.batch_size} does not divide among {world_size} '
+          f'processes; right would be batch_size={(share + 1) * world_size}')
+    divisors = [m for m in range(1, share + 1) if share % m == 0]
+    fitting = [m for m in divisors if m * length <= MICRO_BATCH_TOKENS]
+    micro_batch_size = cfg.micro_batch_size or max(fitting, default=1)
+    check(micro_batch_size in divisors,
+          f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
+          f'right would be one of {", ".join(map(str, divisors))}')
+    return micro_batch_size
 
 
 def choose_precision(cfg: TrainConfig, device: torch.device,

@@ -25,8 +25,8 @@ import model
 
 class ReluMLP(model.CEMMLP):
     """T steps down xi(u | h) = -gamma . phi(V u + b), phi(z) = relu(z)^3 / 3. phi' is the squared
-    ReLU, and b is learned. P, residual and mlp_energy have no part in it. A checkpoint names this
-    class, and the other scripts refuse it unless they run through this file."""
+    ReLU, and b is learned. P, residual and mlp_energy have no part in it. A checkpoint has a few
+    numbers by which the scripts tell another energy, unless they run through this file."""
     def __init__(self, cfg: model.ModelConfig):
         super().__init__(cfg)
         self.b = nn.Parameter(torch.zeros(self.V.shape[0]))
@@ -47,5 +47,8 @@ class ReluMLP(model.CEMMLP):
 
 if __name__ == '__main__':
     os.environ['MPLBACKEND'] = 'agg'  # pictures go into files
+    scripts = ('train', 'evaluate', 'sample', 'export')
+    if not set(sys.argv[1:2]) & {*scripts}:
+        sys.exit(f'new_energy.py: expected {", ".join(scripts)}, and its options')
     model.CEMMLP = ReluMLP  # what a Block takes for mlp=cem
     importlib.import_module(sys.argv[1]).main(sys.argv[2:])

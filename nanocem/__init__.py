@@ -11,6 +11,7 @@ A model gets faster functions
     attention.py           Attend in ways that keep few scores in memory.
     triton_attention.py    Attend on a GPU by kernels that keep no scores at all.
     trial.py               Try a faster function beside the lines of model.py that it replaces.
+    probe.py               Tell by a few numbers whether a model.py computes what it did.
     loss.py                Compute the loss in parts, try it, and measure losses.
     fast.py                Choose among these functions, and plug them into a model.
     flops.py               Count the FLOPs that a token of training takes.

@@ -6,8 +6,9 @@ Attend in ways that keep few scores in memory. This file needs torch alone.
     sdpa                   torch's fused attention; on a CPU it has no second derivatives
     automatic              the fastest of these
 
-A plug takes the place of a method on one object. It is a functools.partial, which torch.save and
-deepcopy can copy. trial.py says whether it computes what the method did.
+A plug takes the place of a method on one object, and model.plugs has its function by the method's
+name. It is a functools.partial, which torch.save and deepcopy can copy. trial.py says whether it
+computes what the method did.
 
 Shapes: B batch, I queries, J keys (J = I, or more with a cache), D width, K heads, R = D / K.
 """
@@ -95,20 +96,31 @@ def automatic(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | 
 
 # Plugs
 
+def plug(model: Any, name: str, function: Callable, owners: list[Any]) -> None:
+    """Let function(owner, ...) take the place of the method of this name on each of the owners."""
+    for owner in owners:
+        setattr(owner, name, partial(function, owner))
+    model.plugs = {**vars(model).get('plugs', {}), name: function}
+
+
+def unplug(model: Any, name: str, owners: list[Any]) -> None:
+    """Let the owners' own method run again. One that someone else has put there is their own."""
+    for owner in owners:
+        if is_plug(model, name, owner):
+            delattr(owner, name)
+    model.plugs = {other: f for other, f in vars(model).get('plugs', {}).items() if other != name}
+
+
+def is_plug(model: Any, name: str, owner: Any) -> bool:
+    """Return whether what runs as the method of this name is a plug."""
+    function = getattr(vars(owner).get(name), 'func', None)
+    return function is not None and function is vars(model).get('plugs', {}).get(name)
+
+
 def plug_attention(model: Any, attend: Callable) -> None:
     """Let all layers attend by attend(attn, q, k, v, pos, u, h)."""
-    for block in model.blocks:
-        block.attn.attend = partial(attend, block.attn)
+    plug(model, 'attend', attend, [block.attn for block in model.blocks])
 
 
 def unplug_attention(model: Any) -> None:
-    """Let all layers attend by their own lines again. A method that someone else has put on a layer
-    is its own, too."""
-    for block in model.blocks:
-        if isinstance(vars(block.attn).get('attend'), partial):
-            del block.attn.attend
-
-
-def own_lines(attn: Any, attend: Callable) -> Callable:
-    """Return the layer's own attend: this one, unless it is a plug."""
-    return partial(type(attn).attend, attn) if isinstance(attend, partial) else attend
+    unplug(model, 'attend', [block.attn for block in model.blocks])

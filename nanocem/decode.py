@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import choose_attention, own_lines, sdpa
-from .trial import MOST_ERROR_PRECISE, different_layers, epsilon, find_far_error, largest_error
+from .attention import choose_attention, is_plug, sdpa
+from .trial import compare, different_layers, find_far_error, most_error
 
 try:
     from .model import make_positions  # in an exported folder
@@ -71,10 +71,12 @@ class Cache:
 
     def plug(self) -> None:
         self.ids, self.buffers, self.last_keys = None, [], []
-        methods = [(self.model, 'next_logits', self.next_logits)]
+        plugs = {**vars(self.model).get('plugs', {}), 'next_logits': Cache.next_logits}
+        methods = [(self.model, 'next_logits', self.next_logits), (self.model, 'plugs', plugs)]
         for block in self.model.blocks:
             attn = block.attn
-            methods.append((attn, 'attend', partial(self.attend, attn, attn.attend)))
+            methods.append((attn, 'attend',
+                            partial(self.attend, attn, attn.attend, self.own_attend(attn))))
             if attn.cfg.key_shift != 'none':
                 methods.append((attn, 'shift', partial(self.shift, attn.shift)))
             if attn.cfg.match_bias != 'none':
@@ -102,28 +104,26 @@ class Cache:
         message if they differ by more than rounding, or ''."""
         model = self.model
         for attn in different_layers(model):
-            if wrong := find_far_error(attn, attend_last, attn.W_Q.dtype):
+            plugged = 'attend' in vars(model).get('plugs', {})
+            by_sdpa = plugged and choose_attention(attn, model.head.device) == 'sdpa'
+            if wrong := find_far_error(attn, partial(attend_last, by_sdpa), attn.W_Q.dtype):
                 return wrong
         W, length = model.head, min(6, model.cfg.context_length)
         generator = torch.Generator().manual_seed(0)  # does not disturb the global one
         idx = torch.randint(len(W), (1, length), generator=generator).to(W.device)
         parts = [n for n in (3, 4, 6) if n <= length]  # a prompt, one new id, two new ids
-        right = [model.next_logits(idx[:, :n]) for n in parts]
-        try:
+
+        def logits() -> dict[str, Tensor]:
+            return {f'logit after {n} ids': model.next_logits(idx[:, :n]) for n in parts}
+
+        def with_cache() -> dict[str, Tensor]:
             self.plug()
-            found = [self.next_logits(idx[:, :n]) for n in parts]
-        except Exception as error:
-            return f'does not run ({type(error).__name__}: {error})'
-        finally:
-            self.unplug()
-        # Rounding grows with each layer
-        most = min(0.1, MOST_ERROR_PRECISE * epsilon(W.device, W.dtype))
-        for logits, expected in zip(found, right, strict=True):
-            error = largest_error(logits, expected.cpu().double())
-            if not error <= most:  # true for NaN
-                return (f'gives other logits than the lines of model.py (off by {error:.2g}, at '
-                        f'most {most:.2g} is rounding)')
-        return ''
+            try:
+                return logits()
+            finally:
+                self.unplug()
+
+        return compare(with_cache, logits, most_error(W.device, W.dtype))
 
     def next_logits(self, idx: Tensor) -> Tensor:
         """Return what the model's own next_logits does, for ids (B, J)."""
@@ -135,10 +135,20 @@ class Cache:
         x = self.model.hidden(idx[:, past:], past)
         return F.linear(x[:, -1], self.model.head).float()
 
-    def attend(self, attn: Any, replaced: Callable, q: Tensor, k: Tensor, v: Tensor, pos: Any,
-               u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
+    def own_attend(self, attn: Any) -> Callable:
+        """Return what attends with any number of queries: sdpa if it is plugged in, or else the
+        layer's own lines. Other plugs may need the queries of all keys."""
+        if not is_plug(self.model, 'attend', attn):
+            return attn.attend
+        if choose_attention(attn, self.model.head.device) == 'sdpa':
+            return partial(sdpa, attn)
+        return partial(type(attn).attend, attn)
+
+    def attend(self, attn: Any, replaced: Callable, own: Callable, q: Tensor, k: Tensor, v: Tensor,
+               pos: Any, u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         """Insert the new k, v (B, K, I, R) or h (B, I, D), and attend to those of all ids.
-        `replaced` is the method that this one takes the place of."""
+        `replaced` is the method that this one takes the place of, and `own` what own_attend
+        returns."""
         # The steps of one sublayer pass the same keys; other keys are those of the next one
         if k is not self.new_k:
             self.new_k = k
@@ -148,7 +158,7 @@ class Cache:
         all_k, all_v, all_h = self.context
         if attn.cfg.attn == 'cem' and v is not k:  # the exact update attends to h, too
             all_v = all_h[:, None]
-        return attend_to_stored(attn, replaced, q, all_k, all_v, pos, u, all_h)
+        return attend_to_stored(attn, own, q, all_k, all_v, pos, u, all_h)
 
     def shift(self, replaced: Callable, k: Tensor) -> Tensor:
         """Shift new keys (B, K, I, R), the first of which follows the last key of the last pass."""
@@ -200,16 +210,11 @@ class Cache:
         return sum(buffer.shape[-1] for buffer in self.buffers)
 
 
-def attend_to_stored(attn: Any, replaced: Callable, q: Tensor, k: Tensor | None, v: Tensor | None,
+def attend_to_stored(attn: Any, own: Callable, q: Tensor, k: Tensor | None, v: Tensor | None,
                      pos: Any, u: Tensor | None, h: Tensor | None) -> Tensor:
-    """Attend to k, v and h of all ids. k and v are None if h alone is stored. `replaced` is the
-    layer's own attend, or a plug. Returns (B, K, I, R)."""
-    if k is None:
-        return attend_to_h(attn, q, u, h, pos)
-    if isinstance(replaced, partial) and choose_attention(attn, q.device) == 'sdpa':
-        return sdpa(attn, q, k, v, pos, u, h)
-    # A plug may need the queries of all keys. The layer's own lines do not
-    return own_lines(attn, replaced)(q, k, v, pos, u, h)
+    """Attend to k, v and h of all ids by `own`. k and v are None if h alone is stored. Returns
+    (B, K, I, R)."""
+    return attend_to_h(attn, q, u, h, pos) if k is None else own(q, k, v, pos, u, h)
 
 
 def stores_h_alone(cfg: Any) -> bool:
@@ -218,12 +223,14 @@ def stores_h_alone(cfg: Any) -> bool:
     return needs_h and cfg.positions == 'alibi' and not cfg.exact_update
 
 
-def attend_last(attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, h: Tensor) -> Tensor:
+def attend_last(by_sdpa: bool, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
+                h: Tensor) -> Tensor:
     """Attend with the last query to a stored context, as a cache of this layer does."""
+    own = partial(sdpa, attn) if by_sdpa else attn.attend
     pos = attn.add_match(h, make_positions(attn.cfg, h[:, -1:], h.shape[1] - 1))
     if stores_h_alone(attn.cfg):
         k = v = None
-    return attend_to_stored(attn, attn.attend, q[:, :, -1:], k, v, pos, u[:, -1:], h)
+    return attend_to_stored(attn, own, q[:, :, -1:], k, v, pos, u[:, -1:], h)
 
 
 def attend_to_h(attn: Any, q: Tensor, u: Tensor, h: Tensor, pos: Any) -> Tensor:

@@ -1,17 +1,12 @@
 """
-Plug faster functions into a model of model.py. Each is tried first beside the lines there.
+Plug faster functions into a model of model.py, on the device that it is on: attention.py's, the
+GPU kernels of triton_attention.py, and the loss in parts of loss.py. trial.py tries each first.
 
-    readable               the lines in model.py
-    blockwise, sdpa        attention that keeps few scores in memory: attention.py
-    triton                 GPU kernels that keep no attention weights in memory: triton_attention.py
-
-The trial is trial.py's. The loss is computed in parts, which loss.py explains. Shapes: B batch,
-I queries, D width, K heads, R = D / K.
+Shapes: B batch, I queries, D width, K heads, R = D / K.
 """
 import importlib.util
 import os
 import sys
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +18,10 @@ from nanocem.attention import (
     blockwise,
     choose_attention,
     has_bias,
+    plug,
     plug_attention,
     sdpa,
+    unplug,
     unplug_attention,
 )
 from nanocem.loss import cross_entropy, find_loss_error
@@ -36,27 +33,23 @@ HAS_TRITON = importlib.util.find_spec('triton') is not None
 def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.float32,
             compiled: bool = False) -> str:
     """Plug attention and loss into a model that stays on its device, and whose products are in
-    dtype. Return in words how it attends. With impl=readable its attention is model.py's again."""
+    dtype. Return the name of the attention that runs. With impl=readable it is model.py's again."""
     plug_loss(model)
     unplug_attention(model)
     attn, device = model.blocks[0].attn, model.head.device
     # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off
     lengths = (300, 256) if device.type == 'cuda' else None
-    chosen = 'readable'
     for name in candidates(attn, impl, device, dtype):
         if name == 'auto':
-            fastest = choose_attention(attn, device, compiled)
-            tried, function = {fastest, choose_attention(attn, device)}, automatic
+            # A compiled model runs a smaller last batch uncompiled: automatic chooses at each call
+            name, function = choose_attention(attn, device, compiled), automatic
+            tried = {name, choose_attention(attn, device)}
         else:
-            fastest, tried, function = name, {name}, FUNCTIONS[name]
+            tried, function = {name}, FUNCTIONS[name]
         if all(agrees(model, FUNCTIONS[other], other, dtype, lengths) for other in sorted(tried)):
             plug_attention(model, function)
-            chosen = fastest
-            break
-    description = f'{chosen} attention'
-    if impl not in ('auto', chosen):
-        description += f' ({impl} cannot run this model here)'
-    return description + ('; the first step compiles, which takes a while' if compiled else '')
+            return name
+    return 'readable'
 
 
 def candidates(attn: Any, impl: str, device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -118,9 +111,8 @@ def loss_in_parts(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
 def plug_loss(model: Transformer) -> None:
     """Plug the loss in parts into the model, if it is what the model's own lines compute for random
     inputs; else print a line on stderr that says what differs."""
-    if isinstance(vars(model).get('loss'), partial):
-        del model.loss
+    unplug(model, 'loss', [model])
     if wrong := find_loss_error(model):
         print(f'Warning: the loss in parts {wrong}: it is not used', file=sys.stderr)
     else:
-        model.loss = partial(loss_in_parts, model)
+        plug(model, 'loss', loss_in_parts, [model])

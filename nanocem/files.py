@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from configurator import fail, warn
+from nanocem.process import finish_file
 
 LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, suffixes included
 PARTIAL = '.partial'  # inside a folder that is being filled: what is written so far
@@ -35,14 +36,15 @@ def short_name(name: str) -> str:
 def write_atomic(path: str, data: bytes) -> None:
     """Write a file completely or not at all. OSError if that fails."""
     temporary = Path(f'{path}.tmp')
-    try:
-        with open(temporary, 'wb') as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with finish_file():
+        try:
+            with open(temporary, 'wb') as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

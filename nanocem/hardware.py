@@ -2,6 +2,7 @@
 import ctypes
 import math
 import platform
+import re
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch._functorch.config
 from configurator import check
 from nanocem.attention import has_bias
 
-# FLOPs per second in dense bfloat16, from data sheets, for the first key found in the GPU's name
+# FLOPs per second in dense bfloat16, from data sheets, by words of the GPU's name: the first counts
 DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
               'B200': 2250e12}
 
@@ -30,25 +31,28 @@ def find_device(kind: str) -> torch.device:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return a GPU's peak FLOPs per second in dense bfloat16; NaN if it is unknown."""
+    """Return a GPU's peak FLOPs per second in dense bfloat16; NaN if it is unknown, as that of a
+    part of a GPU is."""
     if device.type == 'cuda' and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
+        if re.search(r'\bMIG\b|\bGRID\b|-\d+[ABCQ]$', name):  # a slice, or a virtual GPU
+            return math.nan
         for known, flops in DENSE_BF16.items():
-            if known in name:
+            if re.search(rf'\b{known}\b', name):  # an RTX A1000 is no A100
                 return flops
     return math.nan
 
 
 def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
-    compilation serves all. `attention` is what fast.plug_in returns."""
+    compilation serves all. `attention` is the name that fast.plug_in returns."""
     # Let a later run reuse the traced graph, though it holds the loss's own backward pass
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if device.type == 'cuda':
         biased = has_bias(model.blocks[0].attn)
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
-        keep_bias = not (biased and attention.startswith('sdpa'))
+        keep_bias = not (biased and attention == 'sdpa')
         torch._functorch.config.ban_recompute_materialized_backward = keep_bias
         torch._functorch.config.ban_recompute_used_far_apart = keep_bias
         # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.

@@ -1,5 +1,6 @@
 """Weights and options of models in folders that Hugging Face's transformers loads: write, read."""
 import shutil
+import zlib
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -12,6 +13,7 @@ from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
+from nanocem.probe import change_of_file, find_numbers
 from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +63,8 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     checkpoint `state` names tokenizer and data. UserError if the folder is not empty."""
     finish_folder(folder, 'config.json')  # of a process that was killed
     check(not other_files(folder), f'to={folder} is not empty: give a new folder')
+    change = change_of_file(state, model.cfg)
+    check(not change, f'to={folder}: an export holds the classes of model.py, and {change}')
     with fill_folder(folder, 'config.json') as inside:
         write_files(inside, model, state, dtype)
 
@@ -100,6 +104,8 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
         del ids['pad_token_id']
     # The folder may be published: of a path on this machine, or on one with Windows, write the name
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
+    run |= {'options': vars(cfg), 'numbers': find_numbers(vars(cfg)),
+            'code': None if plain else checksum(path / 'model.py')}
     data_dir = PureWindowsPath(run['data_dir'])  # it reads the paths of both
     if data_dir.anchor or '..' in data_dir.parts:
         run['data_dir'] = data_dir.name
@@ -139,12 +145,14 @@ def read_export(folder: str) -> dict[str, Any]:
               f'{run["data"]["vocab_size"]}; later ones, such as added chat tokens, have no text '
               'here', flush=True)
     code = Path(folder, 'model.py')
-    if code.is_file() and code.read_bytes() != (ROOT / 'model.py').read_bytes():
-        warn(f'{code} is not the model.py here, which computes these numbers; transformers runs '
-             'the one in the folder')
-    # Only models of model.py's classes are exported
-    return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights,
-            'must_match': {'classes': []}}
+    if code.is_file() and checksum(code) != run.get('code'):
+        warn(f'{code} was edited, and is not the model.py here, which computes these numbers; '
+             'transformers runs the one in the folder')
+    return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
+
+
+def checksum(path: Path) -> int:
+    return zlib.crc32(path.read_bytes())
 
 
 def fixed_in_llama(d_model: int, n_head: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import Transformer
-from nanocem.trial import largest_error, most_error
+from nanocem.trial import compare, most_error
 
 # The loss of many logits is computed in parts, which have at most this many logits
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU
@@ -96,23 +96,17 @@ def find_loss_error(model: Transformer) -> str:
     targets = torch.randint(len(W), (1, 5), generator=generator)
     targets[0, 2] = NO_TARGET
     x = torch.randn(1, 5, W.shape[1], generator=generator)
-    try:
-        with (torch.inference_mode(False), torch.enable_grad(),
-              torch.autocast(W.device.type, enabled=False)):
-            targets, x = targets.to(W.device), x.to(W).requires_grad_()
-            losses = model.loss(x, targets), LinearCrossEntropy.apply(
-                x[0], W, targets[0], 2, True)  # two rows at a time
-            own, ours = ([loss.view(1), *torch.autograd.grad(loss, (x, W))] for loss in losses)
-    except Exception as error:
-        return f'does not run ({type(error).__name__}: {error})'
-    most = most_error(W.device, W.dtype)
-    for name, found, right in zip(('value', 'gradient of x', 'gradient of the head'), ours, own,
-                                  strict=True):
-        error = largest_error(found, right.cpu().double())
-        if not error <= most:  # true for NaN
-            return (f'has another {name} than the lines of model.py (off by {error:.2g}, at most '
-                    f'{most:.2g} is rounding)')
-    return ''
+
+    def with_gradients(loss: Tensor) -> dict[str, Tensor]:
+        dx, dW = torch.autograd.grad(loss, (x, W))
+        return {'value': loss.view(1), 'gradient of x': dx, 'gradient of the head': dW}
+
+    with (torch.inference_mode(False), torch.enable_grad(),
+          torch.autocast(W.device.type, enabled=False)):
+        targets, x = targets.to(W.device), x.to(W).requires_grad_()
+        return compare(  # two rows at a time
+            lambda: with_gradients(LinearCrossEntropy.apply(x[0], W, targets[0], 2, True)),
+            lambda: with_gradients(model.loss(x, targets)), most_error(W.device, W.dtype))
 
 
 # Losses that are measured

@@ -15,7 +15,7 @@ from configurator import check, fail
 from model import ModelConfig, Transformer
 from nanocem.files import write_atomic
 from nanocem.hub_tokenizer import convert_tokenizer
-from nanocem.runs import own_classes
+from nanocem.probe import change_of_file
 from nanocem.tokenizers import tokenizer_of
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -50,6 +50,8 @@ def write_page(path: str, model: Transformer, state: dict[str, Any], prompt: str
 def make_page(model: Transformer, state: dict[str, Any], prompt: str = '') -> str:
     """Return the HTML of a page. UserError if the page cannot compute the model."""
     check_model(model)
+    change = change_of_file(state, model.cfg)
+    check(not change, f'page: a page computes the classes of model.py, and {change}')
     content = dict(pack_model(model), tokenizer=pack_tokenizer(tokenizer_of(state)),
                    step=state.get('step'), prompt=prompt)
     # "<" is escaped: no text of a tokenizer or a prompt ends the script that holds it
@@ -59,9 +61,8 @@ def make_page(model: Transformer, state: dict[str, Any], prompt: str = '') -> st
 
 def check_model(model: Transformer) -> None:
     """UserError, which names the option, unless the page computes this model."""
-    own, n_weights = own_classes(model), model.num_params()
-    check(not own, f'page: a page computes the classes of model.py, and this model has '
-          f'{", ".join(own)}')
+    name, n_weights = type(model).__name__, model.num_params()
+    check(type(model) is Transformer, f'page: expected a Transformer of model.py, not {name}')
     for field in fields(ModelConfig):
         name, value = field.name, getattr(model.cfg, field.name)
         if name in NUMBERS | NOT_COMPUTED or value in CHOICES.get(name, (field.default,)):

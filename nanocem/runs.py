@@ -1,4 +1,4 @@
-"""Run folders: options, checkpoints and the log."""
+"""Run folders: what a run starts from, its options, checkpoints and log."""
 import contextlib
 import glob
 import io
@@ -9,23 +9,125 @@ import pickle
 import re
 import statistics
 import zipfile
-from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
 
-from configurator import UserError, build, check, fail, warn
+from configurator import UserError, build, check, fail, merge, warn
 from model import SIZES, ModelConfig, Transformer
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
 from nanocem.hub import WEIGHTS_FILE, read_export
+from nanocem.probe import find_change
 from nanocem.tokenizers import MODEL_FILE
 
-# Relative: bfloat16's rounding is some 1%, and GELU for SiLU 4 to 20%
-PROBE_ERROR = 0.02
+# Options that must stay the same when a run is resumed; so must its model and its data
+RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1',
+          'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
+# Options that decide which weights a model has, and must be those of the weights to start from
+WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
+           'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
+           'mlp_match')
 Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
+
+# What a run starts from
+
+class Start(NamedTuple):
+    """What a run starts from."""
+    options: dict[str, Any]  # those given, over those of the run to resume or of the weights
+    out_dir: str | None = None  # the run's folder; None: a new one
+    lock: Any = None  # of the run to resume, until the process ends
+    config: dict[str, Any] | None = None  # the config.json of the run to resume
+    state: dict[str, Any] | None = None  # its last checkpoint; None: it has none yet
+    pretrained: dict[str, Any] | None = None  # the weights that the first step starts from
+
+    def has_ended(self) -> bool:
+        """Return whether the run to resume has been tested after its last step."""
+        at_end = self.state is not None and self.state['step'] == self.state['max_steps']
+        return at_end and os.path.exists(f'{self.out_dir}/result.json')
+
+    def in_new_folder(self, cfg: ModelConfig) -> 'Start':
+        """Make and lock the folder of a new run. UserError if it holds a run."""
+        out_dir = new_folder(self.out_dir, cfg)
+        lock = lock_folder(out_dir)
+        check_no_run(out_dir)  # one may have ended since
+        return self._replace(out_dir=out_dir, lock=lock)
+
+
+def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
+    """Read what init_from names: nothing (scratch), a run to resume, or other weights. The given
+    options override those read, but for a few that must be equal; `train` declares the run's.
+    Raises UserError."""
+    init_from, out_dir = given.get('init_from', 'scratch'), given.get('out_dir')
+    if init_from == 'resume':
+        return resume_from(out_dir or newest_run(), given, rank, train)
+    if init_from == 'scratch':
+        return Start(given, out_dir)
+    pretrained = best_checkpoint(init_from)
+    saved = pretrained['model_config'] | {'data': pretrained['data_dir']}
+    options = override(saved, given, WEIGHTS, init_from, train)
+    return Start(options, out_dir, pretrained=pretrained)
+
+
+def resume_from(out_dir: str, given: dict[str, Any], rank: int, train: type) -> Start:
+    """Read a run to resume, and lock its folder. Its text and how it was read cannot change. Raises
+    UserError."""
+    config = read_config(out_dir)
+    saved = {**config['model'], **config['train'], 'stop_step': None}
+    texts = [os.path.abspath(options.get('text') or '') for options in (saved, given)]
+    if texts[0] == texts[1]:  # b.txt is ./b.txt
+        given = given | {'text': saved['text']}
+    given = given | {'init_from': saved['init_from']}  # where the run itself started
+    fixed = ('text', 'tokenizer', 'separator')
+    options = override(saved, given, fixed, out_dir, train)
+    # Lock it first: the process that trains there may be about to write a checkpoint
+    lock = None
+    if rank == 0:
+        lock = lock_folder(out_dir)
+        for half in glob.glob(f'{glob.escape(out_dir)}/*.pt.tmp'):  # of a process that was killed
+            with contextlib.suppress(OSError):
+                os.remove(half)
+    state = last_checkpoint(out_dir)
+    pretrained = None
+    if saved['init_from'] != 'scratch' and not state:
+        pretrained = best_checkpoint(saved['init_from'])
+        options = override(saved, given, (*fixed, *WEIGHTS), saved['init_from'], train)
+    return Start(options, out_dir, lock, config, state, pretrained)
+
+
+def override(saved: dict[str, Any], given: dict[str, Any], fixed: tuple[str, ...],
+             path: str, train: type) -> dict[str, Any]:
+    """Return the saved options overridden by the given ones. UserError if a given one that is fixed
+    is not as `saved` in path."""
+    check_match(saved, {name: given[name] for name in fixed if name in given}, path)
+    others = {name: value for name, value in given.items() if name not in fixed}
+    return merge(saved, others, train, ModelConfig)
+
+
+def check_match(saved: dict[str, Any], must_match: dict[str, Any], path: str) -> None:
+    """UserError unless `saved`, from the run in `path`, has the values of `must_match`. Names that
+    `saved` lacks are not compared."""
+    different = [f'{name}={saved[name]} (now {value})' for name, value in must_match.items()
+                 if saved.get(name, value) != value]
+    check(not different, f'the run in {path} has {", ".join(different)}: expected the same; '
+          '--init_from=scratch with another --out_dir starts a new run')
+
+
+def check_resumable(start: Start, must_match: dict[str, Any], steps: int, device: Any) -> None:
+    """UserError unless a run to resume began with these options and data, takes as many steps, and
+    this model.py computes what the one did that began it."""
+    began, path = start.state or start.config, start.out_dir
+    check_match(began['must_match'], must_match, path)
+    check(began['max_steps'] == steps, f'the run in {path} takes {began["max_steps"]:,} steps (now '
+          f'{steps:,}), and had the learning rates of that length: --init_from={path} with another '
+          '--out_dir trains its weights on')
+    change = find_change(start.config['model'], began['numbers'], device)
+    check(not change, f'{path} cannot be resumed: {change}')
+
+
+# Folders
 
 def newest_run() -> str:
     """Return the folder of the last started or resumed run in out/. UserError if there is none."""
@@ -114,88 +216,24 @@ def lock_folder(out_dir: str) -> Any:
         warn(f'{out_dir} cannot be locked ({error}): start no second run there')
 
 
-def check_match(saved: dict[str, Any] | None, must_match: dict[str, Any], path: str) -> None:
-    """UserError unless `saved`, from the run in `path`, has the values of `must_match`. Names that
-    `saved` lacks are not compared."""
-    check(saved is not None, f'{path} is a run of an older version, which cannot be resumed: '
-          f'--init_from={path} with another --out_dir starts a new run from its weights')
-    different = [f'{name}={saved[name]} (now {value})' for name, value in must_match.items()
-                 if saved.get(name, value) != value]
-    check(not different, f'the run in {path} has {", ".join(different)}: expected the same; '
-          '--init_from=scratch with another --out_dir starts a new run')
+# Checkpoints
+
+def say_change(state: dict[str, Any], path: str, device: Any) -> None:
+    """Print a warning if this model.py computes something else than the one that made the
+    checkpoint that was read from `path`."""
+    # An export says of which options its numbers are: another program may change those it has
+    options = state.get('options', state['model_config'])
+    if change := find_change(options, state.get('numbers'), device):
+        warn(f'{path}: {change}')
 
 
-def own_classes(model: Transformer) -> list[str]:
-    """Return the names of a model's classes that are not model.py's: of an energy of one's own."""
-    return sorted({type(module).__name__ for module in model.modules()
-                   if type(module).__module__ != Transformer.__module__
-                   and not type(module).__module__.startswith('torch.')})
-
-
-def check_classes(state: dict[str, Any], model: Transformer, path: str) -> None:
-    """UserError unless the checkpoint that was read from `path` is of a model of these classes. One
-    of an older version does not say."""
-    found = own_classes(model)
-    saved = state.get('must_match', {}).get('classes', found)
-    check(saved == found, f'{path} was trained with {", ".join(saved) or "no class of your own"}, '
-          f'and this script has {", ".join(found) or "the classes of model.py"}: run it through '
-          'the file that trained it, as docs/new_energy.py does')
-
-
-def left_out(options: dict[str, Any]) -> str:
-    """Return those of a saved model's options that this model.py lacks, and `build` leaves out, as
-    a warning; '' if there are none."""
-    known = {field.name for field in fields(ModelConfig)}
-    unknown = [f'{name}={value}' for name, value in options.items() if name not in known]
-    return f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
-
-
-@torch.no_grad()
-def probe(model: Transformer) -> list[float]:
-    """Return sixteen logits at the end of fixed ids. They say what a model computes,
-    by whatever code, and in full precision they are alike on all machines."""
-    vocab_size = len(model.head)
-    idx = torch.arange(min(64, model.cfg.context_length), device=model.head.device) * 7919
-    device = model.head.device.type
-    with torch.compiler.set_stance('force_eager'), torch.autocast(device, enabled=False):
-        logits = model.next_logits(idx[None] % vocab_size)[0]
-    return logits[torch.arange(16, device=logits.device) * 7919 % vocab_size].tolist()
-
-
-def other_logits(state: dict[str, Any], model: Transformer) -> str:
-    """Return what a checkpoint says against a model that has loaded its weights: '' if both compute
-    the same, up to rounding. One of an older version does not say."""
-    saved = torch.tensor(state.get('probe', []))
-    if not len(saved) or not saved.isfinite().all():
-        return ''
-    error = ((torch.tensor(probe(model)) - saved).norm() / saved.norm()).item()
-    if error <= PROBE_ERROR:  # false for NaN
-        return ''
-    return (f'its logits are not those of the model that was saved (off by {error:.1%}): model.py, '
-            'or the weights, have changed since')
-
-
-def load_weights(model: Transformer, state: dict[str, Any], path: str,
-                 resume: bool = False) -> None:
-    """Load the weights of a checkpoint that was read from `path`. A line says whether this model
-    computes something else than the one that was saved; a run to resume is then refused. UserError
-    if the weights or classes are not this model's."""
-    def object_to(wrong: str) -> None:
-        check(not (wrong and resume), f'{path} cannot be resumed: {wrong}')
-        if wrong:
-            warn(f'{path}: {wrong}')
-
-    if lost := left_out(state['model_config']):
-        object_to(f'{lost}; it is read without')
-    check_classes(state, model, path)
+def load_weights(model: Transformer, state: dict[str, Any], path: str) -> None:
+    """Load the weights of a checkpoint that was read from `path`. UserError if they do not fit."""
     try:
         model.load_state_dict(state['model'])
     except RuntimeError as error:
         fail(f'{path} does not have the weights of this model.py: expected the one that trained it '
              f'({" ".join(str(error).split()):.300})')
-    # A new run with other options is meant to compute something else
-    if resume or model.cfg == build(ModelConfig, state['model_config']):
-        object_to(other_logits(state, model))
 
 
 def checkpoints(out_dir: str) -> list[str]:
@@ -279,9 +317,10 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     """Load the model of best_checkpoint(path) onto a device, in evaluation mode. Return it and the
     checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
-    model = Transformer(build(ModelConfig, state['model_config']))
+    model = Transformer(build(ModelConfig, state['model_config'])).to(find_device(device))
+    say_change(state, path, model.head.device)
     load_weights(model, state, path)
-    return model.to(find_device(device)).eval(), state
+    return model.eval(), state
 
 
 class Log:

@@ -1,6 +1,7 @@
 """
-Try a faster function on random inputs, beside the lines of model.py or of whoever edited them. If
-the results differ, a line says so and the readable lines stay. This file needs torch alone.
+Does this compute what that does? `compare` answers: for a faster function beside the lines of
+model.py, or of whoever edited them, and for a model.py beside the one of a run (probe.py). If
+results differ, a line says so and the readable lines stay. This file needs torch alone.
 
 Shapes: B batch, I queries, J keys, D width, K heads, R = D / K.
 """
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import own_lines, sdpa
+from .attention import is_plug, sdpa
 
 try:
     from .model import make_positions  # in an exported folder
@@ -26,6 +27,8 @@ except ImportError:
 # Correct kernels reach 2; a result that is wrong altogether has 128 in bfloat16. Of more precise
 # numbers so many are allowed that the rounding of long sums is no error.
 MOST_ERROR, MOST_ERROR_PRECISE = 8, 1000
+
+Results = dict[str, Tensor]  # by name
 
 
 def agrees(model: Any, attend: Callable, name: str, dtype: torch.dtype | None = None,
@@ -49,16 +52,39 @@ def agrees(model: Any, attend: Callable, name: str, dtype: torch.dtype | None = 
 
 
 def different_layers(model: Any) -> list[Any]:
-    """Return the attention layers, but of those that are alike only one. Layers with other methods,
-    attributes or buffers can attend in another way."""
+    """Return copies of the attention layers without plugs, but of those that are alike only one.
+    Layers with other methods, attributes or buffers can attend in another way."""
     layers = {}
     for block in model.blocks:
         attn = block.attn
         attributes = [(name, id(value) if callable(value) else repr(value))
-                      for name, value in vars(attn).items() if not name.startswith('_')]
+                      for name, value in vars(attn).items()
+                      if not (name.startswith('_') or is_plug(model, name, attn))]
         buffers = id(attn) if any(True for _ in attn.buffers()) else None
         layers[(type(attn), *attributes, buffers)] = attn
-    return list(layers.values())
+    copies = []
+    for attn in layers.values():
+        copies.append(copy.deepcopy(attn))
+        if is_plug(model, 'attend', attn):
+            del copies[-1].attend
+    return copies
+
+
+def compare(ours: Callable[[], Results], own: Callable[[], Results], most: float,
+            whose: str = 'the lines of model.py') -> str:
+    """Return what is wrong with ours(): a result whose error exceeds `most`, or is NaN, or that it
+    does not run; or ''. own() has the right results, whose rows largest_error compares."""
+    try:
+        found, right = ours(), own()
+    except Exception as error:  # Triton, LLVM, ptxas and the driver raise many types
+        reason = (str(error).strip() or 'no reason given').splitlines()[0]
+        return f'does not run ({type(error).__name__}: {reason})'
+    for name, expected in right.items():
+        error = largest_error(found[name], expected.detach().cpu().double())
+        if not error <= most:  # true for NaN
+            return (f'gives another {name} than {whose} (off by {error:.2g}, at most {most:.2g} is '
+                    'rounding)')
+    return ''
 
 
 def find_error(attn: Any, attend: Callable, dtype: torch.dtype, length: int) -> str:
@@ -67,76 +93,71 @@ def find_error(attn: Any, attend: Callable, dtype: torch.dtype, length: int) -> 
     wrong by more than the rounding of dtype, or ''."""
     device, weights = attn.W_Q.device, attn.W_Q.dtype
     dtype = dtype if weights == torch.float32 else weights  # autocast casts float32 alone
-    try:
-        with (torch.inference_mode(False), torch.enable_grad(),
-              torch.autocast(device.type, enabled=False)):
-            generator = torch.Generator().manual_seed(0)  # does not disturb the global one
+    layer, random = moved_layer(attn)
+    # Draw queries, keys and values in dtype, as autocast has them, and u and h
+    B, K, D = 2, attn.K, attn.W_Q.shape[1]
+    q, k, v, grad = random(4, B, K, length, D // K).to(device, dtype)
+    u, h = random(2, B, length, D).to(device, weights)
+    inputs = {'q': q, 'k': k, 'v': v, 'u': u, 'h': h}
+    if values_are_keys(attn.cfg):
+        del inputs['v']
 
-            def random(*shape: int) -> Tensor:
-                return torch.randn(shape, generator=generator)
+    def own() -> Results:
+        exact = copy.deepcopy(layer).to('cpu', torch.float64)
+        as_exact = {name: x.cpu().double() for name, x in inputs.items()}
+        return with_gradients(exact, exact.attend, as_exact, grad.cpu().double())
 
-            # Move every parameter of a copy from its value, since zeros hide errors
-            layer = copy.deepcopy(attn).requires_grad_()
-            for p in layer.parameters():
-                p.data += 0.3 * random(*p.shape).to(p)
-            # Draw queries, keys and values in dtype, as autocast has them, and u and h
-            B, K, D = 2, attn.K, attn.W_Q.shape[1]
-            q, k, v, grad = random(4, B, K, length, D // K).to(device, dtype)
-            u, h = random(2, B, length, D).to(device, weights)
-            inputs = {'q': q, 'k': k, 'v': v, 'u': u, 'h': h}
-            if attn.cfg.attn == 'cem' or attn.cfg.tie in ('kv', 'both'):  # the values are the keys
-                del inputs['v']
-            ours = with_gradients(layer, partial(attend, layer), inputs, grad)
-            layer = copy.deepcopy(layer).to('cpu', torch.float64)
-            inputs = {name: x.cpu().double() for name, x in inputs.items()}
-            exact = with_gradients(layer, layer.attend, inputs, grad.cpu().double())
-            for name, right in exact.items():
-                error = largest_error(ours[name], right)
-                most = most_error(device, dtype)
-                if not error <= most:  # true for NaN
-                    return (f'gives another {name} than the lines of model.py (off by {error:.2g}, '
-                            f'at most {most:.2g} is rounding)')
-    except Exception as error:  # Triton, LLVM, ptxas and the driver raise many types
-        reason = (str(error).strip() or 'no reason given').splitlines()[0]
-        return f'does not run ({type(error).__name__}: {reason})'
-    return ''
+    with (torch.inference_mode(False), torch.enable_grad(),
+          torch.autocast(device.type, enabled=False)):
+        return compare(lambda: with_gradients(layer, partial(attend, layer), inputs, grad), own,
+                       most_error(device, dtype))
 
 
+@torch.no_grad()
 def find_far_error(attn: Any, attend: Callable, dtype: torch.dtype) -> str:
-    """Compare the output of the last query of a whole context: a sliding window, for example, shows
-    in long contexts alone. attend(attn, q, k, v, u, h) has all queries, and returns the last output
-    (B, K, 1, R). Return a message if it is wrong, or ''."""
+    """Compare the output of the last query of a whole context with the lines of a layer without
+    plugs: a sliding window, for example, shows in long contexts alone. attend(attn, q, k, v, u, h)
+    has all queries, and returns the last output (B, K, 1, R). Return a message, or ''."""
     device, weights = attn.W_Q.device, attn.W_Q.dtype
     dtype = dtype if weights == torch.float32 else weights
     length, K, D = attn.cfg.context_length, attn.K, attn.W_Q.shape[1]
+    layer, random = moved_layer(attn)
+    layer.W_K.copy_(random(D, D) / math.sqrt(D))  # scores of about 1: it attends to all keys
+    q, v = random(2, 1, K, length, D // K).to(device, dtype)
+    u, h = random(2, 1, length, D).to(device, weights)
+    k = layer.shift(layer.split_heads(F.linear(h, layer.W_K))).to(dtype)
+    v = k if values_are_keys(attn.cfg) else v
+
+    def own() -> Results:
+        exact = copy.deepcopy(layer).to('cpu', torch.float64)
+        q_end, all_k, all_v, u_end, all_h = (
+            x.cpu().double() for x in (q[:, :, -1:], k, v, u[:, -1:], h))
+        pos = exact.add_match(all_h, make_positions(attn.cfg, all_h[:, -1:], length - 1))
+        o = exact.attend(q_end, all_k, all_v, pos, u_end, all_h)
+        return {'output at the end of a context': o}
+
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        return compare(lambda: {'output at the end of a context': attend(layer, q, k, v, u, h)},
+                       own, most_error(device, dtype))
+
+
+def moved_layer(attn: Any) -> tuple[Any, Callable[..., Tensor]]:
+    """Return a copy of a layer whose parameters are all moved, since zeros hide errors, and a
+    function that draws normal numbers of a shape, without disturbing torch's own."""
     generator = torch.Generator().manual_seed(0)
-    try:
-        with (torch.inference_mode(False), torch.no_grad(),
-              torch.autocast(device.type, enabled=False)):
-            layer = copy.deepcopy(attn)
-            for p in layer.parameters():
-                p.add_((0.3 * torch.randn(p.shape, generator=generator)).to(p))
-            # Scores of about 1: the query attends to all keys
-            W_K = torch.randn(D, D, generator=generator) / math.sqrt(D)
-            layer.W_K.copy_(W_K)
-            q, v = torch.randn(2, 1, K, length, D // K, generator=generator).to(device, dtype)
-            u, h = torch.randn(2, 1, length, D, generator=generator).to(device, weights)
-            k = layer.shift(layer.split_heads(F.linear(h, layer.W_K))).to(dtype)
-            if attn.cfg.attn == 'cem' or attn.cfg.tie in ('kv', 'both'):  # the values are the keys
-                v = k
-            found = attend(layer, q, k, v, u, h)
-            layer = copy.deepcopy(layer).to('cpu', torch.float64)
-            q, k, v, u, h = (x.cpu().double() for x in (q, k, v, u, h))
-            pos = layer.add_match(h, make_positions(attn.cfg, h[:, -1:], length - 1))
-            right = own_lines(layer, layer.attend)(q[:, :, -1:], k, v, pos, u[:, -1:], h)
-            error, most = largest_error(found, right), most_error(device, dtype)
-            if not error <= most:  # true for NaN
-                return (f'gives another output than the lines of model.py at the end of a context '
-                        f'(off by {error:.2g}, at most {most:.2g} is rounding)')
-    except Exception as error:
-        reason = (str(error).strip() or 'no reason given').splitlines()[0]
-        return f'does not run on a whole context ({type(error).__name__}: {reason})'
-    return ''
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    with torch.inference_mode(False), torch.no_grad():
+        layer = copy.deepcopy(attn).requires_grad_()
+        for p in layer.parameters():
+            p.add_((0.3 * random(*p.shape)).to(p))
+    return layer, random
+
+
+def values_are_keys(cfg: Any) -> bool:
+    return cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
 
 
 def attend_whole(attend: Callable, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor,
@@ -154,7 +175,7 @@ def attend_end(attend: Callable, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: 
 
 
 def with_gradients(layer: Any, attend: Callable, inputs: dict[str, Tensor],
-                   grad: Tensor) -> dict[str, Tensor]:
+                   grad: Tensor) -> Results:
     """Return the output, and the gradients of all inputs and parameters that it depends on."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     q, k, u, h = (leaves[name] for name in ('q', 'k', 'u', 'h'))
@@ -163,7 +184,9 @@ def with_gradients(layer: Any, attend: Callable, inputs: dict[str, Tensor],
     leaves |= dict(layer.named_parameters())
     gradients = [None] * len(leaves)
     if o.requires_grad:
-        gradients = torch.autograd.grad(o, list(leaves.values()), grad, allow_unused=True)
+        # Of a number: given the gradient of o, autograd would import SymPy, for half a second
+        total = (o * grad).sum()
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     found = {f'gradient of {name}': torch.zeros_like(x) if g is None else g
              for (name, x), g in zip(leaves.items(), gradients, strict=True)}
     return {'output': o, **found}
@@ -171,8 +194,8 @@ def with_gradients(layer: Any, attend: Callable, inputs: dict[str, Tensor],
 
 def largest_error(found: Tensor, right: Tensor) -> float:
     """Return the largest error of a row, relative to its right norm plus a typical row's."""
-    difference = (found.detach().cpu().double() - right.detach()).norm(dim=-1)
-    rows = right.detach().norm(dim=-1)
+    difference = (found.detach().cpu().double() - right).norm(dim=-1)
+    rows = right.norm(dim=-1)
     typical = rows.square().mean().sqrt() + 1e-30  # not 0
     return (difference / (rows + typical)).max().item()
 

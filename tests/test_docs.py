@@ -13,7 +13,6 @@ from running import ROOT
 
 import evaluate
 import export
-import sample
 import train
 from model import ModelConfig, Transformer
 
@@ -66,31 +65,45 @@ def test_the_layer_in_ones_own_code_runs() -> None:
     assert names['block'](torch.randn(2, 10, 64)).shape == (2, 10, 64)
 
 
-def test_an_energy_of_ones_own_trains_and_descends(tmp_path: Path) -> None:
+def new_energy(place: Path, *argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', *argv], cwd=place,
+                          capture_output=True, text=True)
+
+
+def test_an_energy_of_ones_own_trains_and_descends(
+        tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = running.write_data(tmp_path / 'data')
     for script in (['train', *running.TINY, running.steps(2), f'--data={data}', '--out_dir=o'],
                    ['evaluate', '--out_dir=o', '--energies', '--steps=2']):
-        done = subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', *script],
-                              cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = new_energy(tmp_path, *script)
+        assert done.returncode == 0 and 'Warning: o:' not in done.stderr, done.stderr
     assert re.search(r'mlp 1 .*\| 1.00 ', done.stdout), done.stdout  # the cosine
-    # Scripts without this energy refuse the run, also one whose weights fit, by the energy's name
-    done = subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', 'export', '--out_dir=o',
-                           '--to=x'], cwd=tmp_path, capture_output=True, text=True)
+    done = new_energy(tmp_path, 'export', '--out_dir=o', '--to=x')
     assert done.returncode == 1 and 'holds the classes of model.py' in done.stderr, done.stderr
+    # Scripts without this energy say so, also of a run whose weights fit
     state = torch.load(tmp_path / 'o/best.pt', weights_only=True)
     state['model'] = {name: w for name, w in state['model'].items() if not name.endswith('.b')}
     torch.save(state, tmp_path / 'o/best.pt')
     o = str(tmp_path / 'o')
+    said = 'this model.py gives another logit.*An energy of your own runs through the file'
     for main, options in (
-            (sample.main, [f'--out_dir={o}', '--device=cpu']),
-            (evaluate.main, [f'--out_dir={o}', '--device=cpu']),
-            (export.main, [f'--out_dir={o}', f'--to={tmp_path}/x']),
+            (evaluate.main, [f'--out_dir={o}']),
             (train.main, [f'--out_dir={tmp_path}/n', f'--init_from={o}', running.steps(1),
-                          *running.TINY]),
+                          *running.TINY])):
+        main([*options, '--device=cpu'])
+        assert re.search(f'Warning: {o}: {said}', capsys.readouterr().err)
+    for main, options in (
+            (export.main, [f'--out_dir={o}', f'--to={tmp_path}/x']),
             (train.main, [f'--out_dir={o}', '--init_from=resume', '--device=cpu'])):
-        with pytest.raises(SystemExit, match='ReluMLP'):
+        with pytest.raises(SystemExit, match=said):
             main(options)
+
+
+@pytest.mark.parametrize('argv', [[], ['model'], ['--help']])
+def test_what_runs_with_an_energy_of_ones_own_is_said(argv: list[str], tmp_path: Path) -> None:
+    done = new_energy(tmp_path, *argv)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert 'expected train, evaluate' in done.stderr and done.stderr.count('\n') == 1
 
 
 @pytest.mark.parametrize('page', PAGES + RESULTS)

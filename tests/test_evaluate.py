@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import evaluate
 from model import ModelConfig, Transformer, make_positions
 from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
+from nanocem.probe import find_numbers
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 
 LENGTH = 16
@@ -48,7 +50,8 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
     torch.save({'model': model.state_dict(), 'model_config': cfg, 'step': 2, 'data_dir': str(data),
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
-    config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg}
+    config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg,
+              'must_match': {'val fingerprint': 1, 'test fingerprint': 1}}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
@@ -279,7 +282,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
         ['out/run', '', '', '', '', '', '', ''],
         ['out/bpe', '1,234,567', '64', '', '', '', '', ''], ['data', 'data', 'bpe']]
     _, text, figure, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
-    assert text.endswith('differ in data.')
+    assert 'Losses cannot be compared' not in text  # the same text in another folder
     line, _ = figure.axes[0].lines
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
@@ -290,23 +293,20 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     (bpe / 'result.json').unlink()
     (bpe / 'log.jsonl').unlink()  # a run that has just begun
     assert len(evaluate.compare_runs(['out/run', 'out/bpe']).figure.axes[0].lines) == 2
-    for run, known in ('run', {'test fingerprint': 1}), ('bpe', {'test fingerprint': 2}):
-        config = json.loads(Path(f'out/{run}/config.json').read_text())
-        Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': known}))
-    assert 'differ in test fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
-    # The same text under another name
-    (Path('out/bpe/config.json')).write_text(json.dumps(config | {'must_match': {
-        'test fingerprint': 1}}))
-    assert 'cannot be compared' not in evaluate.compare_runs(['out/run', 'out/bpe']).text
-    # The same test text, another validation text
-    for run, known in ('run', 3), ('bpe', 4):
-        Path(f'out/{run}/config.json').write_text(json.dumps(config | {'must_match': {
-            'val fingerprint': known, 'test fingerprint': 1}}))
-    assert 'differ in val fingerprint.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
-    # Beside a run of an older version, which knows neither
-    write_run(place / 'out/old', Path('bpe'), model_of())
-    text = evaluate.compare_runs(['out/run', 'out/old', 'out/bpe']).text
-    assert text.endswith('differ in val fingerprint.')
+    config = json.loads(Path('out/bpe/config.json').read_text())
+    for name in 'test fingerprint', 'val fingerprint':
+        known = config['must_match'] | {name: 2}
+        Path('out/bpe/config.json').write_text(json.dumps(config | {'must_match': known}))
+        assert f'differ in {name}.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
+
+
+def test_a_run_of_another_model_py_is_named(place: Path) -> None:
+    write_run(place / 'out/edited', Path('data'), model_of())
+    config = json.loads(Path('out/edited/config.json').read_text())
+    numbers = find_numbers(config['model'] | {'attn_step_size': 0.51})  # as if a line were edited
+    Path('out/edited/config.json').write_text(json.dumps(config | {'numbers': numbers}))
+    rows = cells(evaluate.compare_runs(['out/run', 'out/edited']).text)
+    assert rows[2:] == [['model.py', 'this one', 'another']]
 
 
 def test_a_run_whose_name_looks_like_a_formula_is_drawn(place: Path) -> None:
@@ -378,7 +378,7 @@ def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> Non
 
 @pytest.mark.parametrize(('text', 'words'), [
     ('a', 'have 1 tokens: expected a text, and a context, of 4 or more'),
-    ('abcdefgh', 'no target is of the kind "repeated: their pair stood earlier"')])
+    ('abcdefgh', 'no target is of the kind "repeated: their last 5 bytes stood earlier"')])
 @pytest.mark.parametrize('copying', ['--copying', '--copying=out/other'])
 def test_too_little_text_for_copying_is_refused(text: str, words: str, copying: str,
                                                 place: Path) -> None:
@@ -402,6 +402,37 @@ def test_a_loss_that_is_no_number_is_never_left_out(place: Path, report: Report)
     with pytest.raises(SystemExit, match='a loss is NaN'):
         evaluate.main(['--out_dir=out/nan', '--copying', '--device=cpu'])
     assert cells(report('--out_dir=out/nan'))[0][2:] == ['nan'] * 3  # no perplexity of infinity
+
+
+def test_copying_beside_the_same_model_is_refused(place: Path) -> None:
+    """By whatever name: the gap would be 0."""
+    shutil.copytree('out/run', 'out/copy')
+    for other in 'out/run', 'out/run/', 'out/run/best.pt', 'out/copy':
+        with pytest.raises(SystemExit, match=f'copying={other} has the weights of out/run'):
+            evaluate.main(['--out_dir=out/run', f'--copying={other}', '--device=cpu'])
+
+
+class Falling:
+    """A sublayer whose energy is u^2, and whose first step lowers it for some tokens alone. Later
+    steps raise it for all."""
+    T = 1
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.tensor([0.5, 0.9, 2.0])[:, None]  # of three tokens
+        return x * [1, first, 3][self.T]
+
+    def norm(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def energy(self, u: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return u.square().sum(dim=-1)
+
+
+@pytest.mark.parametrize('steps', [1, 2])
+def test_the_share_is_that_of_the_first_step(steps: int) -> None:
+    _, share, energies = evaluate.measure_steps(Falling(), (torch.ones(1, 3, 2),), steps)
+    assert share == pytest.approx(2 / 3)
+    assert energies == pytest.approx([2, 2 * (0.25 + 0.81 + 4) / 3, 18][:steps + 1])
 
 
 def test_copying_on_the_command_line(capsys: pytest.CaptureFixture) -> None:

@@ -296,22 +296,53 @@ def test_a_missing_norm_eps_is_that_of_transformers(tmp_path: Path) -> None:
         load_model(f'{tmp_path}/hub')
 
 
-def test_an_export_s_own_code_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+@torch.no_grad()
+@pytest.mark.parametrize('options', [{}, LLAMA_MODEL], ids=['cem', 'llama'])
+def test_an_export_carries_what_it_computes(
+    options: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """An export has models of model.py's classes alone, of the model.py in its folder."""
-    folder = f'{tmp_path}/hub'
-    hub.export(model_of(), folder, state_of(model_of()))
-    load_model(folder)
-    assert not any(capsys.readouterr())
+    """Also where transformers has trained it on, or changed an option. model.py is edited here, or
+    in the folder."""
+    folder, trained, classes = f'{tmp_path}/hub', f'{tmp_path}/trained', transformers
+    hub.export(model_of(**options), folder, state_of(model_of(**options)))
+    if not options:
+        from nanocem import modeling_nanocem as classes
+    name = 'LlamaForCausalLM' if options else 'NanocemForCausalLM'
+    model = getattr(classes, name).from_pretrained(folder, max_position_embeddings=40)
+    for w in model.parameters():
+        w.mul_(1.1)
+    model.save_pretrained(trained)
+    for place in folder, trained:
+        load_model(place)
+    assert 'Warning' not in capsys.readouterr().err
     with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
+        for place in folder, trained:
+            load_model(place)
+            said = f'Warning: {place}: this model.py gives another logit than the one that made it'
+            assert said in capsys.readouterr().err
+        again, state = load_model(folder)
+        with pytest.raises(ValueError, match='an export holds the classes of model'):
+            hub.export(again, f'{tmp_path}/again', state)
+    with monkeypatch.context() as patch:  # a class whose numbers are the same
         patch.setattr('model.CEMMLP', type('Mine', (CEMMLP,), {}))
-        with pytest.raises(ValueError, match=r'no class of your own, and this script has Mine'):
-            load_model(folder)
-    with open(f'{folder}/model.py', 'a') as file:
-        file.write('NORM_EPS = 1e-6\n')
-    load_model(folder)
-    assert f'Warning: {folder}/model.py is not the model.py here' in capsys.readouterr().err
+        hub.export(*load_model(folder)[:1], f'{tmp_path}/mine', state)
+    capsys.readouterr()
+    if not options:
+        with open(f'{folder}/model.py', 'a') as file:
+            file.write('NORM_EPS = 1e-6\n')
+        load_model(folder)
+        assert f'Warning: {folder}/model.py was edited' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('name', ['cem', 'cem_plain', 'llama_alibi'])
+def test_pretrained_models_carry_what_they_compute(
+        name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    load_model(str(running.ROOT / 'pretrained' / name))
+    assert 'Warning' not in capsys.readouterr().err
+    monkeypatch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
+    load_model(str(running.ROOT / 'pretrained' / name))
+    assert 'this model.py gives another logit' in capsys.readouterr().err
 
 
 def test_another_program_s_model_is_refused_in_a_line(tmp_path: Path) -> None:

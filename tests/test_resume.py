@@ -10,7 +10,6 @@ import running
 import torch
 from running import BATCH, RESUME, Run, assert_one_line, losses, result, same, steps, weights
 
-import evaluate
 import train
 from nanocem import runs
 from nanocem.runs import checkpoints, read_checkpoint
@@ -112,72 +111,62 @@ def test_fine_tuning_keeps_its_tokenizer(tmp_path: Path) -> None:
     assert read[0]['tokenizer_sha256'] == read[1]['tokenizer_sha256'] is not None
 
 
-def test_a_run_of_an_older_version_is_named(halves: tuple[Path, Path], tmp_path: Path) -> None:
-    out = copied(halves[1], tmp_path)
-    for path in [*checkpoints(str(out)), out / 'best.pt']:
-        state = read_checkpoint(str(path))
-        del state['must_match']
-        torch.save(state, path)
-    assert_one_line(resume(out), 'is a run of an older version', '--init_from=', 'from its weights')
-
-
 # Another length
 
-def test_a_finished_run_is_tested_again_or_trained_on(
-    halves: tuple[Path, Path], tmp_path: Path
-) -> None:
-    out = copied(halves[0], tmp_path)
-    assert resume(out).codes == [0]
-    same(out, halves[0])
-    longer = resume(out, steps(15))
-    assert longer.codes == [0] and 'resuming after step 12' in longer.text, longer.text
-    assert losses(out)[:12] == losses(halves[0]) and len(losses(out)) == 15
-    rates = [line['lr'] for line in running.log(out) if 'lr' in line]
-    cfg = train.TrainConfig(learning_rate=8e-3)
-    assert rates[12:] == [train.learning_rate(cfg, step, steps=15) for step in (12, 13, 14)]
-    assert result(out)['tokens'] == 15 * BATCH * running.LENGTH
-    assert_one_line(resume(out, steps(5)), f'has seen {15 * BATCH * running.LENGTH} already')
+def files(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.iterdir() if path.name != '.lock'}
 
 
-def test_an_old_result_ends_where_more_steps_begin(
-    halves: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Of a run that is made longer, and of a folder whose run was deleted. A refused resume, and
-    one that takes no step, lose nothing."""
+def test_a_finished_run_stays_as_it_is(halves: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its result is that of its own precision and test, whatever a reader asks for."""
     out = copied(halves[0], tmp_path)
-    old = (out / 'result.json').read_bytes()
-    assert resume(out, '--seed=5').codes == [1]
-    assert (out / 'result.json').read_bytes() == old
-    assert resume(out, steps(20), '--stop_step=15').codes == [train.STOPPED]
-    assert not (out / 'result.json').exists()
-    new = tmp_path / 'new'
-    new.mkdir()
-    (new / 'result.json').write_bytes(old)
-    run = Run(tmp_path, f'--data={halves[0].parent / "data"}', f'--out_dir={new}', steps(12),
-              '--stop_step=1').wait()
-    assert run.codes == [train.STOPPED] and not (new / 'result.json').exists()
+    before = files(out)
+    for world in 1, 2:
+        run = resume(out, '--dtype=bfloat16', '--test_tokens=300', '--sample_tokens=5', world=world)
+        assert run.codes == [0] * world and files(out) == before
+        assert run.text.count(f'{out} has ended, and result.json has its test') == 1
+    with pytest.raises(SystemExit, match='has seed='):
+        train.main([f'--out_dir={out}', RESUME, '--seed=5'])
+    assert files(out) == before
+
+
+def test_a_result_names_every_precision(halves: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also if the last weights were only tested in another one."""
+    for n, source in enumerate(halves):
+        out = copied(source, tmp_path / str(n))
+        (out / 'result.json').unlink(missing_ok=True)
+        run = resume(out, '--dtype=bfloat16')
+        assert run.codes == [0] and result(out)['precision'] == 'float32 then bfloat16', run.text
+    assert result(halves[0])['precision'] == 'float32'
 
 
 @pytest.mark.parametrize('stop', [12, 6], ids=['after its end', 'before its end'])
-def test_a_run_remembers_steps_at_the_rate_of_another_length(
+def test_another_length_is_another_run(
     stop: int, halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """In its checkpoint, config and result, also if it was stopped since, or was begun by a version
-    that did not write them. The same budget in other words is no other length."""
+    """Its learning rates would be those of no run. The same budget in other words is the same."""
     out = copied(halves[stop != 12], tmp_path)
-    for path in out.glob('*.pt'):
-        state = read_checkpoint(str(path))
-        assert (state.pop('max_steps'), state.pop('rescheduled')) == (12, 0)
-        torch.save(state, path)
-    assert resume(out, f'--tokens={12 * BATCH * running.LENGTH - 1}').codes == [0]
-    assert result(out)['rescheduled'] == 0
-    out = copied(halves[stop != 12], tmp_path / 'again')
-    assert resume(out, steps(20), '--stop_step=14').codes == [train.STOPPED]
-    assert resume(out).codes == [0]
-    state = read_checkpoint(checkpoints(str(out))[-1])
-    config = runs.read_config(str(out))
-    assert result(out)['rescheduled'] == state['rescheduled'] == config['rescheduled'] == stop
-    assert 'rescheduled steps' in evaluate.compare_runs([str(out), str(halves[0])]).text
+    before = files(out)
+    for n in 5, 20:
+        with pytest.raises(SystemExit, match=rf'12 steps \(now {n}\).*--init_from={out} with'):
+            train.main([f'--out_dir={out}', RESUME, steps(n)])
+    assert files(out) == before
+    run = resume(out, f'--tokens={12 * BATCH * running.LENGTH - 1}')
+    assert run.codes == [0] and losses(out) == losses(halves[0]), run.text
+    tuned = Run(tmp_path, f'--init_from={out}', f'--out_dir={tmp_path / "tuned"}', steps(3)).wait()
+    assert tuned.codes == [0], tuned.text
+
+
+def test_an_old_result_ends_where_a_new_run_begins(
+    halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """In a folder whose run was deleted."""
+    new = tmp_path / 'new'
+    new.mkdir()
+    (new / 'result.json').write_bytes((halves[0] / 'result.json').read_bytes())
+    run = Run(tmp_path, f'--data={halves[0].parent / "data"}', f'--out_dir={new}', steps(12),
+              '--stop_step=1').wait()
+    assert run.codes == [train.STOPPED] and not (new / 'result.json').exists()
 
 
 # Weights of another run

@@ -19,10 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from configurator import UserError
-from model import ModelConfig, Transformer
-from nanocem import runs
-from nanocem.fast import plug_in
-from nanocem.files import to_json
+from model import ModelConfig
+from nanocem import probe, runs
 from nanocem.runs import Log, checkpoints, last_checkpoint, read_checkpoint, save_checkpoint
 
 # Checkpoints
@@ -154,69 +152,119 @@ class Touch:
         return Path.touch, (Path(self.path),)
 
 
-def test_what_this_model_py_lacks_is_said(
-    halves: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+EDITS = {
+    'SiLU -> GELU': ('gamma * F.silu(z)', 'gamma * F.gelu(z)'),
+    'eta x 1.05': ('self.eta * dx', '1.05 * self.eta * dx'),
+    'tau x 1.1': ('self.tau = math', 'self.tau = 1.1 * math'),
+    'slopes x 1.1': ('return 2.0 ** (-8', 'return 1.1 * 2.0 ** (-8'),
+    'a diagonal that is 0 at first': ('self.kq_diag[:, None] / self.tau',
+                                      '1.1 * self.kq_diag[:, None] / self.tau'),
+    'a window': ('b = pos.mask', 'b = pos.mask.masked_fill(pos.distance > 70, -torch.inf)'),
+    'norm': ('NORM_EPS = 1e-5', 'NORM_EPS = 1e-6'),
+    'two losses': ('F.cross_entropy(logits, targets.flatten())',
+                   'F.cross_entropy(logits, targets.flatten()) + 1e-3 * logits.logsumexp(-1).mean()'
+                   )}
+NO_CHANGE = {
+    'a comment': ('# Attend to', '# Now attend to'),
+    'an option': ('init_std: float', "gate: Literal['a', 'b'] = 'a'\n    init_std: float"),
+    'initial weights': ('EMBEDDING_STD = 1.0', 'EMBEDDING_STD = 0.5')}
+OPTIONS = dict(size='nano', vocab_size=300, context_length=80, kq_diag='shared', attn_steps=2)
+
+
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, other: str) -> Any:
+    """Return model.py with another line."""
+    text = Path(probe.model_py.__file__).read_text(encoding='utf-8')
+    assert line in text
+    (tmp_path / 'model.py').write_text(text.replace(line, other), encoding='utf-8')
+    with monkeypatch.context() as patch:
+        patch.setattr(probe.model_py, '__file__', str(tmp_path / 'model.py'))
+        return probe.model_file()
+
+
+@pytest.mark.parametrize('edit', [*EDITS, *NO_CHANGE])
+def test_numbers_tell_an_edit(edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # ALiBi's weights of such distances round to 0
+    rope = {'positions': 'rope'} if edit == 'a window' else {}
+    options = vars(ModelConfig(**OPTIONS, **rope))
+    numbers = probe.find_numbers(options)
+    module = edited(tmp_path, monkeypatch, *(EDITS | NO_CHANGE)[edit])
+    change = probe.find_change(options, numbers, module=module)
+    assert ('this model.py gives another l' in change) == (edit in EDITS), change
+
+
+def test_numbers_disturb_nothing_and_are_alike_in_any_precision_and_mode() -> None:
+    options = vars(ModelConfig(**OPTIONS))
+    numbers, state = probe.find_numbers(options), torch.get_rng_state()
+    with torch.autocast('cpu', torch.bfloat16), torch.enable_grad():
+        torch.set_float32_matmul_precision('medium')
+        assert probe.find_numbers(options) == numbers
+    assert torch.get_float32_matmul_precision() == 'medium'
+    torch.set_float32_matmul_precision('highest')
+    assert torch.equal(torch.get_rng_state(), state)
+    rounded = {name: [1.00001 * value for value in values] for name, values in numbers.items()}
+    assert probe.find_change(options, rounded) == ''
+    wrong = {name: [value if n else math.nan for n, value in enumerate(values)]
+             for name, values in numbers.items()}
+    assert 'off by nan' in probe.find_change(options, wrong)
+
+
+def test_an_option_that_changes_no_number_raises_no_word() -> None:
+    """What this model.py lacks counts where the numbers differ, or where there are none."""
+    options = vars(ModelConfig(**OPTIONS))
+    numbers, newer = probe.find_numbers(options), {**options, 'gate': 'relu'}
+    assert probe.find_change(newer, numbers) == ''
+    lacks = 'its model has gate=relu, unlike this model.py'
+    assert probe.find_change(newer, None) == lacks
+    assert lacks in probe.find_change({**newer, 'attn_steps': 3}, numbers)
+
+
+def test_weights_of_another_model_py_are_refused(
+    halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A run of an edited model.py has options, or weights, that this one would not read."""
     out = Path(shutil.copytree(halves[1], tmp_path / 'o'))
-    config = runs.read_json(f'{out}/config.json')
-    config['model']['gate'] = 'relu'
-    (out / 'config.json').write_bytes(to_json(config))
-    with pytest.raises(SystemExit, match=r'cannot be resumed: its model has gate=relu'):
-        train.main([f'--out_dir={out}', RESUME])
     state = torch.load(out / 'best.pt')
-    state['model_config']['gate'] = 'relu'
-    torch.save(state, out / 'best.pt')
-    warning = f'Warning: {out}: its model has gate=relu, unlike this model.py'
-    runs.load_model(str(out))
-    assert warning in capsys.readouterr().err
-    tuned = [f'--init_from={out}', f'--out_dir={tmp_path / "tuned"}', '--tokens=1']
-    assert train.main([*TINY, *tuned]) == 0 and warning in capsys.readouterr().err
     state['model']['blocks.0.mlp.bias'] = torch.zeros(1)
     torch.save(state, out / 'best.pt')
     with pytest.raises(UserError, match=r'not have the weights of this model.py: .*mlp.bias'):
         runs.load_model(str(out))
     with pytest.raises(SystemExit, match=r'not have the weights of this model.py'):
-        train.main([*TINY, tuned[0], f'--out_dir={tmp_path / "other"}', '--tokens=1'])
+        train.main([*TINY, f'--init_from={out}', f'--out_dir={tmp_path / "other"}', '--tokens=1'])
 
 
+@pytest.mark.parametrize('stop', [0, 1, 6, 12])
 def test_a_class_that_was_edited_in_place_is_said(
-    halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture
+    stop: int, data: Path, halves: tuple[Path, Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Its names, options and weights are those of the run, but it computes something else."""
-    out = Path(shutil.copytree(halves[1], tmp_path / 'o'))
-    tuned = [*TINY, f'--init_from={out}', '--tokens=1']
-    runs.load_model(str(out))
-    assert train.main([*tuned, f'--out_dir={tmp_path / "a"}']) == 0
-    assert 'its logits' not in capsys.readouterr().err
-    monkeypatch.setattr(torch.nn.functional, 'silu', torch.exp)
-    warning = f'Warning: {out}: its logits are not those of the model that was saved'
-    runs.load_model(str(out))
-    assert warning in capsys.readouterr().err
-    assert train.main([*tuned, f'--out_dir={tmp_path / "b"}']) == 0
-    assert warning in capsys.readouterr().err
-    # With other options it is meant to compute something else
-    assert train.main([*tuned, '--attn_steps=1', f'--out_dir={tmp_path / "c"}']) == 0
-    assert 'its logits' not in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r'cannot be resumed: its logits are not those'):
+    """Its names, options and weights are those of the run, but it computes something else: at each
+    checkpoint, and before the first. A resume is refused, other scripts warn."""
+    out = tmp_path / 'o'
+    if stop == 1:
+        argv = [*TINY, f'--data={data}', f'--out_dir={out}', '--tokens=96', '--stop_step=1']
+        assert train.main(argv) == train.STOPPED
+    else:
+        shutil.copytree(halves[stop != 12], out)
+    if stop == 0:
+        for path in out.glob('*.pt'):
+            path.unlink()
+    monkeypatch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
+    with pytest.raises(SystemExit, match=r'cannot be resumed: this model.py gives another logit'):
         train.main([f'--out_dir={out}', RESUME])
-
-
-def test_a_probe_is_alike_in_any_attention_precision_and_mode() -> None:
-    torch.manual_seed(1)
-    model = Transformer(ModelConfig(size='nano', vocab_size=300, context_length=80,
-                                    kq_diag='shared', preconditioner='diag_lowrank'))
-    state = {'probe': runs.probe(model)}
-    for impl in ('blockwise', 'sdpa', 'readable'):
-        plug_in(model, impl)
-        assert runs.other_logits(state, model.eval()) == ''
-    with torch.autocast('cpu', torch.bfloat16):
-        assert runs.probe(model) == state['probe']
-    assert runs.other_logits(state, model.bfloat16()) == ''
-    assert runs.other_logits({}, model) == runs.other_logits({'probe': [math.nan]}, model) == ''
-    torch.nn.init.constant_(model.embedding, math.nan)
-    assert 'off by nan%' in runs.other_logits(state, model)
+    if stop == 0:
+        return
+    warning = f'Warning: {out}: this model.py gives another logit than the one that made it'
+    for options in [], ['--attn_steps=1']:  # other options are no other model.py
+        monkeypatch.undo()
+        tuned = [*TINY, *options, f'--init_from={out}', '--tokens=1']
+        capsys.readouterr()
+        runs.load_model(str(out))
+        assert train.main([*tuned, f'--out_dir={tmp_path}/{len(options)}']) == 0
+        assert 'Warning' not in capsys.readouterr().err
+        monkeypatch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
+        runs.load_model(str(out))
+        assert warning in capsys.readouterr().err
+        assert train.main([*tuned, f'--out_dir={tmp_path}/edited-{len(options)}']) == 0
+        assert warning in capsys.readouterr().err
 
 
 # Folders and logs

@@ -1,5 +1,6 @@
 """Training: what it computes, and what happens when things break. Runs are real processes, and the
 damage is real."""
+import contextlib
 import io
 import itertools
 import math
@@ -26,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 import train
 from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
-from nanocem import runs
+from nanocem import process, runs
 from nanocem.data import TokenDataset
 from nanocem.fast import plug_in
-from nanocem.hardware import compile_for
+from nanocem.hardware import compile_for, peak_flops
 from nanocem.runs import checkpoints, read_checkpoint
 from train import TrainConfig, choose_precision, learning_rate
 
@@ -142,7 +143,7 @@ def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> N
     with (torch._dynamo.config.patch(optimize_ddp=True),
           torch._functorch.config.patch(ban_recompute_materialized_backward=True,
                                         ban_recompute_used_far_apart=True)):
-        compiled = compile_for(torch.device('cuda'), model, 'triton attention')
+        compiled = compile_for(torch.device('cuda'), model, 'triton')
         DistributedDataParallel(compiled, bucket_cap_mb=0.001)(ids, ids)[1].backward()
     dist.destroy_process_group()
     assert len(graphs) == 1
@@ -350,6 +351,69 @@ def test_a_run_outlives_its_console(damage: Any, tmp_path: Path) -> None:
     assert run.wait().codes == [0], run.text
     assert result(tmp_path / 'o')['skipped'] == 1
     assert checkpoints(str(tmp_path / 'o')) and not (tmp_path / 'o/best.pt').exists()
+
+
+def interrupt_twice_while_writing() -> None:
+    """Send two SIGTERMs while a checkpoint is written."""
+    fsync = os.fsync
+
+    def slow_fsync(fd: int) -> None:
+        if 'step_' in os.readlink(f'/proc/self/fd/{fd}'):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+        fsync(fd)
+
+    os.fsync = slow_fsync
+
+
+def test_a_second_signal_leaves_no_half_file(data: Path, tmp_path: Path) -> None:
+    """It ends the process when the file is whole. What a kill leaves, a resume removes."""
+    out = tmp_path / 'o'
+    run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', steps(9), '--checkpoint_interval=2',
+              damage=interrupt_twice_while_writing).wait()
+    assert run.codes == [-signal.SIGTERM], run.text
+    assert [path.name for path in out.glob('*.pt*')] == ['step_00000002.pt']
+    assert read_checkpoint(f'{out}/step_00000002.pt')['step'] == 2
+    (out / 'step_00000003.pt.tmp').write_bytes(b'half')
+    assert Run(tmp_path, f'--out_dir={out}', RESUME).wait().codes == [0]
+    assert not list(out.glob('*.tmp'))
+
+
+@pytest.mark.parametrize('env, starts', [
+    (dict(SLURM_NTASKS='2', SLURM_STEP_ID='0'), False), (dict(SLURM_STEP_NUM_TASKS='2'), False),
+    (dict(OMPI_COMM_WORLD_SIZE='2'), False), (dict(PMI_SIZE='4'), False),
+    (dict(SLURM_NTASKS='2'), True),  # in an allocation of two, without srun
+    (dict(SLURM_NTASKS='8', SLURM_STEP_ID='1', SLURM_STEP_NUM_TASKS='1'), True),
+    # As docs/slurm.sh starts it, and with a torchrun on each machine that knows no other
+    (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='16', GROUP_WORLD_SIZE='2'), True),
+    (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='8', GROUP_WORLD_SIZE='1'), False),
+    (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='2'), True)], ids=str)
+def test_another_launcher_is_told_of_torchrun(env: dict[str, str], starts: bool) -> None:
+    """Each of its tasks would train the whole run."""
+    expected = contextlib.nullcontext() if starts else pytest.raises(
+        ValueError, match=r'would train the whole run: start one torchrun .* docs/slurm.sh')
+    with expected:
+        process.check_launcher(env)
+
+
+def test_a_launcher_is_checked_before_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('OMPI_COMM_WORLD_SIZE', '2')
+    with pytest.raises(SystemExit, match='start one torchrun on each machine'):
+        train.main(['--data=none'])
+
+
+@pytest.mark.parametrize('name, peak', [
+    ('NVIDIA A100-SXM4-80GB', 312e12), ('A100-PCIE-40GB', 312e12), ('NVIDIA H100 PCIe', 756e12),
+    ('NVIDIA H100 80GB HBM3', 989e12), ('NVIDIA H100 NVL', 835e12), ('NVIDIA H200', 989e12),
+    ('NVIDIA B200', 2250e12), ('NVIDIA RTX A1000', None), ('NVIDIA GB200', None),
+    ('NVIDIA A100-SXM4-40GB MIG 1g.5gb', None), ('GRID A100-10C', None), ('NVIDIA A100X', None),
+    ('NVIDIA H100 80GB HBM3 MIG 2g.20gb', None), ('NVIDIA GH200 480GB', None)])
+def test_a_gpus_peak_is_that_of_its_whole_name(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: name)
+    found = peak_flops(torch.device('cuda'), torch.bfloat16)
+    assert math.isnan(found) if peak is None else found == peak
 
 
 @pytest.mark.parametrize('times, code', [(1, train.STOPPED), (2, -signal.SIGINT)])
