@@ -4,7 +4,7 @@ Compute CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, 
 flex_attention would need 18 lines. But its backward pass runs on CUDA alone, and it adds gradients
 of captured tensors atomically: results differ from run to run, and some 200 million numbers are
 added to the biases of twelve heads. On an H100 it takes 130 times as long as these kernels, but
-without the biases' gradient no longer (docs/gpu.md).
+without the biases' gradient no longer (docs/speed.md).
 
 For head k, with values = keys and everything causal (j <= i),
 

@@ -413,7 +413,7 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_pages_show_pictures_830_pixels_wide() -> None:
     pictures = sorted((ROOT / 'results').rglob('*.png'))
-    assert len(pictures) == len(FIGURES) + 2
+    assert len(pictures) == len(FIGURES) + 3  # with rows, claims and copies
     for path in pictures:
         with Image.open(path) as picture:
             assert picture.width == 2 * 830, path

@@ -116,7 +116,7 @@ def main() -> None:
     write_atomic(f'{HERE}/effects.csv', effects_csv({'copies': verdicts}).encode())
     write_atomic(f'{HERE}/copying.csv', csv_text(copying))
     write_atomic(f'{HERE}/ablations.csv', csv_text(ablations))
-    save_picture(draw(copying), f'{HERE}/copies.png', 100)
+    save_picture(draw(copying), f'{HERE}/copies.png', 200)
 
 
 if __name__ == '__main__':
