@@ -58,6 +58,7 @@ def context(ax: Axes, name: str, colour: str) -> None:
     """What all steps of a CEM sublayer share."""
     line(ax, (1.65, 1.6), (1.95, 1.6), (1.95, 2.6), (2.9, 2.6))
     note(ax, 1.8, 2.6, 'context:\nmade once', PALE, ha='right')
+    note(ax, 2.4, 2.77, 'h', size=11)
     box(ax, 3.48, 2.6, name, colour)
 
 
@@ -66,9 +67,11 @@ def steps(ax: Axes) -> None:
     line(ax, (0.3, 1.6), (0.3, 1.0), (2.1, 1.0))
     box(ax, 2.55, 1.0, 'norm', 'norm', 0.9)
     line(ax, (3.0, 1.0), (3.52, 1.0))
+    note(ax, 3.24, 1.17, 'u', size=11)
     line(ax, (8.05, 1.6), (9.12, 1.6))
+    note(ax, 8.55, 1.78, 'times $\\eta$', PALE)
     line(ax, (9.4, 1.34), (9.4, 0.2), (2.55, 0.2), (2.55, 0.7), colour=RED)
-    note(ax, 5.5, -0.02, 'T steps add up, with the same weights', RED)
+    note(ax, 5.5, -0.02, 'repeat T times, with the same weights', RED)
 
 
 def llama_attention(ax: Axes) -> None:
@@ -92,7 +95,7 @@ def cem_attention(ax: Axes) -> None:
     stream(ax)
     context(ax, '$W_K$', 'W_K')
     line(ax, (4.06, 2.6), (5.75, 2.6), (5.75, 1.9))
-    note(ax, 5.0, 2.95, 'keys = values')
+    note(ax, 5.05, 2.8, 'keys = values')
     steps(ax)
     box(ax, 4.1, 1.0, '$W_Q$', 'W_Q')
     line(ax, (4.68, 1.0), (5.0, 1.0), (5.0, 1.6), (5.07, 1.6))
