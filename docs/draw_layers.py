@@ -69,7 +69,7 @@ def steps(ax: Axes) -> None:
     line(ax, (3.0, 1.0), (3.52, 1.0))
     note(ax, 3.24, 1.17, 'u', size=11)
     line(ax, (8.05, 1.6), (9.12, 1.6))
-    note(ax, 8.55, 1.78, 'times $\\eta$', PALE)
+    note(ax, 8.62, 1.8, 'times $\\eta$', PALE)
     line(ax, (9.4, 1.34), (9.4, 0.2), (2.55, 0.2), (2.55, 0.7), colour=RED)
     note(ax, 5.5, -0.02, 'repeat T times, with the same weights', RED)
 
