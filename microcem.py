@@ -315,7 +315,7 @@ def sample(letters: list[str], w: Weights, temperature: float = 0.7) -> str:
     return ''.join(letters[i] for i in ids).strip(END)
 
 
-def main(path: str | None = None, steps: int = 1000) -> None:
+def main(path: str | None = None, steps: int = 700) -> None:
     random.seed(0)
     words = read_words(path) if path else TOWNS.split()
     letters = sorted(set(END.join(words) + END))
