@@ -4,7 +4,7 @@ Llama and Causal Energy Minimization (CEM, arXiv 2605.07588): all layers in one 
 A CEM layer is gradient descent on two energies. Attention takes T steps down the interaction
 energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7). Both have this form:
 
-    h = norm(x)                            the fixed context: keys = values = W_K h, gate = W h
+    h = norm(x)                            the fixed context: keys = values = W_K h, gamma = W h
     for t in range(T):
         u = norm(x)
         x = x + eta P update(u | h)        update = minus the energy's gradient with respect to u
@@ -19,10 +19,10 @@ diverged at the paper's width, so by default we add them to x. Algorithm 1 has n
 that begin with "rope:" are ours. So are key_shift and match_bias, with which CEM learns to copy.
 docs/paper.md lists our choices where the paper is silent.
 
-This file needs torch alone, and can be copied into another project. What is faster is plugged in
-from outside, by replacing a method of one object: nanocem/fast.py replaces attend and loss,
-nanocem/decode.py next_logits. Each is tried beside the lines here first, so that a change of
-these lines is never ignored.
+This file needs torch alone, and can be copied into another project (docs/options.md). Here attend
+keeps all scores in memory, and loss all logits. What is faster is plugged in from outside, by
+replacing a method of one object: nanocem/fast.py replaces attend and loss, nanocem/decode.py
+next_logits. Each is compared with the lines here first, so that an edit of them counts.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -55,43 +55,46 @@ EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 
 @dataclass
 class ModelConfig:
-    """Describe the architecture. A field that is None gets the default that its comment names.
-    To change a field make a new ModelConfig: dataclasses.replace would keep init_std and others as
-    derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
+    """Describe the architecture: first what Llama has, too, then CEM's options, then variants.
+    A field that is None gets the default that its comment names. To change a field make a new
+    ModelConfig: dataclasses.replace would keep d_mlp, init_std and others as derived from the old
+    values. ValueError for a bad value, or for CEM's options on Llama."""
     # For config files: a size drops the widths that an earlier file gave
     RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'd_mlp'),)
-    # --help and check_values read the words of a Literal
-    size: Literal[tuple(SIZES)] = '134m'  # preset of the next four options
+    # The words of a Literal are the values that an option can have
+    size: Literal[tuple(SIZES)] | None = None  # preset of the next four options; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
-    n_head: int | None = None  # K, number of attention heads; default: the size's
-    d_mlp: int | None = None  # width of the Llama MLP; default: the size's
+    n_head: int | None = None  # K, attention heads; default: of the size's width, or wider
+    d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
     vocab_size: int = 32_000  # in train.py the default is the data's
-    context_length: int = 2048  # J, tokens
+    context_length: int = 2048  # J, tokens; the layers take any number
+    positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
+
     attn: Literal['llama', 'cem'] = 'cem'  # attention: Llama's, or steps down an energy
     mlp: Literal['llama', 'cem'] = 'cem'  # MLP: Llama's, or steps down an energy
-    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
     attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
     mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
-    attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
-    mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
-    loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
     attn_step_size: float | None = None  # eta_eps, of a step; default: 1 / attn_steps
     mlp_step_size: float | None = None  # eta_xi, of a step; default: 1 / mlp_steps
-    positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
-    key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
-    match_bias: Literal['none', 'token', 'pair'] = 'none'  # let scores compare i with j - 1
-    kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
-    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
+    kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
+
     residual: Literal['raw', 'normed'] = 'raw'  # start from x, or norm(x) as in Algorithm 1
+    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
-    init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
-    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
+    attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
+    mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
+    loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
+    key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
+    match_bias: Literal['none', 'token', 'pair'] = 'none'  # let scores compare i with j - 1
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -100,7 +103,7 @@ class ModelConfig:
 
     def llama(self) -> 'ModelConfig':
         """Return the Llama of the same shape. Its parameter count sets the token budget."""
-        names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
+        names = ('d_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
         shape = {name: getattr(self, name) for name in names}
         # RoPE has no parameters, but needs heads of an even width
         head_width = self.d_model // self.n_head
@@ -165,7 +168,7 @@ class BaseAttention(nn.Module):
         if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
-        if cfg.match_bias != 'none':  # d weighs the features, w_k says how much a head looks
+        if cfg.match_bias != 'none':  # weights of the features, and how much a head looks
             self.match_diag = nn.Parameter(torch.ones(D))
             self.match_weight = nn.Parameter(torch.zeros(K))
         if cfg.match_bias == 'pair':
@@ -195,9 +198,9 @@ class BaseAttention(nn.Module):
         return torch.cat([previous(first), second], dim=-1)
 
     def add_match(self, h: Tensor, pos: Positions) -> Positions:
-        """With match_bias add (d * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B, J, D),
-        whose last I tokens are the queries'; with `pair` also (d * h_(i-1)) . h_(j-2) / sqrt(D). No
-        state u is in them, so all steps share them."""
+        """With match_bias add (match_diag * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B,
+        J, D), whose last I tokens are the queries'; with `pair` also the product of the tokens
+        before these two. No state u is in them, so all steps share them."""
         if self.cfg.match_bias == 'none':
             return pos
         I, D = len(pos.mask), h.shape[-1]
@@ -211,7 +214,9 @@ class BaseAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions,
                u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         """Return o_i = sum_j softmax_j(a_ijk) v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K,
-        J, R), and for the diagonal's term u (B, I, D) and h (B, J, D)."""
+        J, R). u (B, I, D) and h (B, J, D) are for the diagonal in CEMAttention.scores alone."""
+        # All scores are in memory. Without bias or diagonal F.scaled_dot_product_attention, with
+        # scale=1 / self.tau and is_causal=True, gives the same without them
         a = self.scores(q, k, pos, u, h)                         # a_ijk, (B, K, I, J)
         alpha = a.softmax(dim=-1).type_as(v)                     # softmax_j(a_ijk)
         return alpha @ v                                         # sum_j alpha_ijk v_j
@@ -223,8 +228,8 @@ class BaseAttention(nn.Module):
 
     def bias(self, pos: Positions) -> Tensor:
         """Return b_ijk = -m_k |i - j| + (b_self_k if i = j else b_cross_k), (K, I, J); -inf where i
-        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add w_k times
-        add_match's products, (B, K, I, J)."""
+        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add
+        add_match's products, weighted for each head, (B, K, I, J)."""
         b = pos.mask
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
@@ -282,6 +287,7 @@ class CEMAttention(BaseAttention):
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
         self.P = Preconditioner(cfg, cfg.n_head, cfg.attn_rank)
         n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
+        # A vector d_k for each head, or one for all: no weight decay, though it has two dimensions
         self.kq_diag = nn.Parameter(torch.zeros(n, cfg.d_model)) if n else None
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
@@ -293,9 +299,9 @@ class CEMAttention(BaseAttention):
         k = self.shift(k)
         pos = self.add_match(h, pos)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
         # Fold the preconditioners into the output projection
-        W_O = self.output_weight()                               # (D, D), blocks (P_k W_k^Q^T)^T
+        W_O = self.output_weight()                               # (D, D), blocks W_k^Q P_k
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -307,9 +313,11 @@ class CEMAttention(BaseAttention):
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
             if self.cfg.exact_update:
-                # Attend again, to h: the gradient of the diagonal's part of the energy
+                # The gradient of the diagonal's part of the energy: attend to h. This computes the
+                # scores again, so that whatever replaces attend need not return them
                 o_h = self.attend(q, k, h[:, None], pos, u, h)   # sum_j alpha_ijk h_j, (B, K, I, D)
-                dx = dx + self.P(self.kq_diag[:, None] * o_h).sum(dim=1)
+                d = self.kq_diag[:, None]                        # d_k, (1 or K, 1, D)
+                dx = dx + self.P(d * o_h).sum(dim=1)             # + sum_k P_k (d_k * o_h)
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
 
@@ -327,13 +335,15 @@ class CEMAttention(BaseAttention):
         return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def output_weight(self) -> Tensor:
-        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k =
-        (P_k W_k^Q^T)^T, since P_k is symmetric."""
+        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
+        the transpose of P_k W_k^Q^T, since P_k is symmetric."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
-        for normed u and h. If P = I, forward's dx is -d eps/du; with d_k it needs exact_update."""
+        for normed u and h of one shape. Without a preconditioner forward's dx is -d eps/du; with
+        d_k it needs exact_update."""
+        require_one_shape(u, h)
         pos = self.add_match(h, make_positions(self.cfg, h))
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
         k = self.rotate(self.shift(self.split_heads(F.linear(h, self.W_K))), pos)
@@ -341,8 +351,8 @@ class CEMAttention(BaseAttention):
 
 
 class LlamaMLP(nn.Module):
-    """Gated MLP with three untied matrices. Norm and residual are inside. Hugging Face's gate_proj
-    is V, and its up_proj is W."""
+    """Gated MLP with three untied matrices. Norm and residual are inside. The paper's gate gamma is
+    the factor without SiLU: W is Hugging Face's up_proj, and V its gate_proj."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(cfg.d_model)
@@ -352,11 +362,11 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
-        # Project the normed input to the gate gamma and to z
+        # Project the normed input to gamma and to z, which gets the SiLU
         h = self.norm(x)
         gamma = F.linear(h, self.W)                              # (B, I, D_v)
         z = F.linear(h, self.V)
-        # Apply the activation and the gate
+        # Apply the activation, and multiply the two
         g = gamma * F.silu(z)
         # Project down, and add to the residual stream
         return x + g @ self.W_d
@@ -376,17 +386,17 @@ class CEMMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take the steps of Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
-        # Project the normed input to the gate, which stays fixed for all steps
+        # Project the normed input to gamma, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
         # Fold the preconditioner into the down projection
-        W_d = self.output_weight()                               # (P V^T)^T
+        W_d = self.output_weight()                               # V P, the transpose of P V^T
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
             z = F.linear(u, self.V)                              # V u_i
-            # Apply the activation and the gate
+            # Apply the activation, and multiply by gamma
             if self.cfg.mlp_energy == 'gated':
                 g = gamma * F.silu(z)                            # gamma * phi'(V u_i), phi' = SiLU
             else:
@@ -396,13 +406,14 @@ class CEMMLP(nn.Module):
         return x
 
     def output_weight(self) -> Tensor:
-        """Return (P V^T)^T (Eq. 15), (D_v, D): P applied to each row of V."""
+        """Return V P, the transpose of Eq. 15's P V^T, (D_v, D): P applied to each row of V."""
         return self.P(self.V[None])[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h.
-        phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u) and
-        phi = softplus. If P = I, forward's g @ W_d is -d xi/du."""
+        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h of
+        one shape. phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u)
+        and phi = softplus. Without a preconditioner forward's g @ W_d is -d xi/du."""
+        require_one_shape(u, h)
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':
@@ -412,60 +423,34 @@ class CEMMLP(nn.Module):
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
-    """Return sign(x), with the gradient of x."""
+    """Return sign(x), with the gradient of x: its own is 0, and no sign would ever be learned."""
     return x.sign().detach() + (x - x.detach())
 
 
-class Phi(torch.autograd.Function):
-    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
-    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2."""
-    generate_vmap_rule = True  # forward and backward are torch's operations
-
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        b = z.detach().double().abs()                            # y = e^-b <= 1: e^b would overflow
-        w, log1p_y = torch.sigmoid(-b), (-b).exp().log1p()       # w <= 1/2: 50 terms are exact
-        series = torch.zeros_like(b)
-        for n in range(50, 0, -1):
-            series = (series + 1 / n ** 2) * w
-        left = -series - log1p_y ** 2 / 2 - b * log1p_y          # phi(-b)
-        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left            # phi(b), by inversion of Li2
-        return torch.where(z > 0, right, left).to(z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * F.silu(ctx.saved_tensors[0])
-
-
 class Preconditioner(nn.Module):
-    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13). No P is
-    formed in memory. The parameter is p = d / sqrt(D): Adam's steps are of one length for all
-    weights, and most are about D^-1/2, but d is about 1. (U and V are P's; d is not d_k.)"""
+    """Apply n symmetric (D, D) matrices P = diag(softplus(sqrt(D) diag)) + left right^T +
+    right left^T (Eq. 13, whose U and V are left and right). No P is formed in memory."""
     def __init__(self, cfg: ModelConfig, n: int, rank: int):
         super().__init__()
         D = cfg.d_model
         # Without these parameters P is the identity
-        self.p = None
-        self.U = None
+        self.diag = self.left = self.right = None
         if cfg.preconditioner != 'none':
-            # d starts at 1 as in the paper, so that P starts at softplus(1) I = 1.31 I
-            self.p = nn.Parameter(torch.full((n, D), D ** -0.5))
+            # The paper's diagonal starts at 1, and P at softplus(1) I = 1.31 I. What is stored is
+            # its 1 / sqrt(D), so that a step of Adam changes it by as large a share as a weight
+            self.diag = nn.Parameter(torch.full((n, D), D ** -0.5))  # n vectors: no weight decay
         if cfg.preconditioner == 'diag_lowrank':
-            self.U = normal_param(n, D, rank, std=0.02)
-            self.V = nn.Parameter(torch.zeros(n, D, rank))
+            self.left = normal_param(n, D, rank, std=0.02)
+            self.right = nn.Parameter(torch.zeros(n, D, rank))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply each of the n matrices to its m rows: (..., n, m, D) -> (..., n, m, D)."""
         out = rows
-        if self.p is not None:
-            d = self.p * self.p.shape[1] ** 0.5
-            out = rows * F.softplus(d)[:, None]
-        if self.U is not None:
-            out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
+        if self.diag is not None:
+            diagonal = F.softplus(self.diag * self.diag.shape[1] ** 0.5)
+            out = rows * diagonal[:, None]
+        if self.left is not None:
+            out = out + (rows @ self.left) @ self.right.mT + (rows @ self.right) @ self.left.mT
         return out
 
 
@@ -487,7 +472,16 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model: embedding, blocks, norm, untied head."""
+    """A causal language model: embedding, blocks, norm, untied head. The initial values are
+
+        the embedding                                        normal, of standard deviation 1
+        the head and all matrices of attention and MLP       normal, init_std
+        P: left, right; diag, of P = 1.31 I                  normal, 0.02; 0; 1 / sqrt(D)
+        gains of the norms, match_diag                       1
+        kq_diag, b_self, b_cross, match_weight, pair_weight  0
+
+    Save the options, vars(cfg), beside the weights: attn_steps, residual, loops and others change
+    what a model computes, and no name or shape of a weight."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -496,11 +490,14 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
 
-    def forward(self, idx: Tensor,
-                targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None,
+                next_only: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """Without targets return the logits (B, I, vocabulary) of ids (B, I), with targets (B, I)
-        their mean loss; the other of the two is None. Targets of -100 do not count. ValueError for
-        targets of another shape."""
+        their mean loss; the other of the two is None. Targets of -100 do not count (in nanoGPT -1).
+        With next_only return next_logits' alone, (B, vocabulary). ValueError for targets of another
+        shape."""
+        if next_only:
+            return self.next_logits(idx), None
         if targets is None:
             return F.linear(self.hidden(idx), self.head), None
         if targets.shape != idx.shape:
@@ -531,14 +528,15 @@ class Transformer(nn.Module):
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
                  top_k: int | None = None, generator: torch.Generator | None = None) -> Tensor:
         """Continue ids (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the
-        likeliest token. When the context is full, its last half becomes the context, so that a
-        cache is filled again once in so many tokens, not at each."""
+        likeliest token. When the context is full, its last half becomes the context: a cache, which
+        nanocem/decode.py plugs in, is then filled again once in so many tokens, not at each."""
         length = self.cfg.context_length
         start = max(0, idx.shape[1] - length)  # the first token of the context
         for _ in range(max_new_tokens):
             if idx.shape[1] - start > length:  # the context is full
                 start = idx.shape[1] - max(1, length // 2)
-            logits = self.next_logits(idx[:, start:])
+            # A call of the module: FSDP gathers weights in it, and forward hooks run
+            logits, _ = self(idx[:, start:], next_only=True)
             if top_k is not None:  # keep the top_k largest logits
                 kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth_largest, -torch.inf)
@@ -557,9 +555,9 @@ class Transformer(nn.Module):
         steps = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
         # Check both before changing either
         for name, T in steps.items():
-            check(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
-            check(getattr(self.cfg, name) == 'cem',
-                  f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
+            require(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
+            require(getattr(self.cfg, name) == 'cem',
+                    f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
         for name, T in steps.items():
             for block in self.blocks:
                 getattr(block, name).T = T
@@ -568,19 +566,48 @@ class Transformer(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
+# Only for energies
+
+def require_one_shape(u: Tensor, h: Tensor) -> None:
+    """ValueError for states u and contexts h of other shapes: they would be broadcast."""
+    require(u.shape == h.shape, f'u {tuple(u.shape)}, h {tuple(h.shape)}: expected a state u for '
+            'each h')
+
+
+class Phi(torch.autograd.Function):
+    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
+    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2. torch.func.hessian and jvp work. But
+    in jacfwd of jacfwd torch loses a tangent of any custom function: take hessian there."""
+    generate_vmap_rule = True  # all methods are torch's operations
+
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        b = z.detach().double().abs()                            # y = e^-b <= 1: e^b would overflow
+        w, log1p_y = torch.sigmoid(-b), (-b).exp().log1p()       # w <= 1/2: 50 terms are exact
+        series = torch.zeros_like(b)
+        for n in range(50, 0, -1):
+            series = (series + 1 / n ** 2) * w
+        left = -series - log1p_y ** 2 / 2 - b * log1p_y          # phi(-b)
+        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left            # phi(b), by inversion of Li2
+        return torch.where(z > 0, right, left).to(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * F.silu(ctx.saved_tensors[0])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # in forward mode: torch.func.jvp and hessian
+        return tangent * F.silu(ctx.saved_tensors[0])
+
+
 # Options: defaults and checks
 
-# Options of another kind of layer must keep their defaults
-ONLY_FOR = {
-    'attn=llama': 'tie',
-    'attn=cem': 'attn_steps attn_step_size kq_diag score_scale exact_update attn_rank',
-    'mlp=cem': 'mlp_steps mlp_step_size mlp_energy mlp_match mlp_rank',
-    'attn=cem or mlp=cem': 'preconditioner residual',
-    'preconditioner=diag_lowrank': 'attn_rank mlp_rank',
-    'positions=rope': 'rope_theta'}
-
-
-def check(ok: bool, message: str) -> None:
+def require(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
 
@@ -605,44 +632,58 @@ def check_values(options: Any) -> None:
         else:
             ok, expected = value in get_args(kind), f'one of {", ".join(get_args(kind))}'
             kind = str
-        check(ok, f'{field.name}={value}: expected {expected}')
+        require(ok, f'{field.name}={value}: expected {expected}')
         setattr(options, field.name, kind(value))
 
 
 def default_values(cfg: ModelConfig) -> dict[str, Any]:
     """Return the defaults of the fields that depend on other fields."""
-    D = cfg.d_model or SIZES[cfg.size]['d_model']
+    size = SIZES[cfg.size or '134m']
+    D, R = cfg.d_model or size['d_model'], size['d_model'] // size['n_head']
     cem = cfg.attn == 'cem'
-    return SIZES[cfg.size] | dict(
+    return dict(
+        d_model=D, n_layer=size['n_layer'],
+        # As many heads as divide D and are no narrower than the size's
+        n_head=next((K for K in range(D // R, 1, -1) if D % K == 0), 1),
+        d_mlp=2 * math.ceil(4 * D / 3),  # the next even number to 8/3 D: that of every size
         init_std=0.02 * math.sqrt(768 / D),
         attn_step_size=1 / cfg.attn_steps, mlp_step_size=1 / cfg.mlp_steps,
         positions='alibi' if cem else 'rope', score_scale='model' if cem else 'head')
 
 
 def resolve_defaults(cfg: ModelConfig) -> None:
-    """Set the fields that are None to their defaults."""
+    """Set the fields that are None to their defaults, and size to the one with this shape, or else
+    to None."""
     for name, value in default_values(cfg).items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, value)
+    shape = {name: getattr(cfg, name) for name in SIZES['nano']}
+    cfg.size = next((size for size, preset in SIZES.items() if preset == shape), None)
 
 
 def check_combination(cfg: ModelConfig) -> None:
     """ValueError for an option that has no part in this model, or contradicts another."""
-    applies = {
-        'attn=llama': cfg.attn == 'llama', 'attn=cem': cfg.attn == 'cem',
-        'mlp=cem': cfg.mlp == 'cem', 'attn=cem or mlp=cem': 'cem' in (cfg.attn, cfg.mlp),
-        'preconditioner=diag_lowrank': cfg.preconditioner == 'diag_lowrank',
-        'positions=rope': cfg.positions == 'rope'}
     defaults = vars(ModelConfig) | default_values(cfg)
-    for setting, names in ONLY_FOR.items():
-        for name in names.split():
+    cem_attn, cem_mlp = cfg.attn == 'cem', cfg.mlp == 'cem'
+    low_rank = cfg.preconditioner == 'diag_lowrank'
+    # Whether some options have a part in this model, where they do, and their names
+    for applies, setting, names in [
+            (not cem_attn, 'attn=llama', ['tie']),
+            (cem_attn, 'attn=cem', ['attn_steps', 'attn_step_size', 'attn_rank', 'kq_diag',
+                                    'score_scale', 'exact_update']),
+            (cem_mlp, 'mlp=cem', ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy',
+                                  'mlp_match']),
+            (cem_attn or cem_mlp, 'attn=cem or mlp=cem', ['preconditioner', 'residual']),
+            (low_rank, 'preconditioner=diag_lowrank', ['attn_rank', 'mlp_rank']),
+            (cfg.positions == 'rope', 'positions=rope', ['rope_theta'])]:
+        for name in names:
             value, default = getattr(cfg, name), defaults[name]
-            check(applies[setting] or value == default,
-                  f'{name}={value} is only for {setting}: set that, or else {name}={default}')
+            require(applies or value == default,
+                    f'{name}={value} is only for {setting}: set that, or else {name}={default}')
     R = cfg.d_model / cfg.n_head
-    check(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
+    require(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
     for name, value in (('positions', 'rope'), ('key_shift', 'half')):
-        check(getattr(cfg, name) != value or R % 2 == 0,
-              f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
-    check(cfg.kq_diag != 'none' or not cfg.exact_update,
-          'exact_update needs the diagonal: set kq_diag=shared or per_head')
+        require(getattr(cfg, name) != value or R % 2 == 0,
+                f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
+    require(cfg.kq_diag != 'none' or not cfg.exact_update,
+            'exact_update needs the diagonal: set kq_diag=shared or per_head')

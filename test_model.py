@@ -8,13 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from scipy.integrate import quad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import energy
 from model import (
     CEMMLP,
+    SIZES,
     CEMAttention,
     ModelConfig,
     Phi,
@@ -100,6 +105,31 @@ def test_parameter_counts() -> None:
                 assert ours / theirs == pytest.approx(fraction, rel=1e-3)
         matched = Transformer(ModelConfig(size='86m', attn='llama', mlp_match='params'))
         assert matched.num_params() == expected['86m']
+
+
+@pytest.mark.parametrize('size', SIZES)
+def test_a_width_brings_heads_and_an_mlp_of_its_own(size: str) -> None:
+    """Those of every size are what its d_model alone gives, and another width has no size's name,
+    and no size's d_mlp."""
+    preset = ModelConfig(size=size)
+    D = preset.d_model
+    assert {name: getattr(preset, name) for name in SIZES[size]} == SIZES[size]
+    derived = ModelConfig(size=size, d_model=D)
+    assert derived == preset == ModelConfig(**SIZES[size]) and preset.size == size
+    assert ModelConfig(d_model=D).d_mlp == preset.d_mlp
+    for options in (dict(d_model=2 * D), dict(n_layer=99), dict(n_head=1), dict(d_mlp=2 * D)):
+        other = ModelConfig(size=size, **options)
+        assert other.size is None and ModelConfig(**vars(other)) == other
+        assert other.llama().size is None
+    wider = ModelConfig(size=size, d_model=2 * D)
+    assert (wider.n_head, wider.d_mlp) == (2 * preset.n_head, 2 * math.ceil(8 * D / 3))
+
+
+def test_a_model_of_nanogpts_shape() -> None:
+    cfg = ModelConfig(d_model=128, n_layer=4, n_head=4)
+    assert (cfg.size, cfg.n_head, cfg.d_mlp) == (None, 4, 342)
+    # Heads divide the width, and are 64 wide or wider
+    assert [ModelConfig(d_model=D).n_head for D in (7, 100, 128, 1000)] == [1, 1, 2, 10]
 
 
 @pytest.mark.parametrize('cfg', [c for c in SETS if c.preconditioner == 'none'], ids=describe)
@@ -322,6 +352,33 @@ def test_phi_is_the_integral_of_silu_from_minus_infinity() -> None:
     torch.testing.assert_close(Phi.apply(z), energy.Phi.apply(z), rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize('kind', [CEMMLP, energy.Elementwise])
+def test_the_mlp_energy_has_forward_derivatives(kind: type) -> None:
+    """Its Hessian in u is -V^T diag(gamma * silu'(V u)) V, and jvp is the gradient times a vector.
+    Forward over reverse, reverse over forward and reverse twice agree."""
+    torch.manual_seed(31)
+    args = (ModelConfig(**TINY),) if kind is CEMMLP else (24, 20, 1)
+    mlp = randomize(kind(*args), seed=31)
+    u, h, direction = torch.randn(3, 24, dtype=torch.float64)
+    z, gamma = mlp.V @ u, mlp.W @ h
+    slope = z.sigmoid() * (1 + z * (1 - z.sigmoid()))  # silu'(z)
+    right = -(mlp.V.T * (gamma * slope)) @ mlp.V
+
+    def of_u(u: torch.Tensor) -> torch.Tensor:
+        return mlp.energy(u, h)
+
+    def of_h(h: torch.Tensor) -> torch.Tensor:
+        return mlp.energy(u, h)
+
+    for twice in (hessian(of_u), jacrev(jacfwd(of_u)), jacrev(jacrev(of_u))):
+        torch.testing.assert_close(twice(u), right, rtol=0, atol=1e-12)
+    for function, x in ((of_u, u), (of_h, h)):
+        _, derivative = jvp(function, (x,), (direction,))
+        torch.testing.assert_close(derivative, grad(function)(x) @ direction, rtol=0, atol=1e-12)
+    each = vmap(hessian(of_u))(torch.stack([u, u]))
+    torch.testing.assert_close(each, right.expand(2, -1, -1), rtol=0, atol=1e-12)
+
+
 def test_straight_through_sign_passes_gradients_to_gamma() -> None:
     torch.manual_seed(6)
     gamma, z = torch.randn(2, 5, dtype=torch.float64)
@@ -345,9 +402,9 @@ def test_folded_preconditioner_equals_the_dense_one(kind: str, exact: bool) -> N
 
     def dense(P: Preconditioner, k: int) -> torch.Tensor:
         out = torch.eye(24, dtype=torch.float64)
-        if P.p is not None:
-            out = torch.diag(F.softplus(math.sqrt(24) * P.p[k]))
-        return out if P.U is None else out + P.U[k] @ P.V[k].T + P.V[k] @ P.U[k].T
+        if P.diag is not None:
+            out = torch.diag(F.softplus(math.sqrt(24) * P.diag[k]))
+        return out if P.left is None else out + P.left[k] @ P.right[k].T + P.right[k] @ P.left[k].T
 
     u, h = torch.randn(2, 1, 7, 24, dtype=torch.float64)
     attn, mlp = block.attn, block.mlp
@@ -384,9 +441,9 @@ def test_initial_weights_are_the_papers() -> None:
         assert w.std().item() == pytest.approx(0.02 * math.sqrt(768 / 64), rel=0.1)
     assert (attn.norm.gain == 1).all() and torch.equal(attn.kq_diag, torch.zeros(1, 64))
     P = mlp.P
-    assert P.U.shape == (1, 64, 16) and attn.P.U.shape == (4, 64, 4)
-    assert P.U.std().item() == pytest.approx(0.02, rel=0.2) and not P.V.any()
-    torch.testing.assert_close(F.softplus(8 * P.p), torch.full((1, 64), math.log(1 + math.e)))
+    assert P.left.shape == (1, 64, 16) and attn.P.left.shape == (4, 64, 4)
+    assert P.left.std().item() == pytest.approx(0.02, rel=0.2) and not P.right.any()
+    torch.testing.assert_close(F.softplus(8 * P.diag), torch.full((1, 64), math.log(1 + math.e)))
 
 
 # Every option set
@@ -465,6 +522,58 @@ def test_three_steps_are_a_loop_of_single_steps(residual: str) -> None:
         for _ in range(3):
             x = x + sublayer.eta * update(sublayer, sublayer.norm(x), h)
         torch.testing.assert_close(sublayer(x0, *pos), x, rtol=0, atol=1e-11)
+
+
+def test_generate_calls_the_module_without_logits_of_all_positions() -> None:
+    """Each new token is one forward pass, with its hooks, and one product with the head of the last
+    position alone."""
+    model = Transformer(ModelConfig(**TINY))
+    shapes = []
+    model.register_forward_hook(lambda module, inputs, output: shapes.append(output[0].shape))
+    idx = torch.randint(50, (2, 5))
+    longer = model.generate(idx, 3, temperature=0.0)
+    assert shapes == [(2, 50)] * 3
+    for n in range(5, 8):  # the likeliest token after all ids before it
+        assert torch.equal(longer[:, n], model(longer[:, :n])[0][:, -1].argmax(dim=-1))
+    torch.testing.assert_close(model(idx, next_only=True)[0], model(idx)[0][:, -1])
+
+
+def test_fsdp_trains_and_generates(tmp_path: Path) -> None:
+    """Sharded weights are whole only inside a call of the module."""
+    model, plain = (Transformer(ModelConfig(**TINY)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh('cpu', (1,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        idx = torch.randint(50, (2, 9))
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        assert torch.equal(model.generate(idx, 3, temperature=0.0),
+                           plain.generate(idx, 3, temperature=0.0))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_top_k_draws_the_k_likeliest_tokens_and_no_other() -> None:
+    model = randomize(Transformer(ModelConfig(**TINY)), seed=33)
+    idx = torch.randint(50, (1, 5), generator=torch.Generator().manual_seed(33))
+    likeliest = model(idx)[0][0, -1].topk(50).indices.tolist()
+    for k in (1, 2, 3):
+        drawn = model.generate(idx.expand(400, -1), 1, temperature=50.0, top_k=k,
+                               generator=torch.Generator().manual_seed(k))[:, -1]
+        assert set(drawn.tolist()) == set(likeliest[:k])
+
+
+@pytest.mark.parametrize('name', ['attn', 'mlp'])
+def test_energies_of_another_shape_are_refused(name: str) -> None:
+    """They would be broadcast: one token's u with five h, or one text's h with two u."""
+    sublayer = getattr(Transformer(ModelConfig(**TINY)).blocks[0], name)
+    h = torch.randn(2, 5, 24)
+    assert sublayer.energy(h, h).shape == (2, 5)
+    for u, context in ((h[:, :1], h), (h[:1], h), (h, h[:, :1]), (h, h[:1]), (h[0], h)):
+        with pytest.raises(ValueError, match='expected a state u for each h'):
+            sublayer.energy(u, context)
 
 
 def test_targets_of_another_shape_are_refused() -> None:

@@ -31,7 +31,7 @@ from nanocem.tokenizers import (
 quickjs = pytest.importorskip('quickjs')
 MATHEMATICS, REST = re.findall('<script>\n(.*?)</script>', page.TEMPLATE.read_text('utf-8'),
                                re.DOTALL)
-SHIPPED, PROMPT = str(ROOT / 'pretrained/cem_plain'), 'The first argument'
+SHIPPED, PROMPT = str(ROOT / 'pretrained/cem_plain_copies'), 'The first argument'
 STATE = dict(step=3, data_dir='', data=dict(tokenizer='byte', vocab_size=257))
 SHAPE = dict(size='nano', d_model=12, n_layer=2, n_head=2, d_mlp=10, vocab_size=257,
              context_length=9)
