@@ -73,6 +73,7 @@ assert cem.model.cfg.attn_steps == 5
 assert not {'model', 'nanocem', 'configurator'} & sys.modules.keys()
 torch.save(found, 'found.pt')
 """.replace('TEXTS', repr(TEXTS))
+PRETRAINED = ['cem', 'cem_plain', 'cem_copies', 'cem_plain_copies', 'llama_alibi']
 
 
 def state_of(model: Transformer, tokenizer: str = 'byte') -> dict[str, Any]:
@@ -335,7 +336,7 @@ def test_an_export_carries_what_it_computes(
         assert f'Warning: {folder}/model.py was edited' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize('name', ['cem', 'cem_plain', 'llama_alibi'])
+@pytest.mark.parametrize('name', PRETRAINED)
 def test_pretrained_models_carry_what_they_compute(
         name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     load_model(str(running.ROOT / 'pretrained' / name))
@@ -568,7 +569,7 @@ def test_a_tokenizer_that_transformers_does_not_get_is_said(
             assert load_tokenizer(str(folder), meta).encode(text) == ours.encode(text)
 
 
-@pytest.mark.parametrize('name', ['cem', 'cem_plain', 'llama_alibi'])
+@pytest.mark.parametrize('name', PRETRAINED)
 def test_autotokenizer_has_no_other_ids_in_pretrained(name: str) -> None:
     with pytest.raises(ValueError, match='instantiate the backend tokenizer'):
         transformers.AutoTokenizer.from_pretrained(

@@ -321,7 +321,7 @@ def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
 
 
 # docs/play.html is the page of this model, with this prompt: python export.py makes it again, by
-# --out_dir=pretrained/cem_plain --page=docs/play.html --prompt="The first argument"
+# --out_dir=pretrained/cem_plain_copies --page=docs/play.html --prompt="The first argument"
 
 
 def test_play_html_is_the_page_of_a_pretrained_model() -> None:
