@@ -216,3 +216,25 @@ def draw_copying(perplexities: dict[str, dict[str, float]]) -> None:
     axes.set_xticks(range(len(names)), names.values())
     axes.set(ylabel='perplexity, lower is better', ylim=(0, 37))
     axes.legend()
+
+
+def draw_looking(w: Tensor, looks: Tensor, words: list[str], title: str, alpha: Tensor) -> None:
+    """Draw w_k and the shares of attention that go to what came next, (layers, heads); and beside
+    them the weights of one head, (J, J), queries down and keys across, for the J `words`."""
+    left, middle, right = panels(3, 9.5, 3.7, width_ratios=(1, 1, 1.2))
+    left.imshow(w, cmap='RdBu_r', vmin=-5, vmax=5)
+    middle.imshow(looks, cmap='Greys', vmin=0, vmax=1)
+    for axes, numbers, form in ((left, w, 'z.1f'), (middle, 100 * looks, '.0f')):
+        for n, row in enumerate(numbers):
+            for k, number in enumerate(row):
+                text = f'{number.item():{form}}'.replace('-', '\N{MINUS SIGN}')
+                color = 'white' if axes is middle and number > 50 else 'black'
+                axes.text(k, n, text, ha='center', va='center', fontsize=8, color=color)
+        axes.set_xticks(range(len(row)), range(1, len(row) + 1))
+        axes.set_yticks(range(len(numbers)), range(1, len(numbers) + 1))
+        axes.set(xlabel='head', ylabel='layer')
+    right.imshow(alpha.sqrt(), cmap='Greys', vmin=0, vmax=1)
+    right.set_yticks(range(len(words)), words, fontsize=6)
+    right.set(ylabel='down attends to across', xticks=[])
+    for axes, name in ((left, '$w_k$'), (middle, 'attention to what came next, %'), (right, title)):
+        axes.set_title(name, fontsize=10)

@@ -65,13 +65,15 @@ def find_numbers(options: dict[str, Any], device: torch.device | str = 'cpu',
 @contextlib.contextmanager
 def full_precision(device_type: str) -> Iterator[None]:
     """Compute in float32 alone, without TF32. Random numbers go on as before."""
-    before = torch.get_float32_matmul_precision()
+    before, dtype = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     torch.set_float32_matmul_precision('highest')
+    torch.set_default_dtype(torch.float32)  # torch.rand draws others in float64
     try:
         with torch.random.fork_rng(devices=[]), torch.autocast(device_type, enabled=False):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+        torch.set_default_dtype(dtype)
 
 
 def find_change(options: dict[str, Any], numbers: Numbers | None,

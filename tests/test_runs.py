@@ -197,7 +197,10 @@ def test_numbers_disturb_nothing_and_are_alike_in_any_precision_and_mode() -> No
     numbers, state = probe.find_numbers(options), torch.get_rng_state()
     with torch.autocast('cpu', torch.bfloat16), torch.enable_grad():
         torch.set_float32_matmul_precision('medium')
-        assert probe.find_numbers(options) == numbers
+        torch.set_default_dtype(torch.float64)
+        found, dtype = probe.find_numbers(options), torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+    assert found == numbers and dtype == torch.float64
     assert torch.get_float32_matmul_precision() == 'medium'
     torch.set_float32_matmul_precision('highest')
     assert torch.equal(torch.get_rng_state(), state)

@@ -30,15 +30,16 @@ def run(answers: bool = False) -> nbformat.NotebookNode:
 
 def test_it_runs_with_its_answers() -> None:
     cells = nbformat.read(TOUR, as_version=4).cells
-    assert len(run(answers=True).cells) == len(cells) + 5
+    assert len(run(answers=True).cells) == len(cells) + 6
 
 
 def test_outputs_are_committed() -> None:
     tour = nbformat.read(TOUR, as_version=4)
     code = [cell for cell in tour.cells if cell.cell_type == 'code']
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert sum('image/png' in str(cell.outputs) for cell in code) == 9
-    assert TOUR.stat().st_size < 700_000
+    assert sum('image/png' in str(cell.outputs) for cell in code) == 10
+    assert 'stderr' not in str([cell.outputs for cell in code])  # no warnings
+    assert TOUR.stat().st_size < 750_000
 
 
 if __name__ == '__main__':
