@@ -416,31 +416,6 @@ def straight_through_sign(x: Tensor) -> Tensor:
     return x.sign().detach() + (x - x.detach())
 
 
-class Phi(torch.autograd.Function):
-    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
-    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2."""
-    generate_vmap_rule = True  # forward and backward are torch's operations
-
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        b = z.detach().double().abs()                            # y = e^-b <= 1: e^b would overflow
-        w, log1p_y = torch.sigmoid(-b), (-b).exp().log1p()       # w <= 1/2: 50 terms are exact
-        series = torch.zeros_like(b)
-        for n in range(50, 0, -1):
-            series = (series + 1 / n ** 2) * w
-        left = -series - log1p_y ** 2 / 2 - b * log1p_y          # phi(-b)
-        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left            # phi(b), by inversion of Li2
-        return torch.where(z > 0, right, left).to(z)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * F.silu(ctx.saved_tensors[0])
-
-
 class Preconditioner(nn.Module):
     """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13). No P is
     formed in memory. The parameter is p = d / sqrt(D): Adam's steps are of one length for all
@@ -566,6 +541,33 @@ class Transformer(nn.Module):
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+
+# Only for energies
+
+class Phi(torch.autograd.Function):
+    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
+    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2."""
+    generate_vmap_rule = True  # forward and backward are torch's operations
+
+    @staticmethod
+    def forward(z: Tensor) -> Tensor:
+        b = z.detach().double().abs()                            # y = e^-b <= 1: e^b would overflow
+        w, log1p_y = torch.sigmoid(-b), (-b).exp().log1p()       # w <= 1/2: 50 terms are exact
+        series = torch.zeros_like(b)
+        for n in range(50, 0, -1):
+            series = (series + 1 / n ** 2) * w
+        left = -series - log1p_y ** 2 / 2 - b * log1p_y          # phi(-b)
+        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left            # phi(b), by inversion of Li2
+        return torch.where(z > 0, right, left).to(z)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * F.silu(ctx.saved_tensors[0])
 
 
 # Options: defaults and checks
