@@ -547,8 +547,9 @@ class Transformer(nn.Module):
 
 class Phi(torch.autograd.Function):
     """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
-    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2."""
-    generate_vmap_rule = True  # forward and backward are torch's operations
+    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2. torch.func.hessian and jvp work. But
+    in jacfwd of jacfwd torch loses a tangent of any custom function: take hessian there."""
+    generate_vmap_rule = True  # all methods are torch's operations
 
     @staticmethod
     def forward(z: Tensor) -> Tensor:
@@ -564,10 +565,15 @@ class Phi(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad * F.silu(ctx.saved_tensors[0])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # in forward mode: torch.func.jvp and hessian
+        return tangent * F.silu(ctx.saved_tensors[0])
 
 
 # Options: defaults and checks

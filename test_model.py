@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scipy.integrate import quad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import energy
@@ -320,6 +321,33 @@ def test_phi_is_the_integral_of_silu_from_minus_infinity() -> None:
     # energy.py has its own, since either file is copied alone
     z = torch.cat([z.detach(), torch.tensor(zs)])
     torch.testing.assert_close(Phi.apply(z), energy.Phi.apply(z), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize('kind', [CEMMLP, energy.Elementwise])
+def test_the_mlp_energy_has_forward_derivatives(kind: type) -> None:
+    """Its Hessian in u is -V^T diag(gamma * silu'(V u)) V, and jvp is the gradient times a vector.
+    Forward over reverse, reverse over forward and reverse twice agree."""
+    torch.manual_seed(31)
+    args = (ModelConfig(**TINY),) if kind is CEMMLP else (24, 20, 1)
+    mlp = randomize(kind(*args), seed=31)
+    u, h, direction = torch.randn(3, 24, dtype=torch.float64)
+    z, gamma = mlp.V @ u, mlp.W @ h
+    slope = z.sigmoid() * (1 + z * (1 - z.sigmoid()))  # silu'(z)
+    right = -(mlp.V.T * (gamma * slope)) @ mlp.V
+
+    def of_u(u: torch.Tensor) -> torch.Tensor:
+        return mlp.energy(u, h)
+
+    def of_h(h: torch.Tensor) -> torch.Tensor:
+        return mlp.energy(u, h)
+
+    for twice in (hessian(of_u), jacrev(jacfwd(of_u)), jacrev(jacrev(of_u))):
+        torch.testing.assert_close(twice(u), right, rtol=0, atol=1e-12)
+    for function, x in ((of_u, u), (of_h, h)):
+        _, derivative = jvp(function, (x,), (direction,))
+        torch.testing.assert_close(derivative, grad(function)(x) @ direction, rtol=0, atol=1e-12)
+    each = vmap(hessian(of_u))(torch.stack([u, u]))
+    torch.testing.assert_close(each, right.expand(2, -1, -1), rtol=0, atol=1e-12)
 
 
 def test_straight_through_sign_passes_gradients_to_gamma() -> None:
