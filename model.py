@@ -417,30 +417,29 @@ def straight_through_sign(x: Tensor) -> Tensor:
 
 
 class Preconditioner(nn.Module):
-    """Apply n symmetric (D, D) matrices P = diag(softplus(d)) + U V^T + V U^T (Eq. 13). No P is
-    formed in memory. The parameter is p = d / sqrt(D): Adam's steps are of one length for all
-    weights, and most are about D^-1/2, but d is about 1. (U and V are P's; d is not d_k.)"""
+    """Apply n symmetric (D, D) matrices P = diag(softplus(sqrt(D) diag)) + left right^T +
+    right left^T (Eq. 13, whose U and V are left and right). No P is formed in memory."""
     def __init__(self, cfg: ModelConfig, n: int, rank: int):
         super().__init__()
         D = cfg.d_model
         # Without these parameters P is the identity
-        self.p = None
-        self.U = None
+        self.diag = self.left = self.right = None
         if cfg.preconditioner != 'none':
-            # d starts at 1 as in the paper, so that P starts at softplus(1) I = 1.31 I
-            self.p = nn.Parameter(torch.full((n, D), D ** -0.5))
+            # The paper's diagonal starts at 1, and P at softplus(1) I = 1.31 I. What is stored is
+            # its 1 / sqrt(D), so that a step of Adam changes it by as large a share as a weight
+            self.diag = nn.Parameter(torch.full((n, D), D ** -0.5))  # n vectors: no weight decay
         if cfg.preconditioner == 'diag_lowrank':
-            self.U = normal_param(n, D, rank, std=0.02)
-            self.V = nn.Parameter(torch.zeros(n, D, rank))
+            self.left = normal_param(n, D, rank, std=0.02)
+            self.right = nn.Parameter(torch.zeros(n, D, rank))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply each of the n matrices to its m rows: (..., n, m, D) -> (..., n, m, D)."""
         out = rows
-        if self.p is not None:
-            d = self.p * self.p.shape[1] ** 0.5
-            out = rows * F.softplus(d)[:, None]
-        if self.U is not None:
-            out = out + (rows @ self.U) @ self.V.mT + (rows @ self.V) @ self.U.mT
+        if self.diag is not None:
+            diagonal = F.softplus(self.diag * self.diag.shape[1] ** 0.5)
+            out = rows * diagonal[:, None]
+        if self.left is not None:
+            out = out + (rows @ self.left) @ self.right.mT + (rows @ self.right) @ self.left.mT
         return out
 
 

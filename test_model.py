@@ -373,9 +373,9 @@ def test_folded_preconditioner_equals_the_dense_one(kind: str, exact: bool) -> N
 
     def dense(P: Preconditioner, k: int) -> torch.Tensor:
         out = torch.eye(24, dtype=torch.float64)
-        if P.p is not None:
-            out = torch.diag(F.softplus(math.sqrt(24) * P.p[k]))
-        return out if P.U is None else out + P.U[k] @ P.V[k].T + P.V[k] @ P.U[k].T
+        if P.diag is not None:
+            out = torch.diag(F.softplus(math.sqrt(24) * P.diag[k]))
+        return out if P.left is None else out + P.left[k] @ P.right[k].T + P.right[k] @ P.left[k].T
 
     u, h = torch.randn(2, 1, 7, 24, dtype=torch.float64)
     attn, mlp = block.attn, block.mlp
@@ -412,9 +412,9 @@ def test_initial_weights_are_the_papers() -> None:
         assert w.std().item() == pytest.approx(0.02 * math.sqrt(768 / 64), rel=0.1)
     assert (attn.norm.gain == 1).all() and torch.equal(attn.kq_diag, torch.zeros(1, 64))
     P = mlp.P
-    assert P.U.shape == (1, 64, 16) and attn.P.U.shape == (4, 64, 4)
-    assert P.U.std().item() == pytest.approx(0.02, rel=0.2) and not P.V.any()
-    torch.testing.assert_close(F.softplus(8 * P.p), torch.full((1, 64), math.log(1 + math.e)))
+    assert P.left.shape == (1, 64, 16) and attn.P.left.shape == (4, 64, 4)
+    assert P.left.std().item() == pytest.approx(0.02, rel=0.2) and not P.right.any()
+    torch.testing.assert_close(F.softplus(8 * P.diag), torch.full((1, 64), math.log(1 + math.e)))
 
 
 # Every option set

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DIAGONALS = ('kq_diag', 'p')  # d_k and the diagonal of P: they hold a vector for each head
+DIAGONALS = ('kq_diag', 'diag')  # d_k and the diagonal of P: they hold a vector for each head
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a, b, c of X <- a X + (b A + c A A) X, A = X X^T
 
 

@@ -412,7 +412,7 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(tmp_path: Path) -
     folder, model = tmp_path / 'hub', model_of(preconditioner='diag')
     hub.export(model, str(folder), state_of(model))
     for options, name in ((dict(vocab_size=300, ignore_mismatched_sizes=True), 'model.embedding'),
-                          (dict(preconditioner='none'), 'attn.P.p')):
+                          (dict(preconditioner='none'), 'attn.P.diag')):
         with pytest.raises(ValueError, match=f'are not those.*{name}'):
             NanocemForCausalLM.from_pretrained(folder, **options)
     weights = load_file(folder / WEIGHTS_FILE)

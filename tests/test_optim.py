@@ -45,7 +45,7 @@ def test_which_parameters_muon_takes_and_which_decay(attn: str, matrices: list[s
                                     kq_diag=kq_diag, positions='alibi',
                                     preconditioner='diag_lowrank'))
     in_blocks = {f'blocks.0.{name}' for name in [*matrices, 'mlp.W', 'mlp.V']}
-    of_P = {name for name, _ in model.named_parameters() if name.endswith(('P.U', 'P.V'))}
+    of_P = {name for name, _ in model.named_parameters() if name.endswith(('P.left', 'P.right'))}
     assert len(of_P) == (4 if attn == 'cem' else 2)
     for optimizer in 'adamw', 'muon':
         cfg = TrainConfig(optimizer=optimizer)
@@ -83,12 +83,12 @@ def test_adamw_takes_the_steps_that_its_options_say(optimizer: str) -> None:
                 m[name] = b1 * m[name] + (1 - b1) * g
                 v[name] = b2 * v[name] + (1 - b2) * g ** 2
                 kind = name.split('.')[-1]
-                decay = 0 if p.ndim == 1 or kind in ('kq_diag', 'p') else cfg.weight_decay
+                decay = 0 if p.ndim == 1 or kind in ('kq_diag', 'diag') else cfg.weight_decay
                 kinds.add((kind, decay))
                 step = m[name] / (1 - b1 ** t) / ((v[name] / (1 - b2 ** t)).sqrt() + cfg.adam_eps)
                 expected[name] = (1 - lr * decay) * expected[name] - lr * step
         adamw.step()
-    assert {('gain', 0), ('kq_diag', 0), ('p', 0), ('head', 2.0), ('U', 2.0)} <= kinds
+    assert {('gain', 0), ('kq_diag', 0), ('diag', 0), ('head', 2.0), ('left', 2.0)} <= kinds
     for name, p in model.named_parameters():
         if name in expected:
             torch.testing.assert_close(p.double(), expected[name], rtol=0, atol=1e-5)
