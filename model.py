@@ -55,43 +55,46 @@ EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 
 @dataclass
 class ModelConfig:
-    """Describe the architecture. A field that is None gets the default that its comment names.
-    To change a field make a new ModelConfig: dataclasses.replace would keep init_std and others as
-    derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
+    """Describe the architecture: first what Llama has, too, then CEM's options, then variants.
+    A field that is None gets the default that its comment names. To change a field make a new
+    ModelConfig: dataclasses.replace would keep d_mlp, init_std and others as derived from the old
+    values. ValueError for a bad value, or for CEM's options on Llama."""
     # For config files: a size drops the widths that an earlier file gave
     RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'd_mlp'),)
-    # --help and check_values read the words of a Literal
-    size: Literal[tuple(SIZES)] = '134m'  # preset of the next four options
+    # The words of a Literal are the values that an option can have
+    size: Literal[tuple(SIZES)] | None = None  # preset of the next four options; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
-    n_head: int | None = None  # K, number of attention heads; default: the size's
-    d_mlp: int | None = None  # width of the Llama MLP; default: the size's
+    n_head: int | None = None  # K, attention heads; default: of the size's width, or wider
+    d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
     vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens
+    positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
+    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
+
     attn: Literal['llama', 'cem'] = 'cem'  # attention: Llama's, or steps down an energy
     mlp: Literal['llama', 'cem'] = 'cem'  # MLP: Llama's, or steps down an energy
-    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
     attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
     mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
-    attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
-    mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
-    loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
     attn_step_size: float | None = None  # eta_eps, of a step; default: 1 / attn_steps
     mlp_step_size: float | None = None  # eta_xi, of a step; default: 1 / mlp_steps
-    positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
-    key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
-    match_bias: Literal['none', 'token', 'pair'] = 'none'  # let scores compare i with j - 1
-    kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
-    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
+    kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
+
     residual: Literal['raw', 'normed'] = 'raw'  # start from x, or norm(x) as in Algorithm 1
+    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
-    init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
-    rope_theta: float = 10_000.0  # base of the rotary frequencies
+    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
+    attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
+    mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
+    loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
+    key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
+    match_bias: Literal['none', 'token', 'pair'] = 'none'  # let scores compare i with j - 1
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -100,7 +103,7 @@ class ModelConfig:
 
     def llama(self) -> 'ModelConfig':
         """Return the Llama of the same shape. Its parameter count sets the token budget."""
-        names = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
+        names = ('d_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
         shape = {name: getattr(self, name) for name in names}
         # RoPE has no parameters, but needs heads of an even width
         head_width = self.d_model // self.n_head
@@ -531,9 +534,9 @@ class Transformer(nn.Module):
         steps = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
         # Check both before changing either
         for name, T in steps.items():
-            check(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
-            check(getattr(self.cfg, name) == 'cem',
-                  f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
+            require(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
+            require(getattr(self.cfg, name) == 'cem',
+                    f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
         for name, T in steps.items():
             for block in self.blocks:
                 getattr(block, name).T = T
@@ -577,17 +580,7 @@ class Phi(torch.autograd.Function):
 
 # Options: defaults and checks
 
-# Options of another kind of layer must keep their defaults
-ONLY_FOR = {
-    'attn=llama': 'tie',
-    'attn=cem': 'attn_steps attn_step_size kq_diag score_scale exact_update attn_rank',
-    'mlp=cem': 'mlp_steps mlp_step_size mlp_energy mlp_match mlp_rank',
-    'attn=cem or mlp=cem': 'preconditioner residual',
-    'preconditioner=diag_lowrank': 'attn_rank mlp_rank',
-    'positions=rope': 'rope_theta'}
-
-
-def check(ok: bool, message: str) -> None:
+def require(ok: bool, message: str) -> None:
     if not ok:
         raise ValueError(message)
 
@@ -612,44 +605,58 @@ def check_values(options: Any) -> None:
         else:
             ok, expected = value in get_args(kind), f'one of {", ".join(get_args(kind))}'
             kind = str
-        check(ok, f'{field.name}={value}: expected {expected}')
+        require(ok, f'{field.name}={value}: expected {expected}')
         setattr(options, field.name, kind(value))
 
 
 def default_values(cfg: ModelConfig) -> dict[str, Any]:
     """Return the defaults of the fields that depend on other fields."""
-    D = cfg.d_model or SIZES[cfg.size]['d_model']
+    size = SIZES[cfg.size or '134m']
+    D, R = cfg.d_model or size['d_model'], size['d_model'] // size['n_head']
     cem = cfg.attn == 'cem'
-    return SIZES[cfg.size] | dict(
+    return dict(
+        d_model=D, n_layer=size['n_layer'],
+        # As many heads as divide D and are no narrower than the size's
+        n_head=next((K for K in range(D // R, 1, -1) if D % K == 0), 1),
+        d_mlp=2 * math.ceil(4 * D / 3),  # the next even number to 8/3 D: that of every size
         init_std=0.02 * math.sqrt(768 / D),
         attn_step_size=1 / cfg.attn_steps, mlp_step_size=1 / cfg.mlp_steps,
         positions='alibi' if cem else 'rope', score_scale='model' if cem else 'head')
 
 
 def resolve_defaults(cfg: ModelConfig) -> None:
-    """Set the fields that are None to their defaults."""
+    """Set the fields that are None to their defaults, and size to the one with this shape, or else
+    to None."""
     for name, value in default_values(cfg).items():
         if getattr(cfg, name) is None:
             setattr(cfg, name, value)
+    shape = {name: getattr(cfg, name) for name in SIZES['nano']}
+    cfg.size = next((size for size, preset in SIZES.items() if preset == shape), None)
 
 
 def check_combination(cfg: ModelConfig) -> None:
     """ValueError for an option that has no part in this model, or contradicts another."""
-    applies = {
-        'attn=llama': cfg.attn == 'llama', 'attn=cem': cfg.attn == 'cem',
-        'mlp=cem': cfg.mlp == 'cem', 'attn=cem or mlp=cem': 'cem' in (cfg.attn, cfg.mlp),
-        'preconditioner=diag_lowrank': cfg.preconditioner == 'diag_lowrank',
-        'positions=rope': cfg.positions == 'rope'}
     defaults = vars(ModelConfig) | default_values(cfg)
-    for setting, names in ONLY_FOR.items():
-        for name in names.split():
+    cem_attn, cem_mlp = cfg.attn == 'cem', cfg.mlp == 'cem'
+    low_rank = cfg.preconditioner == 'diag_lowrank'
+    # Whether some options have a part in this model, where they do, and their names
+    for applies, setting, names in [
+            (not cem_attn, 'attn=llama', ['tie']),
+            (cem_attn, 'attn=cem', ['attn_steps', 'attn_step_size', 'attn_rank', 'kq_diag',
+                                    'score_scale', 'exact_update']),
+            (cem_mlp, 'mlp=cem', ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy',
+                                  'mlp_match']),
+            (cem_attn or cem_mlp, 'attn=cem or mlp=cem', ['preconditioner', 'residual']),
+            (low_rank, 'preconditioner=diag_lowrank', ['attn_rank', 'mlp_rank']),
+            (cfg.positions == 'rope', 'positions=rope', ['rope_theta'])]:
+        for name in names:
             value, default = getattr(cfg, name), defaults[name]
-            check(applies[setting] or value == default,
-                  f'{name}={value} is only for {setting}: set that, or else {name}={default}')
+            require(applies or value == default,
+                    f'{name}={value} is only for {setting}: set that, or else {name}={default}')
     R = cfg.d_model / cfg.n_head
-    check(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
+    require(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
     for name, value in (('positions', 'rope'), ('key_shift', 'half')):
-        check(getattr(cfg, name) != value or R % 2 == 0,
-              f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
-    check(cfg.kq_diag != 'none' or not cfg.exact_update,
-          'exact_update needs the diagonal: set kq_diag=shared or per_head')
+        require(getattr(cfg, name) != value or R % 2 == 0,
+                f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
+    require(cfg.kq_diag != 'none' or not cfg.exact_update,
+            'exact_update needs the diagonal: set kq_diag=shared or per_head')

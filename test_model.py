@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import energy
 from model import (
     CEMMLP,
+    SIZES,
     CEMAttention,
     ModelConfig,
     Phi,
@@ -101,6 +102,31 @@ def test_parameter_counts() -> None:
                 assert ours / theirs == pytest.approx(fraction, rel=1e-3)
         matched = Transformer(ModelConfig(size='86m', attn='llama', mlp_match='params'))
         assert matched.num_params() == expected['86m']
+
+
+@pytest.mark.parametrize('size', SIZES)
+def test_a_width_brings_heads_and_an_mlp_of_its_own(size: str) -> None:
+    """Those of every size are what its d_model alone gives, and another width has no size's name,
+    and no size's d_mlp."""
+    preset = ModelConfig(size=size)
+    D = preset.d_model
+    assert {name: getattr(preset, name) for name in SIZES[size]} == SIZES[size]
+    derived = ModelConfig(size=size, d_model=D)
+    assert derived == preset == ModelConfig(**SIZES[size]) and preset.size == size
+    assert ModelConfig(d_model=D).d_mlp == preset.d_mlp
+    for options in (dict(d_model=2 * D), dict(n_layer=99), dict(n_head=1), dict(d_mlp=2 * D)):
+        other = ModelConfig(size=size, **options)
+        assert other.size is None and ModelConfig(**vars(other)) == other
+        assert other.llama().size is None
+    wider = ModelConfig(size=size, d_model=2 * D)
+    assert (wider.n_head, wider.d_mlp) == (2 * preset.n_head, 2 * math.ceil(8 * D / 3))
+    assert ModelConfig(size=size, d_model=D + 1).n_head < preset.n_head + 1  # it divides D + 1
+
+
+def test_a_model_of_nanogpts_shape() -> None:
+    cfg = ModelConfig(d_model=128, n_layer=4, n_head=4)
+    assert (cfg.size, cfg.n_head, cfg.d_mlp) == (None, 4, 342)
+    assert ModelConfig(d_model=7).n_head == 1  # narrower than a head
 
 
 @pytest.mark.parametrize('cfg', [c for c in SETS if c.preconditioner == 'none'], ids=describe)

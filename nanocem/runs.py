@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from configurator import UserError, build, check, fail, merge, warn
-from model import SIZES, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
 from nanocem.hub import WEIGHTS_FILE, read_export
@@ -185,8 +185,7 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
     """Make the folder of a new run: `out_dir`, or the first free one of out/NAME, out/NAME-2, ...,
     where NAME describes the model. UserError if `out_dir` holds a run."""
     if not out_dir:
-        is_preset = all(getattr(cfg, name) == value for name, value in SIZES[cfg.size].items())
-        size = cfg.size if is_preset else f'{cfg.n_layer}x{cfg.d_model}'
+        size = cfg.size or f'{cfg.n_layer}x{cfg.d_model}'
         name = f'out/{size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}-{cfg.positions}'
         os.makedirs('out', exist_ok=True)
         for path in itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2))):
