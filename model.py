@@ -4,7 +4,7 @@ Llama and Causal Energy Minimization (CEM, arXiv 2605.07588): all layers in one 
 A CEM layer is gradient descent on two energies. Attention takes T steps down the interaction
 energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7). Both have this form:
 
-    h = norm(x)                            the fixed context: keys = values = W_K h, gate = W h
+    h = norm(x)                            the fixed context: keys = values = W_K h, gamma = W h
     for t in range(T):
         u = norm(x)
         x = x + eta P update(u | h)        update = minus the energy's gradient with respect to u
@@ -19,10 +19,10 @@ diverged at the paper's width, so by default we add them to x. Algorithm 1 has n
 that begin with "rope:" are ours. So are key_shift and match_bias, with which CEM learns to copy.
 docs/paper.md lists our choices where the paper is silent.
 
-This file needs torch alone, and can be copied into another project. What is faster is plugged in
-from outside, by replacing a method of one object: nanocem/fast.py replaces attend and loss,
-nanocem/decode.py next_logits. Each is tried beside the lines here first, so that a change of
-these lines is never ignored.
+This file needs torch alone, and can be copied into another project (docs/options.md). Here attend
+keeps all scores in memory, and loss all logits. What is faster is plugged in from outside, by
+replacing a method of one object: nanocem/fast.py replaces attend and loss, nanocem/decode.py
+next_logits. Each is compared with the lines here first, so that an edit of them counts.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -68,7 +68,7 @@ class ModelConfig:
     n_head: int | None = None  # K, attention heads; default: of the size's width, or wider
     d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
     vocab_size: int = 32_000  # in train.py the default is the data's
-    context_length: int = 2048  # J, tokens
+    context_length: int = 2048  # J, tokens; the layers take any number
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
@@ -168,7 +168,7 @@ class BaseAttention(nn.Module):
         if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
-        if cfg.match_bias != 'none':  # d weighs the features, w_k says how much a head looks
+        if cfg.match_bias != 'none':  # weights of the features, and how much a head looks
             self.match_diag = nn.Parameter(torch.ones(D))
             self.match_weight = nn.Parameter(torch.zeros(K))
         if cfg.match_bias == 'pair':
@@ -198,9 +198,9 @@ class BaseAttention(nn.Module):
         return torch.cat([previous(first), second], dim=-1)
 
     def add_match(self, h: Tensor, pos: Positions) -> Positions:
-        """With match_bias add (d * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B, J, D),
-        whose last I tokens are the queries'; with `pair` also (d * h_(i-1)) . h_(j-2) / sqrt(D). No
-        state u is in them, so all steps share them."""
+        """With match_bias add (match_diag * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B,
+        J, D), whose last I tokens are the queries'; with `pair` also the product of the tokens
+        before these two. No state u is in them, so all steps share them."""
         if self.cfg.match_bias == 'none':
             return pos
         I, D = len(pos.mask), h.shape[-1]
@@ -214,7 +214,9 @@ class BaseAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions,
                u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
         """Return o_i = sum_j softmax_j(a_ijk) v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K,
-        J, R), and for the diagonal's term u (B, I, D) and h (B, J, D)."""
+        J, R). u (B, I, D) and h (B, J, D) are for the diagonal in CEMAttention.scores alone."""
+        # All scores are in memory. Without bias or diagonal F.scaled_dot_product_attention, with
+        # scale=1 / self.tau and is_causal=True, gives the same without them
         a = self.scores(q, k, pos, u, h)                         # a_ijk, (B, K, I, J)
         alpha = a.softmax(dim=-1).type_as(v)                     # softmax_j(a_ijk)
         return alpha @ v                                         # sum_j alpha_ijk v_j
@@ -226,8 +228,8 @@ class BaseAttention(nn.Module):
 
     def bias(self, pos: Positions) -> Tensor:
         """Return b_ijk = -m_k |i - j| + (b_self_k if i = j else b_cross_k), (K, I, J); -inf where i
-        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add w_k times
-        add_match's products, (B, K, I, J)."""
+        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add
+        add_match's products, weighted for each head, (B, K, I, J)."""
         b = pos.mask
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
@@ -285,6 +287,7 @@ class CEMAttention(BaseAttention):
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
         self.P = Preconditioner(cfg, cfg.n_head, cfg.attn_rank)
         n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
+        # A vector d_k for each head, or one for all: no weight decay, though it has two dimensions
         self.kq_diag = nn.Parameter(torch.zeros(n, cfg.d_model)) if n else None
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
@@ -296,9 +299,9 @@ class CEMAttention(BaseAttention):
         k = self.shift(k)
         pos = self.add_match(h, pos)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i; raw: x_i stays
         # Fold the preconditioners into the output projection
-        W_O = self.output_weight()                               # (D, D), blocks (P_k W_k^Q^T)^T
+        W_O = self.output_weight()                               # (D, D), blocks W_k^Q P_k
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -310,9 +313,11 @@ class CEMAttention(BaseAttention):
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
             if self.cfg.exact_update:
-                # Attend again, to h: the gradient of the diagonal's part of the energy
+                # The gradient of the diagonal's part of the energy: attend to h. This computes the
+                # scores again, so that whatever replaces attend need not return them
                 o_h = self.attend(q, k, h[:, None], pos, u, h)   # sum_j alpha_ijk h_j, (B, K, I, D)
-                dx = dx + self.P(self.kq_diag[:, None] * o_h).sum(dim=1)
+                d = self.kq_diag[:, None]                        # d_k, (1 or K, 1, D)
+                dx = dx + self.P(d * o_h).sum(dim=1)             # + sum_k P_k (d_k * o_h)
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
 
@@ -330,13 +335,15 @@ class CEMAttention(BaseAttention):
         return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def output_weight(self) -> Tensor:
-        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k =
-        (P_k W_k^Q^T)^T, since P_k is symmetric."""
+        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
+        the transpose of P_k W_k^Q^T, since P_k is symmetric."""
         return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
-        for normed u and h. If P = I, forward's dx is -d eps/du; with d_k it needs exact_update."""
+        for normed u and h of one shape. Without a preconditioner forward's dx is -d eps/du; with
+        d_k it needs exact_update."""
+        require_one_shape(u, h)
         pos = self.add_match(h, make_positions(self.cfg, h))
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
         k = self.rotate(self.shift(self.split_heads(F.linear(h, self.W_K))), pos)
@@ -344,8 +351,8 @@ class CEMAttention(BaseAttention):
 
 
 class LlamaMLP(nn.Module):
-    """Gated MLP with three untied matrices. Norm and residual are inside. Hugging Face's gate_proj
-    is V, and its up_proj is W."""
+    """Gated MLP with three untied matrices. Norm and residual are inside. The paper's gate gamma is
+    the factor without SiLU: W is Hugging Face's up_proj, and V its gate_proj."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(cfg.d_model)
@@ -355,11 +362,11 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
-        # Project the normed input to the gate gamma and to z
+        # Project the normed input to gamma and to z, which gets the SiLU
         h = self.norm(x)
         gamma = F.linear(h, self.W)                              # (B, I, D_v)
         z = F.linear(h, self.V)
-        # Apply the activation and the gate
+        # Apply the activation, and multiply the two
         g = gamma * F.silu(z)
         # Project down, and add to the residual stream
         return x + g @ self.W_d
@@ -379,17 +386,17 @@ class CEMMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take the steps of Algorithm 1, MLP, for all i at once: (B, I, D) -> (B, I, D)."""
-        # Project the normed input to the gate, which stays fixed for all steps
+        # Project the normed input to gamma, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i; raw: x_i stays
         # Fold the preconditioner into the down projection
-        W_d = self.output_weight()                               # (P V^T)^T
+        W_d = self.output_weight()                               # V P, the transpose of P V^T
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
             z = F.linear(u, self.V)                              # V u_i
-            # Apply the activation and the gate
+            # Apply the activation, and multiply by gamma
             if self.cfg.mlp_energy == 'gated':
                 g = gamma * F.silu(z)                            # gamma * phi'(V u_i), phi' = SiLU
             else:
@@ -399,13 +406,14 @@ class CEMMLP(nn.Module):
         return x
 
     def output_weight(self) -> Tensor:
-        """Return (P V^T)^T (Eq. 15), (D_v, D): P applied to each row of V."""
+        """Return V P, the transpose of Eq. 15's P V^T, (D_v, D): P applied to each row of V."""
         return self.P(self.V[None])[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
-        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h.
-        phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u) and
-        phi = softplus. If P = I, forward's g @ W_d is -d xi/du."""
+        """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h of
+        one shape. phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u)
+        and phi = softplus. Without a preconditioner forward's g @ W_d is -d xi/du."""
+        require_one_shape(u, h)
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
         if self.cfg.mlp_energy == 'sign_convex':
@@ -415,7 +423,7 @@ class CEMMLP(nn.Module):
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
-    """Return sign(x), with the gradient of x."""
+    """Return sign(x), with the gradient of x: its own is 0, and no sign would ever be learned."""
     return x.sign().detach() + (x - x.detach())
 
 
@@ -464,7 +472,16 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model: embedding, blocks, norm, untied head."""
+    """A causal language model: embedding, blocks, norm, untied head. The initial values are
+
+        the embedding                                        normal, of standard deviation 1
+        the head and all matrices of attention and MLP       normal, init_std
+        P: left, right; diag, of P = 1.31 I                  normal, 0.02; 0; 1 / sqrt(D)
+        gains of the norms, match_diag                       1
+        kq_diag, b_self, b_cross, match_weight, pair_weight  0
+
+    Save the options, vars(cfg), beside the weights: attn_steps, residual, loops and others change
+    what a model computes, and no name or shape of a weight."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -473,11 +490,14 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
 
-    def forward(self, idx: Tensor,
-                targets: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None,
+                next_only: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """Without targets return the logits (B, I, vocabulary) of ids (B, I), with targets (B, I)
-        their mean loss; the other of the two is None. Targets of -100 do not count. ValueError for
-        targets of another shape."""
+        their mean loss; the other of the two is None. Targets of -100 do not count (in nanoGPT -1).
+        With next_only return next_logits' alone, (B, vocabulary). ValueError for targets of another
+        shape."""
+        if next_only:
+            return self.next_logits(idx), None
         if targets is None:
             return F.linear(self.hidden(idx), self.head), None
         if targets.shape != idx.shape:
@@ -508,14 +528,15 @@ class Transformer(nn.Module):
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
                  top_k: int | None = None, generator: torch.Generator | None = None) -> Tensor:
         """Continue ids (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the
-        likeliest token. When the context is full, its last half becomes the context, so that a
-        cache is filled again once in so many tokens, not at each."""
+        likeliest token. When the context is full, its last half becomes the context: a cache, which
+        nanocem/decode.py plugs in, is then filled again once in so many tokens, not at each."""
         length = self.cfg.context_length
         start = max(0, idx.shape[1] - length)  # the first token of the context
         for _ in range(max_new_tokens):
             if idx.shape[1] - start > length:  # the context is full
                 start = idx.shape[1] - max(1, length // 2)
-            logits = self.next_logits(idx[:, start:])
+            # A call of the module: FSDP gathers weights in it, and forward hooks run
+            logits, _ = self(idx[:, start:], next_only=True)
             if top_k is not None:  # keep the top_k largest logits
                 kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth_largest, -torch.inf)
@@ -546,6 +567,12 @@ class Transformer(nn.Module):
 
 
 # Only for energies
+
+def require_one_shape(u: Tensor, h: Tensor) -> None:
+    """ValueError for states u and contexts h of other shapes: they would be broadcast."""
+    require(u.shape == h.shape, f'u {tuple(u.shape)}, h {tuple(h.shape)}: expected a state u for '
+            'each h')
+
 
 class Phi(torch.autograd.Function):
     """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's

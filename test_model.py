@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from scipy.integrate import quad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -519,6 +522,58 @@ def test_three_steps_are_a_loop_of_single_steps(residual: str) -> None:
         for _ in range(3):
             x = x + sublayer.eta * update(sublayer, sublayer.norm(x), h)
         torch.testing.assert_close(sublayer(x0, *pos), x, rtol=0, atol=1e-11)
+
+
+def test_generate_calls_the_module_without_logits_of_all_positions() -> None:
+    """Each new token is one forward pass, with its hooks, and one product with the head of the last
+    position alone."""
+    model = Transformer(ModelConfig(**TINY))
+    shapes = []
+    model.register_forward_hook(lambda module, inputs, output: shapes.append(output[0].shape))
+    idx = torch.randint(50, (2, 5))
+    longer = model.generate(idx, 3, temperature=0.0)
+    assert shapes == [(2, 50)] * 3
+    for n in range(5, 8):  # the likeliest token after all ids before it
+        assert torch.equal(longer[:, n], model(longer[:, :n])[0][:, -1].argmax(dim=-1))
+    torch.testing.assert_close(model(idx, next_only=True)[0], model(idx)[0][:, -1])
+
+
+def test_fsdp_trains_and_generates(tmp_path: Path) -> None:
+    """Sharded weights are whole only inside a call of the module."""
+    model, plain = (Transformer(ModelConfig(**TINY)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh('cpu', (1,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        idx = torch.randint(50, (2, 9))
+        model(idx[:, :-1], idx[:, 1:])[1].backward()
+        assert torch.equal(model.generate(idx, 3, temperature=0.0),
+                           plain.generate(idx, 3, temperature=0.0))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_top_k_draws_the_k_likeliest_tokens_and_no_other() -> None:
+    model = randomize(Transformer(ModelConfig(**TINY)), seed=33)
+    idx = torch.randint(50, (1, 5), generator=torch.Generator().manual_seed(33))
+    likeliest = model(idx)[0][0, -1].topk(50).indices.tolist()
+    for k in (1, 2, 3):
+        drawn = model.generate(idx.expand(400, -1), 1, temperature=50.0, top_k=k,
+                               generator=torch.Generator().manual_seed(k))[:, -1]
+        assert set(drawn.tolist()) == set(likeliest[:k])
+
+
+@pytest.mark.parametrize('name', ['attn', 'mlp'])
+def test_energies_of_another_shape_are_refused(name: str) -> None:
+    """They would be broadcast: one token's u with five h, or one text's h with two u."""
+    sublayer = getattr(Transformer(ModelConfig(**TINY)).blocks[0], name)
+    h = torch.randn(2, 5, 24)
+    assert sublayer.energy(h, h).shape == (2, 5)
+    for u, context in ((h[:, :1], h), (h[:1], h), (h, h[:, :1]), (h, h[:1]), (h[0], h)):
+        with pytest.raises(ValueError, match='expected a state u for each h'):
+            sublayer.energy(u, context)
 
 
 def test_targets_of_another_shape_are_refused() -> None:
