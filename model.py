@@ -299,7 +299,7 @@ class CEMAttention(BaseAttention):
         k = self.shift(k)
         pos = self.add_match(h, pos)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i; raw: x_i stays
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
         # Fold the preconditioners into the output projection
         W_O = self.output_weight()                               # (D, D), blocks W_k^Q P_k
         for _ in range(self.T):
@@ -389,7 +389,7 @@ class CEMMLP(nn.Module):
         # Project the normed input to gamma, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i; raw: x_i stays
+        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
         # Fold the preconditioner into the down projection
         W_d = self.output_weight()                               # V P, the transpose of P V^T
         for _ in range(self.T):

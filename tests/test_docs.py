@@ -1,4 +1,5 @@
 """README, docs and results: short pages whose code runs and whose links lead somewhere."""
+import argparse
 import math
 import os
 import re
@@ -15,10 +16,12 @@ import evaluate
 import export
 import train
 from model import ModelConfig, Transformer
+from nanocem.optim import make_optimizers
+from nanocem.runs import load_model
 
 # The most lines that each page has; other pages have 95.
-LINES = {'README.md': 130, 'results/README.md': 110, 'results/notes.md': 140,
-         'results/tokens/README.md': 40, 'results/gp/README.md': 45,
+LINES = {'README.md': 130, 'docs/options.md': 125, 'results/README.md': 110,
+         'results/notes.md': 140, 'results/tokens/README.md': 40, 'results/gp/README.md': 45,
          'results/figures/README.md': 60, 'docs/paper.md': 125, 'docs/data.md': 105}
 PAGES = ['README.md', *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md')))]
 RESULTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / 'results').rglob('*.md'))]
@@ -56,6 +59,30 @@ def test_the_front_pages_lines_train_a_model() -> None:
                  batches=[(x, y)] * 20)
     exec(code, names)
     assert names['model'](x, y)[1] < math.log(256) - 0.5
+
+
+def test_take_model_py_reads_a_pretrained_model_and_decays_its_matrices_alone(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of docs/options.md, for every model of pretrained/."""
+    code = re.search(r'```python\n(.*?)```', read('docs/options.md').partition('## Take')[2],
+                     re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'pretrained').symlink_to(ROOT / 'pretrained')
+    idx = torch.arange(40)[None] * 7919 % 2048
+    for folder in (path.name for path in (ROOT / 'pretrained').iterdir() if path.is_dir()):
+        names: dict = {}
+        exec(code.replace('pretrained/cem/', f'pretrained/{folder}/'), names)
+        ours, _ = load_model(str(ROOT / 'pretrained' / folder))
+        with torch.no_grad():
+            assert torch.equal(names['model'](idx)[0], ours(idx)[0])
+        recipe = argparse.Namespace(optimizer='adamw', weight_decay=0.1, beta1=0.9, beta2=0.95,
+                                    adam_eps=1e-8)
+        groups = make_optimizers(names['model'], recipe, torch.float32)[0].param_groups
+        for theirs, expected in zip(names['groups'], groups, strict=True):
+            assert theirs['weight_decay'] == expected['weight_decay']
+            assert set(theirs['params']) == set(expected['params'])
+        saved = torch.load('model.pt', weights_only=True)
+        Transformer(ModelConfig(**saved['options'])).load_state_dict(saved['weights'])
 
 
 def test_the_layer_in_ones_own_code_runs() -> None:
