@@ -31,7 +31,8 @@ def test_the_edges_answer_each_question(questions: str) -> None:
 
 
 def test_answers_are_spread_evenly() -> None:
-    """How often the answer is a symbol, or stands in the n-th edge, is 1 / 16."""
+    """How often the answer is a symbol, or stands in the n-th edge, is 1 / 16. Edges have no
+    order: each symbol is the first of some sequences."""
     generator = torch.Generator().manual_seed(2)
     batches = [hops.draw(generator, 'two') for _ in range(100)]
     ids, answers = (torch.cat([batch[n] for batch in batches]) for n in (0, 1))
@@ -39,6 +40,7 @@ def test_answers_are_spread_evenly() -> None:
     for values in (answers.flatten(), places):
         shares = values.bincount(minlength=hops.SYMBOLS) / answers.numel()
         assert shares.sub(1 / hops.SYMBOLS).abs().max() < 0.015
+    assert len(set(ids[:, 0].tolist())) == hops.SYMBOLS
 
 
 @pytest.mark.parametrize('name', hops.MODELS)
