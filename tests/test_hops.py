@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn as nn
 from running import ROOT
 
 sys.path.insert(0, str(ROOT / 'results/copies'))
 import hops
+
+from model import ModelConfig, Transformer
 
 
 @pytest.mark.parametrize('questions', hops.QUESTIONS)
@@ -57,3 +60,46 @@ def test_rows_that_exist_are_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(hops, 'train_and_measure', None)
     hops.main()
     assert hops.read_csv(str(tmp_path / 'hops.csv')) == rows
+
+
+@torch.no_grad()
+def model_by_hand() -> Transformer:
+    """Return one layer with half keys, whose weights are chosen so that two steps take two hops.
+    The first head finds x and brings y into the features S1, the second finds S1's y and brings
+    the y of y into S2. One-hot tokens stand in the features from 0."""
+    D, N = 128, hops.SYMBOLS
+    cfg = ModelConfig(d_model=D, n_head=2, n_layer=1, d_mlp=1, vocab_size=hops.TWO + 1, attn='cem',
+                      mlp='llama', attn_steps=2, key_shift='half', context_length=hops.CONTEXT)
+    model = Transformer(cfg)
+    for weights in model.parameters():
+        if weights.dim() == 2:
+            nn.init.zeros_(weights)
+    attn, symbols = model.blocks[0].attn, torch.arange(N)
+    nn.init.eye_(model.embedding)
+    nn.init.constant_(attn.b_self, -100)
+    S1, S2 = 32 + symbols, 64 + symbols
+    scale = 10 ** 0.5  # of all weights: scores of some 100 outdo ALiBi's slopes
+    half = D // 4
+    for head, (reads, writes) in enumerate([(symbols, S1), (S1, S2)]):
+        W_Q, W_K = (W.unflatten(0, (2, 2, half))[head] for W in (attn.W_Q, attn.W_K))
+        for part in (0, 1):  # the token before and the token, one-hot
+            W_K[part, :hops.TWO + 1, :hops.TWO + 1] = scale * torch.eye(hops.TWO + 1)
+        W_Q[0, symbols, reads] = scale
+        W_Q[1, symbols, writes] = scale
+        W_Q[1, N:hops.TWO + 1, :N] = -scale  # no key that is a ";", "?" or "!"
+    model.head[symbols, S2] = 1
+    model.head[symbols, symbols] = -1  # x is not the answer
+    model.head[symbols, S1] = -1
+    return model
+
+
+@torch.no_grad()
+def test_two_steps_can_take_two_hops() -> None:
+    model = model_by_hand()
+    ids, answers, _ = hops.draw(torch.Generator().manual_seed(3), 'two')
+    shares = []
+    for T in (1, 2):
+        model.set_steps(attn_steps=T)
+        right = model(ids)[0][:, -2 * hops.ASKED + 1::2].argmax(dim=-1) == answers
+        shares.append(right.float().mean())
+    assert shares[0] < 0.2 and shares[1] > 0.95, shares
