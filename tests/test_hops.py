@@ -53,12 +53,14 @@ def test_rows_that_exist_are_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     cells = [('mixed', looks, name, 0.004, 1) for looks in hops.OPTIONS]
     for key, value in dict(LIMIT=2, FRESH=1, cells=lambda: cells).items():
         monkeypatch.setattr(hops, key, value)
-    hops.main()
+    hops.main(['mixed', 'half'])
+    hops.main([])
     rows = hops.read_csv(str(tmp_path / 'hops.csv'))
-    assert [row['options'] for row in rows] == list(hops.OPTIONS)
+    others = [looks for looks in hops.OPTIONS if looks != 'half']
+    assert [row['options'] for row in rows] == ['half', *others]
     assert {row['batches'] for row in rows} == {'2'} and hops.table(rows).count(name) == len(rows)
     monkeypatch.setattr(hops, 'train_and_measure', None)
-    hops.main()
+    hops.main([])
     assert hops.read_csv(str(tmp_path / 'hops.csv')) == rows
 
 

@@ -2,6 +2,7 @@
 Two hops: does a second CEM step follow an edge that the first step found?
 
     python results/copies/hops.py              # runs what hops.csv lacks, in the order of cells()
+    python results/copies/hops.py mixed half   # of these those whose rows have these values
     python results/copies/hops.py --table      # prints the table of hops.md
 
 A sequence lists the edges x -> y of one cycle over all symbols, "x y ;" in random order, and then
@@ -49,8 +50,10 @@ CONTEXT = 3 * SYMBOLS + 2 * ASKED
 WARMUP, LIMIT, FRESH = 50, 3000, 40  # batches; FRESH measures the accuracy
 RATES, SEEDS, QUESTIONS = (0.004, 0.008), (1, 2), ('two', 'mixed', 'one')
 OPTIONS = {
-    'both': dict(key_shift='half', match_bias='token'), 'none': {},
-    'half': dict(key_shift='half'), 'match': dict(match_bias='token'),
+    'both': dict(key_shift='half', match_bias='token'),
+    'half': dict(key_shift='half'),
+    'none': {},
+    'match': dict(match_bias='token'),
     'half and pair': dict(key_shift='half', match_bias='pair')}
 LLAMA = dict(attn='llama', positions='alibi')
 MODELS = {
@@ -142,7 +145,7 @@ def table(rows: list[dict[str, str]]) -> str:
                            'rate', 'runs'], lines)
 
 
-def main() -> None:
+def main(values: list[str]) -> None:
     torch.set_num_threads(1)
     path = FOLDER / 'hops.csv'
     if not path.exists():
@@ -150,7 +153,7 @@ def main() -> None:
     done = {tuple(row[column] for column in COLUMNS[:5]) for row in read_csv(str(path))}
     for questions, looks, name, rate, seed in cells():
         key = (questions, looks, name, str(rate), str(seed))
-        if key in done:
+        if key in done or not set(values) <= set(key):
             continue
         options = MODELS[name] | OPTIONS[looks]
         step, one, two = train_and_measure(questions, options, rate, seed)
@@ -164,4 +167,4 @@ if __name__ == '__main__':
     if sys.argv[1:] == ['--table']:
         print(table(read_csv(str(FOLDER / 'hops.csv'))))
     else:
-        main()
+        main(sys.argv[1:])
