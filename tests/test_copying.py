@@ -1,5 +1,6 @@
 """The study of copying, results/copying/measure.py."""
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,3 +28,18 @@ def test_batches_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one kind of token all losses are 0: the mean falls from 4.2 by 5% a batch."""
     monkeypatch.setattr(measure, 'KINDS', 1)
     assert measure.batches_to_copy(measure.LLAMA, 0.008, 1) == 28
+
+
+def test_rows_that_exist_are_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only the row that is missing is run, and the others stay as they are."""
+    text = (measure.FOLDER / 'steps.csv').read_text()
+    kept, last = text.splitlines(keepends=True)[:20], 'Llama with RoPE,0.016,280,280,307,218\n'
+    assert kept[-1] == last
+    (tmp_path / 'steps.csv').write_text(''.join(kept[:-1]))
+    monkeypatch.setattr(measure, 'FOLDER', tmp_path)
+    monkeypatch.setattr(measure, 'MODELS', dict(list(measure.MODELS.items())[:6]))
+    steps = iter((280, 307, 218))
+    monkeypatch.setattr(measure, 'batches_to_copy', lambda *args: next(steps))
+    measure.main()
+    assert (tmp_path / 'steps.csv').read_text() == ''.join(kept)
+    assert next(steps, None) is None
