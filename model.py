@@ -21,8 +21,9 @@ docs/paper.md lists our choices where the paper is silent.
 
 This file needs torch alone, and can be copied into another project (docs/options.md). Here attend
 keeps all scores in memory, and loss all logits. What is faster is plugged in from outside, by
-replacing a method of one object: nanocem/fast.py replaces attend and loss, nanocem/decode.py
-next_logits. Each is compared with the lines here first, so that an edit of them counts.
+replacing a method of one object: nanocem/fast.py replaces attend and loss, and the cache of
+nanocem/decode.py next_logits, with what it needs of attention. Each is compared with the lines here
+first, so that an edit of them counts.
 
 Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -134,7 +135,7 @@ class Positions(NamedTuple):
     cos: Tensor  # cosines of RoPE's angles, (I, R / 2)
     sin: Tensor  # their sines
     match: Tensor | None = None  # how alike token i is to the token before j, (B, I, J)
-    pair_match: Tensor | None = None  # how alike the tokens before these two are, (B, I, J)
+    pair_match: Tensor | None = None  # how alike tokens i - 1 and j - 2 are, (B, I, J)
 
 
 def previous(x: Tensor) -> Tensor:
@@ -199,8 +200,8 @@ class BaseAttention(nn.Module):
 
     def add_match(self, h: Tensor, pos: Positions) -> Positions:
         """With match_bias add (match_diag * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B,
-        J, D), whose last I tokens are the queries'; with `pair` also the product of the tokens
-        before these two. No state u is in them, so all steps share them."""
+        J, D), whose last I tokens are the queries'; with `pair` also the product of tokens
+        i - 1 and j - 2. No state u is in them, so all steps share them."""
         if self.cfg.match_bias == 'none':
             return pos
         I, D = len(pos.mask), h.shape[-1]
@@ -307,7 +308,8 @@ class CEMAttention(BaseAttention):
             u = self.norm(x)                                     # u_i <- rms(x_i)
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
-            # Attend to the context, whose values are its keys
+            # Attend to the context, whose values are its keys. A cache knows a step of the same
+            # context by its k, which is the same object in all steps
             o = self.attend(q, k, k, pos, u, h)                  # o_i <- sum_j alpha_ijk k_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
@@ -436,8 +438,8 @@ class Preconditioner(nn.Module):
         # Without these parameters P is the identity
         self.diag = self.left = self.right = None
         if cfg.preconditioner != 'none':
-            # The paper's diagonal starts at 1, and P at softplus(1) I = 1.31 I. What is stored is
-            # its 1 / sqrt(D), so that a step of Adam changes it by as large a share as a weight
+            # The paper's diagonal starts at 1, and P at softplus(1) I = 1.31 I. It is stored over
+            # sqrt(D), so that a step of Adam changes it by as large a share as a weight
             self.diag = nn.Parameter(torch.full((n, D), D ** -0.5))  # n vectors: no weight decay
         if cfg.preconditioner == 'diag_lowrank':
             self.left = normal_param(n, D, rank, std=0.02)

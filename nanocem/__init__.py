@@ -1,5 +1,5 @@
 """
-What two scripts share and no reader of the paper must open, in the order in which data flows.
+What scripts share, and no reader of the paper must open, in the order in which data flows.
 
 Text becomes tokens
     documents.py           Find the files of an input, and read their documents one by one.

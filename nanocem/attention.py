@@ -6,9 +6,9 @@ Attend in ways that keep few scores in memory. This file needs torch alone.
     sdpa                   torch's fused attention; on a CPU it has no second derivatives
     automatic              the fastest of these
 
-A plug takes the place of a method on one object, and model.plugs has its function by the method's
-name. It is a functools.partial, which torch.save and deepcopy can copy. trial.py says whether it
-computes what the method did.
+A plug takes the place of a method on one object. It is a functools.partial of a function, since
+torch.save and deepcopy can copy that, and model.plugs has the function by the method's name.
+trial.py says whether a plug computes what the method did.
 
 Shapes: B batch, I queries, J keys (J = I, or more with a cache), D width, K heads, R = D / K.
 """

@@ -73,8 +73,8 @@ class TokenDataset:
 
     def check_blocks(self, shard: int, begin: int, end: int) -> None:
         """UserError if one of the blocks that hold tokens `begin` to `end` of a shard is damaged.
-        Each block is compared when it is first read, so that no start waits for a large shard. The
-        shards of an older version have no checksums."""
+        Each block is compared when it is first read, so that no start waits for a large shard.
+        Shards that another program wrote may have no checksums."""
         tokens, described = self.shards[shard], self.described[shard]
         n = CHECKED // tokens.itemsize  # tokens of a block
         for block in range(begin // n, (end - 1) // n + 1):

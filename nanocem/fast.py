@@ -6,12 +6,12 @@ Shapes: B batch, I queries, D width, K heads, R = D / K.
 """
 import importlib.util
 import os
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from configurator import warn
 from model import Transformer
 from nanocem.attention import (
     automatic,
@@ -25,7 +25,7 @@ from nanocem.attention import (
     unplug_attention,
 )
 from nanocem.loss import cross_entropy, find_loss_error
-from nanocem.trial import agrees
+from nanocem.trial import agrees, values_are_keys
 
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 
@@ -61,7 +61,7 @@ def candidates(attn: Any, impl: str, device: torch.device, dtype: torch.dtype) -
         return [impl]
     # The kernels need values that equal the keys, have room for one diagonal beside the match bias,
     # and pay only with a bias
-    tied = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
+    tied = values_are_keys(cfg)
     wanted = impl == 'triton' or device.type == 'cuda'
     one_match = cfg.match_bias == 'none' or (cfg.match_bias == 'token'
                                              and cfg.kq_diag != 'per_head')
@@ -113,6 +113,6 @@ def plug_loss(model: Transformer) -> None:
     inputs; else print a line on stderr that says what differs."""
     unplug(model, 'loss', [model])
     if wrong := find_loss_error(model):
-        print(f'Warning: the loss in parts {wrong}: it is not used', file=sys.stderr)
+        warn(f'the loss in parts {wrong}: it is not used')
     else:
         plug(model, 'loss', loss_in_parts, [model])

@@ -32,7 +32,6 @@ def short_name(name: str) -> str:
     return f'{beginning}-{digest}'
 
 
-
 def write_atomic(path: str, data: bytes) -> None:
     """Write a file completely or not at all. OSError if that fails."""
     temporary = Path(f'{path}.tmp')

@@ -449,6 +449,7 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
     # A text that changes, or another tokenizer, gives the folder another name
     states = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns)
               for file in [*files, tokenizer] if file and os.path.exists(file)]
+    # Without a separator the name is as it always was, so that a folder is found again
     content = (tokenizer, states, separator) if separator else (tokenizer, states)
     o.out_dir += '-' + hashlib.sha256(repr(content).encode()).hexdigest()[:8]
     if os.path.exists(f'{o.out_dir}/meta.json'):

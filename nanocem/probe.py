@@ -79,25 +79,30 @@ def full_precision(device_type: str) -> Iterator[None]:
 def find_change(options: dict[str, Any], numbers: Numbers | None,
                 device: torch.device | str = 'cpu', module: ModuleType = model_py) -> str:
     """Return how a model.py computes something else than the one that found these numbers for these
-    options, or ''. Without numbers, as in a checkpoint of a loop of one's own, return which options
-    it lacks: `build` leaves them out."""
+    options, or ''. Without numbers, as in a checkpoint of a loop of one's own, return which of the
+    options this ModelConfig does not have, since `build` leaves them out."""
     known = {field.name for field in fields(module.ModelConfig)}
     unknown = [f'{name}={value}' for name, value in options.items() if name not in known]
     lacks = f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
     if not numbers:
         return lacks
-    # An option that changes no number is no change
+    # An unknown option that changes no number is no change
     wrong = compare(lambda: as_tensors(find_numbers(options, device, module)),
                     lambda: as_tensors(numbers), MOST_ERROR, 'the one that made it')
-    return wrong and (f'this model.py {wrong}{lacks and f"; {lacks}"}. An energy of your own runs '
-                      'through the file that trained it, as docs/new_energy.py does')
+    if not wrong:
+        return ''
+    reason = f'{wrong}; {lacks}' if lacks else wrong
+    return (f'this model.py {reason}. An energy of your own runs through the file that trained it, '
+            'as docs/new_energy.py does')
 
 
 def change_of_file(state: dict[str, Any], cfg: model_py.ModelConfig) -> str:
     """Return how model.py's file computes something else than the checkpoint `state` says, or than
     the classes that a script has put in its place; or ''."""
-    return (find_change(state.get('options', state.get('model_config', {})), state.get('numbers'))
-            or find_change(vars(cfg), find_numbers(vars(cfg)), module=model_file()))
+    options = state.get('options', state.get('model_config', {}))
+    if change := find_change(options, state.get('numbers')):
+        return change
+    return find_change(vars(cfg), find_numbers(vars(cfg)), module=model_file())
 
 
 def as_tensors(numbers: Numbers) -> dict[str, torch.Tensor]:

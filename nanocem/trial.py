@@ -1,7 +1,8 @@
 """
 Does this compute what that does? `compare` answers: for a faster function beside the lines of
 model.py, or of whoever edited them, and for a model.py beside the one of a run (probe.py). If
-results differ, a line says so and the readable lines stay. This file needs torch alone.
+results differ, a line says so and the readable lines stay. This file needs torch and
+model.py alone.
 
 Shapes: B batch, I queries, J keys, D width, K heads, R = D / K.
 """

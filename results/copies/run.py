@@ -5,10 +5,11 @@ Train the models of this study, and measure how they copy.
         --out_dir=data/english
     python results/copies/run.py                  the cells without a row in runs.csv, side by side
     python results/copies/run.py --at_once=1      one at a time, as on a CPU: S takes 25 minutes
-    python results/copies/run.py --tokens=40K     every command once, into another folder
+    OUT=/tmp/try python results/copies/run.py --tokens=40K     every command once, elsewhere
 
 RULE.md has the rule, cells.csv the order. Each cell is a process of its own, whose run can be
-resumed. Its row goes to runs.csv when it ends; $OUT names another folder for runs.csv.
+resumed. Its row goes to runs.csv when it ends. $OUT names another folder for runs.csv and the logs,
+$KEEP one for the weights, and $BUDGET the seconds after which no cell runs on.
 """
 import csv
 import json
@@ -31,6 +32,7 @@ import model as model_file  # noqa: E402
 import train  # noqa: E402
 from nanocem import runs  # noqa: E402
 from nanocem.data import TokenDataset, evenly_spaced  # noqa: E402
+from nanocem.files import read_csv  # noqa: E402
 from nanocem.tokenizers import tokenizer_of  # noqa: E402
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
@@ -42,14 +44,10 @@ TRIAL_SEED = 101
 BETTER = 0.01  # another rate is taken if its validation perplexity is lower by more than this
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with open(path, newline='', encoding='utf-8') as file:
-        return list(csv.DictReader(file))
-
-
-MODELS = {row['model']: row for row in read_csv(HERE / 'models.csv')}
-TEXT = read_csv(ROOT / 'results/tokens/text.csv')
-SIZES = {row['size']: row['options'].split() for row in read_csv(ROOT / 'results/tokens/sizes.csv')}
+MODELS = {row['model']: row for row in read_csv(f'{HERE}/models.csv')}
+TEXT = read_csv(f'{ROOT}/results/tokens/text.csv')
+SIZES = {row['size']: row['options'].split()
+         for row in read_csv(f'{ROOT}/results/tokens/sizes.csv')}
 
 
 # One cell
@@ -155,10 +153,10 @@ def main(at_once: int, options: list[str]) -> None:
         runs_csv.write_text(','.join(COLUMNS) + '\n', encoding='utf-8')
     began, deadline = time.monotonic(), float(os.environ.get('BUDGET', 'inf'))
     (out / 'logs').mkdir(exist_ok=True)
-    waiting, running = read_csv(HERE / 'cells.csv'), []
+    waiting, running = read_csv(f'{HERE}/cells.csv'), []
     factors = {}  # of the rates of models with both options, as the trials decide
     while waiting or running:
-        done = read_csv(runs_csv)
+        done = read_csv(str(runs_csv))
         finished = {(row['size'], row['model'], row['seed'], row['variant'])
                     if int(row['seed']) != TRIAL_SEED else
                     (row['model'], row['rate']) for row in done}
@@ -232,7 +230,12 @@ def best_factor(name: str, done: list[dict[str, str]]) -> float | None:
 if __name__ == '__main__':
     if sys.argv[1:2] == ['cell']:
         train_cell(*sys.argv[2:])
+    elif '--help' in sys.argv:
+        print(__doc__)
     else:
+        others = [a for a in sys.argv[1:] if not a.startswith('--at_once=')]
+        if others and 'OUT' not in os.environ:
+            sys.exit('run.py: options of train.py make other runs than those of runs.csv: set OUT')
         at_once = [int(a.partition('=')[2]) for a in sys.argv if a.startswith('--at_once=')]
         main(at_once[0] if at_once else 14,
-             [a for a in sys.argv[1:] if not a.startswith('--at_once=')])
+             others)
