@@ -131,8 +131,10 @@ class Cache:
         # Compare all ids at each token: the cache is never wrong
         if past == 0 or past >= idx.shape[1] or not torch.equal(self.ids, idx[:, :past]):
             past, self.buffers, self.last_keys = 0, [], []
-        self.ids, self.past, self.next_buffer, self.next_key = idx, past, 0, 0
+        # Nothing is read until the pass ends: one that is interrupted leaves buffers half filled
+        self.ids, self.past, self.next_buffer, self.next_key = None, past, 0, 0
         x = self.model.hidden(idx[:, past:], past)
+        self.ids = idx
         return F.linear(x[:, -1], self.model.head).float()
 
     def own_attend(self, attn: Any) -> Callable:
@@ -198,8 +200,8 @@ class Cache:
             length = max(end, self.model.cfg.context_length)
             self.buffers.append(new.new_empty(B, length, D))
         buffer = self.buffers[self.next_buffer]
-        if end > buffer.shape[1]:  # a text longer than the context: double the buffer
-            buffer = torch.cat([buffer, torch.empty_like(buffer)], dim=1)
+        if end > buffer.shape[1]:  # a text longer than the context: double the buffer, or more
+            buffer = torch.cat([buffer, buffer.new_empty(B, end, D)], dim=1)
             self.buffers[self.next_buffer] = buffer
         self.next_buffer += 1
         buffer[:, self.past:end] = new
