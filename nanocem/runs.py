@@ -127,8 +127,8 @@ def check_resumable(start: Start, must_match: dict[str, Any], steps: int, device
     """UserError unless a run to resume began with these options and data, takes as many steps, and
     this model.py computes what the one did that began it."""
     began, path = start.state or start.config, start.out_dir
-    check('numbers' in began, f'the run in {path} was begun by an older train.py: --init_from={path} '
-          'with another --out_dir trains its weights on')
+    check('numbers' in began, f'the run in {path} was begun by an older train.py: '
+          f'--init_from={path} with another --out_dir trains its weights on')
     check_match(with_defaults(began['must_match']), must_match, path)
     check(began['max_steps'] == steps, f'the run in {path} takes {began["max_steps"]:,} steps (now '
           f'{steps:,}), and had the learning rates of that length: --init_from={path} with another '
