@@ -88,3 +88,18 @@ def test_ids_of_an_interrupted_pass_are_read_again(monkeypatch: pytest.MonkeyPat
                 model.next_logits(idx[:, :7])
         logits = model.next_logits(idx)
     torch.testing.assert_close(logits, model.next_logits(idx), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(key_shift='half', match_bias='pair')], ids=str)
+def test_other_passes_are_not_the_caches(options: dict) -> None:
+    model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=18).eval()
+    idx = torch.randint(50, (2, 8))
+    logits = model(idx)[0]
+    with Cache(model) as cache:
+        for n in (5, 6):
+            model.next_logits(idx[:, :n])
+        n_floats = cache.floats_per_token()
+        for n in (1, 8):
+            assert torch.allclose(model(idx[:, :n])[0], logits[:, :n], atol=1e-5)
+        assert cache.floats_per_token() == n_floats
+        torch.testing.assert_close(model.next_logits(idx), logits[:, -1].float(), rtol=0, atol=1e-5)
