@@ -40,7 +40,14 @@ from nanocem.fast import plug_in
 from nanocem.files import markdown_table, read_json_lines, save_picture, short_name
 from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
 from nanocem.probe import find_change
-from nanocem.runs import check_match, load_model, newest_run, read_config, read_result
+from nanocem.runs import (
+    check_match,
+    load_model,
+    newest_run,
+    read_config,
+    read_result,
+    with_defaults,
+)
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -432,7 +439,7 @@ def compare_runs(folders: Sequence[str]) -> Report:
     axes.set(xlabel='tokens', ylabel='training loss, nats a token')
     for folder in folders:
         config = read_config(folder)
-        options = config['train'] | config['model']
+        options = config['train'] | with_defaults(config['model'])
         options |= {name: config['must_match'][name] for name in FINGERPRINTS}
         change = find_change(config['model'], config.get('numbers'))
         options['model.py'] = 'another' if change else 'this one'

@@ -44,7 +44,8 @@ class Cache:
     def __init__(self, model: Any):
         self.model = model
         self.ids: Tensor | None = None  # ids read so far, (B, length)
-        self.past = 0  # how many of them were read before this pass
+        # How many of them were read before this pass; None in passes that are not the cache's
+        self.past: int | None = None
         # One or two buffers for each time that an attention sublayer runs in a pass
         self.buffers: list[Tensor] = []
         self.next_buffer = 0
@@ -131,8 +132,13 @@ class Cache:
         # Compare all ids at each token: the cache is never wrong
         if past == 0 or past >= idx.shape[1] or not torch.equal(self.ids, idx[:, :past]):
             past, self.buffers, self.last_keys = 0, [], []
-        self.ids, self.past, self.next_buffer, self.next_key = idx, past, 0, 0
-        x = self.model.hidden(idx[:, past:], past)
+        # Nothing is read until the pass ends: one that is interrupted leaves buffers half filled
+        self.ids, self.past, self.next_buffer, self.next_key = None, past, 0, 0
+        try:
+            x = self.model.hidden(idx[:, past:], past)
+        finally:
+            self.past = None
+        self.ids = idx
         return F.linear(x[:, -1], self.model.head).float()
 
     def own_attend(self, attn: Any) -> Callable:
@@ -149,6 +155,8 @@ class Cache:
         """Insert the new k, v (B, K, I, R) or h (B, I, D), and attend to those of all ids.
         `replaced` is the method that this one takes the place of, and `own` what own_attend
         returns."""
+        if self.past is None:
+            return replaced(q, k, v, pos, u, h)
         # The steps of one sublayer pass the same keys; other keys are those of the next one
         if k is not self.new_k:
             self.new_k = k
@@ -162,6 +170,8 @@ class Cache:
 
     def shift(self, replaced: Callable, k: Tensor) -> Tensor:
         """Shift new keys (B, K, I, R), the first of which follows the last key of the last pass."""
+        if self.past is None:
+            return replaced(k)
         n, last = self.next_key, k[:, :, -1:]
         self.next_key += 1
         if self.past == 0:
@@ -172,6 +182,8 @@ class Cache:
 
     def add_match(self, replaced: Callable, h: Tensor, pos: Any) -> Any:
         """Insert the new h (B, I, D), and compare it with those of all ids."""
+        if self.past is None:
+            return replaced(h, pos)
         self.all_h = self.append(h)
         return replaced(self.all_h, pos)
 
@@ -198,8 +210,8 @@ class Cache:
             length = max(end, self.model.cfg.context_length)
             self.buffers.append(new.new_empty(B, length, D))
         buffer = self.buffers[self.next_buffer]
-        if end > buffer.shape[1]:  # a text longer than the context: double the buffer
-            buffer = torch.cat([buffer, torch.empty_like(buffer)], dim=1)
+        if end > buffer.shape[1]:  # a text longer than the context: double the buffer, or more
+            buffer = torch.cat([buffer, buffer.new_empty(B, end, D)], dim=1)
             self.buffers[self.next_buffer] = buffer
         self.next_buffer += 1
         buffer[:, self.past:end] = new

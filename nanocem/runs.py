@@ -9,6 +9,7 @@ import pickle
 import re
 import statistics
 import zipfile
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -101,9 +102,16 @@ def override(saved: dict[str, Any], given: dict[str, Any], fixed: tuple[str, ...
              path: str, train: type) -> dict[str, Any]:
     """Return the saved options overridden by the given ones. UserError if a given one that is fixed
     is not as `saved` in path."""
-    check_match(saved, {name: given[name] for name in fixed if name in given}, path)
+    must_match = {name: given[name] for name in fixed if name in given}
+    check_match(with_defaults(saved), must_match, path)
     others = {name: value for name, value in given.items() if name not in fixed}
     return merge(saved, others, train, ModelConfig)
+
+
+def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return saved options, and the defaults of those that ModelConfig did not have then: the model
+    was made without them."""
+    return asdict(build(ModelConfig, saved)) | saved
 
 
 def check_match(saved: dict[str, Any], must_match: dict[str, Any], path: str) -> None:
@@ -119,7 +127,9 @@ def check_resumable(start: Start, must_match: dict[str, Any], steps: int, device
     """UserError unless a run to resume began with these options and data, takes as many steps, and
     this model.py computes what the one did that began it."""
     began, path = start.state or start.config, start.out_dir
-    check_match(began['must_match'], must_match, path)
+    check('numbers' in began, f'the run in {path} was begun by an older train.py: '
+          f'--init_from={path} with another --out_dir trains its weights on')
+    check_match(with_defaults(began['must_match']), must_match, path)
     check(began['max_steps'] == steps, f'the run in {path} takes {began["max_steps"]:,} steps (now '
           f'{steps:,}), and had the learning rates of that length: --init_from={path} with another '
           '--out_dir trains its weights on')

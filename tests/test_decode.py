@@ -66,3 +66,40 @@ def test_top_k_keeps_to_the_likeliest_tokens() -> None:
     allowed = model(prompt)[0][:, -1].topk(3).indices
     new = model.generate(prompt, 1, 5.0, 3, torch.Generator().manual_seed(0))[:, -1:]
     assert (new == allowed).any(1).all() and len(new.unique()) > 3
+
+
+def test_a_text_may_grow_by_more_than_its_length_at_once() -> None:
+    model = randomize(Transformer(ModelConfig(**TINY, match_bias='token')), seed=16).eval()
+    idx = torch.randint(50, (1, 50))  # the context is 16
+    with Cache(model):
+        for n in (1, 50):
+            logits = model.next_logits(idx[:, :n])
+    torch.testing.assert_close(logits, model.next_logits(idx), rtol=0, atol=1e-5)
+
+
+def test_ids_of_an_interrupted_pass_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomize(Transformer(ModelConfig(**TINY, key_shift='half')), seed=17).eval()
+    idx = torch.randint(50, (1, 8))
+    with Cache(model):
+        model.next_logits(idx[:, :5])
+        with monkeypatch.context() as patch:
+            patch.delattr(model.blocks[0], 'mlp')
+            with pytest.raises(AttributeError):
+                model.next_logits(idx[:, :7])
+        logits = model.next_logits(idx)
+    torch.testing.assert_close(logits, model.next_logits(idx), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('options', [dict(), dict(key_shift='half', match_bias='pair')], ids=str)
+def test_other_passes_are_not_the_caches(options: dict) -> None:
+    model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=18).eval()
+    idx = torch.randint(50, (2, 8))
+    logits = model(idx)[0]
+    with Cache(model) as cache:
+        for n in (5, 6):
+            model.next_logits(idx[:, :n])
+        n_floats = cache.floats_per_token()
+        for n in (1, 8):
+            assert torch.allclose(model(idx[:, :n])[0], logits[:, :n], atol=1e-5)
+        assert cache.floats_per_token() == n_floats
+        torch.testing.assert_close(model.next_logits(idx), logits[:, -1].float(), rtol=0, atol=1e-5)

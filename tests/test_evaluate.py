@@ -300,6 +300,15 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
         assert f'differ in {name}.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
 
 
+def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
+    write_run(place / 'out/shifted', Path('data'), model_of(key_shift='half'))
+    config = json.loads(Path('out/run/config.json').read_text())
+    del config['model']['key_shift']  # the run is older
+    Path('out/run/config.json').write_text(json.dumps(config))
+    rows = cells(evaluate.compare_runs(['out/run', 'out/shifted']).text)
+    assert ['key_shift', 'none', 'half'] in rows
+
+
 def test_a_run_of_another_model_py_is_named(place: Path) -> None:
     write_run(place / 'out/edited', Path('data'), model_of())
     config = json.loads(Path('out/edited/config.json').read_text())

@@ -1,4 +1,5 @@
 """A run that goes on is the run it was, or it is refused; two processes never share a folder."""
+import json
 import os
 import shutil
 import signal
@@ -62,6 +63,43 @@ def test_another_recipe_is_refused_by_name(change: str, halves: tuple[Path, Path
     name, value = change.split('=')
     with pytest.raises(SystemExit, match=f'has {name}=.* .now {value}'):
         train.main([f'--out_dir={halves[1]}', RESUME, f'--{change}'])
+
+
+def remove(entry: str, out: Path) -> None:
+    """Let a run be of a time before it had this option or entry."""
+    config = json.loads((out / 'config.json').read_text())
+    states = {path: torch.load(path, weights_only=True) for path in out.glob('*.pt')}
+    for saved in (config, *states.values()):
+        for part in (saved, saved['must_match'], saved.get('model_config', saved['model'])):
+            part.pop(entry, None)
+    (out / 'config.json').write_text(json.dumps(config))
+    for path, state in states.items():
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize('change', ['key_shift=half', 'match_bias=token'])
+def test_an_option_that_is_newer_than_a_run_has_its_default(
+    change: str, halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    name, value = change.split('=')
+    out = copied(halves[1], tmp_path)
+    remove(name, out)
+    with pytest.raises(SystemExit, match=f'has {name}=none .now {value}'):
+        train.main([f'--out_dir={out}', RESUME, f'--{change}'])
+    if name in runs.WEIGHTS:
+        with pytest.raises(SystemExit, match=f'has {name}=none .now {value}'):
+            train.main([f'--out_dir={tmp_path / "new"}', f'--init_from={out}', f'--{change}'])
+    assert resume(out).codes == [0]
+    same(halves[0], out)
+
+
+def test_a_run_of_an_older_train_py_is_refused(
+    halves: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out = copied(halves[1], tmp_path)
+    remove('numbers', out)
+    with pytest.raises(SystemExit, match=r'begun by an older train.py: --init_from='):
+        train.main([f'--out_dir={out}', RESUME])
 
 
 def test_before_the_first_checkpoint_too(halves: tuple[Path, Path], tmp_path: Path) -> None:
