@@ -121,7 +121,7 @@ def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *option
     losses = {kind: loss[~loss.isnan()] for kind, loss in found.items()}
     w_k = ''
     if model.cfg.match_bias != 'none':
-        w_k = json.dumps([[round(float(w), 3) for w in block.attn.match_weight]
+        w_k = json.dumps([[round(float(w), 3) for w in block.attn.match_weight.detach()]
                           for block in model.blocks])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
     means = [f'{float(losses[kind].mean()):.6f}'
