@@ -215,8 +215,11 @@ def page_commands() -> list[tuple[str, str]]:
 
 def test_every_command_on_the_pages_parses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert len(page_commands()) > 20
+    assert len(page_commands()) >= 20
     for script, options in page_commands():
+        if script == 'microcem':  # it has no options
+            assert not options.strip()
+            continue
         given = read_options(shlex.split(options), *SCRIPTS[script])
         for cls in SCRIPTS[script]:
             build(cls, given)

@@ -448,8 +448,8 @@ def bad_numbers(*at: int) -> None:
     from 0) infinite or NaN."""
     original, steps_begun = train.Transformer.forward, itertools.count()
 
-    def forward(model: Transformer, *args: Any) -> Any:
-        logits, loss = original(model, *args)
+    def forward(model: Transformer, *args: Any, **options: Any) -> Any:
+        logits, loss = original(model, *args, **options)
         is_last = os.environ.get('RANK') in ('1', None)
         step = next(steps_begun) if model.training and is_last else None
         return logits, loss * (math.nan if step % 2 else math.inf) if step in at else loss
@@ -483,8 +483,8 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped(
     """The square root of zero has no derivative."""
     original, steps_begun = train.Transformer.forward, itertools.count(1)
 
-    def forward(model: Transformer, *args: Any) -> Any:
-        logits, loss = original(model, *args)
+    def forward(model: Transformer, *args: Any, **options: Any) -> Any:
+        logits, loss = original(model, *args, **options)
         if model.training and next(steps_begun) == 3:
             loss = loss + (0 * model.head.sum()).sqrt()
         return logits, loss

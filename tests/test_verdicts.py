@@ -113,9 +113,8 @@ def test_published_words_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
     cure = verdict_table_of_copies()
     computed = set(re.findall(interval, ''.join([first, *later, cure]).replace('%', '')))
-    for page in ('README.md', 'results/README.md'):
-        shown = re.findall(interval, (ROOT / page).read_text(encoding='utf-8'))
-        assert shown and [each for each in shown if each not in computed] == [], page
+    shown = re.findall(interval, (ROOT / 'results/README.md').read_text(encoding='utf-8'))
+    assert len(shown) > 20 and [each for each in shown if each not in computed] == []
 
 
 def test_each_family_has_a_rule_and_is_planned() -> None:
