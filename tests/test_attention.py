@@ -250,7 +250,9 @@ for impl in ('auto', 'blockwise', 'sdpa'):
     assert torch.equal(model(idx)[0], right)
 with Cache(model):
     for n in (4, 5, 16):
-        torch.testing.assert_close(model.next_logits(idx[:, :n]), right[:, n - 1])
+        # In float32 two ways to sum differ by up to 2e-5; the edit changes logits by some tenths
+        torch.testing.assert_close(model.next_logits(idx[:, :n]), right[:, n - 1],
+                                   rtol=1e-3, atol=1e-3)
 """
     done = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, capture_output=True,
                           text=True)
