@@ -31,15 +31,15 @@ import evaluate  # noqa: E402
 import model as model_file  # noqa: E402
 import train  # noqa: E402
 from nanocem import runs  # noqa: E402
-from nanocem.data import TokenDataset, evenly_spaced  # noqa: E402
 from nanocem.files import read_csv  # noqa: E402
+from nanocem.hardware import compile_for  # noqa: E402
 from nanocem.tokenizers import tokenizer_of  # noqa: E402
+from reproduce import loss_per_llama_token  # noqa: E402
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
            'seconds', 'val_bits_per_byte', 'test_bits_per_byte', 'y', 'repeated_targets',
            'other_targets', 'repeated_loss', 'other_loss', 'read_once_loss', 'read_again_loss',
            'device', 'w_k']
-COPYING_TOKENS = 500_000  # of the test text, in evenly spaced sequences
 TRIAL_SEED = 101
 BETTER = 0.01  # another rate is taken if its validation perplexity is lower by more than this
 
@@ -88,7 +88,8 @@ def patch(variant: str) -> None:
 def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *options: str) -> None:
     """Train one model, measure it, and print its row as JSON in the last line."""
     torch.set_float32_matmul_precision = lambda kind: None  # no TF32: products as on a CPU
-    train.compile_for = compile_blocks
+    # Compile block by block, as on a CPU: blocks are alike, so one compilation serves all
+    train.compile_for = lambda device, *of: compile_for(torch.device('cpu'), *of)
     patch(variant)
     out_dir = f'out/copies/{size}/{name}_rate={rate}_seed={seed}{"_" + variant if variant else ""}'
     out_dir = out_dir.replace(' ', '-')
@@ -105,19 +106,13 @@ def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *option
     if code:
         sys.exit(code)
     result = json.loads(Path(out_dir, 'result.json').read_text())
-    bits = sum(result[f'{row["split"]}_bits_per_byte'] * int(row['bytes']) for row in TEXT)
-    y = math.log(2) * bits / sum(int(row['llama_tokens']) for row in TEXT)
-    # Measure copying with the last weights, as they are
-    path = runs.checkpoints(out_dir)[-1]
-    state = runs.read_checkpoint(path)
-    model = model_file.Transformer(model_file.ModelConfig(**state['model_config']))
-    model.load_state_dict(state['model'])
-    model.to('cuda' if torch.cuda.is_available() else 'cpu').eval()
-    length = model.cfg.context_length
-    data = TokenDataset(state['data_dir'], 'test', length)
-    x, y_ids = data.batch(evenly_spaced(len(data), COPYING_TOKENS // length))
-    ids = torch.cat([x, y_ids[:, -1:]], dim=1)
-    found = evaluate.copying(model, ids, tokenizer_of(state).bos)
+    y = loss_per_llama_token(result)
+    # Measure copying with the last weights, on the tokens of the test text that evaluate.py reads
+    model, state = runs.load_model(runs.checkpoints(out_dir)[-1], 'auto')
+    tokenizer = tokenizer_of(state)
+    ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, state['data_dir'], tokenizer,
+                                     model.cfg.context_length)
+    found = evaluate.copying(model, ids, tokenizer.bos)
     losses = {kind: loss[~loss.isnan()] for kind, loss in found.items()}
     w_k = ''
     if model.cfg.match_bias != 'none':
@@ -137,14 +132,17 @@ def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *option
     print(json.dumps(dict(zip(COLUMNS, map(str, row), strict=True))), flush=True)
 
 
-def compile_blocks(device, model, attention):
-    """Compile block by block on a GPU, too: blocks are alike, so one compilation serves all."""
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    return model
-
-
 # All cells
+
+def is_trial(cell: dict[str, str]) -> bool:
+    return int(cell['seed']) == TRIAL_SEED
+
+
+def key_of(cell: dict[str, str], rate: str) -> tuple[str, ...]:
+    """Return what tells a cell from all others. Trials differ in their rates alone."""
+    names = 'size', 'model', 'seed', 'variant'
+    return *map(cell.get, names), rate if is_trial(cell) else ''
+
 
 def main(at_once: int, options: list[str]) -> None:
     out = Path(os.environ.get('OUT', HERE))
@@ -157,9 +155,7 @@ def main(at_once: int, options: list[str]) -> None:
     factors = {}  # of the rates of models with both options, as the trials decide
     while waiting or running:
         done = read_csv(str(runs_csv))
-        finished = {(row['size'], row['model'], row['seed'], row['variant'])
-                    if int(row['seed']) != TRIAL_SEED else
-                    (row['model'], row['rate']) for row in done}
+        finished = {key_of(row, row['rate']) for row in done}
         for kind in ('attn-1', 'llama-alibi'):
             if kind not in factors and (factor := best_factor(f'{kind}-copies', done)):
                 factors[kind] = factor
@@ -169,17 +165,15 @@ def main(at_once: int, options: list[str]) -> None:
             if len(running) >= at_once or time.monotonic() - began > deadline - 60:
                 break
             factor = float(cell['factor'])
-            trial = int(cell['seed']) == TRIAL_SEED
-            if cell['model'].endswith('copies') and not trial and cell['variant'] != 'rate 2e-3':
+            has_rate = is_trial(cell) or cell['variant'] == 'rate 2e-3'
+            if cell['model'].endswith('copies') and not has_rate:
                 kind = 'llama-alibi' if 'llama' in cell['model'] else 'attn-1'
                 if kind not in factors:
                     continue
                 factor = factors[kind]
             rate = f'{float(cell["rate"]) * factor:.4g}'
             waiting.remove(cell)
-            key = ((cell['model'], rate) if trial else
-                   (cell['size'], cell['model'], cell['seed'], cell['variant']))
-            if key in finished:
+            if key_of(cell, rate) in finished:
                 continue
             arguments = [cell['size'], cell['model'], rate, cell['seed'], cell['variant']]
             log = out / 'logs' / ('_'.join(arguments).replace(' ', '-') + '.txt')
@@ -216,7 +210,7 @@ def best_factor(name: str, done: list[dict[str, str]]) -> float | None:
     """Return the factor of a model's rate that its trials choose; None until all three have
     ended."""
     bits = {float(row['rate']) / float(MODELS[name]['rate_S']): float(row['val_bits_per_byte'])
-            for row in done if row['model'] == name and int(row['seed']) == TRIAL_SEED}
+            for row in done if row['model'] == name and is_trial(row)}
     if len(bits) < 3:
         return None
     val, = (row for row in TEXT if row['split'] == 'val')

@@ -18,6 +18,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / 'tokens')]
 from matplotlib.figure import Figure  # noqa: E402
 from verdicts import (  # noqa: E402
     RULES,
+    TRIAL_SEEDS,
     Row,
     Run,
     Tables,
@@ -106,7 +107,7 @@ def draw(rows: list[Row], size: str = 'S') -> Figure:
 
 
 def main() -> None:
-    runs = [run for run in read_csv(f'{HERE}/runs.csv') if int(run['seed']) < 100]
+    runs = [run for run in read_csv(f'{HERE}/runs.csv') if int(run['seed']) < TRIAL_SEEDS]
     RULES[HERE] = copies_rule
     verdicts = judge(HERE)
     copying = copying_rows([run for run in runs if not run['variant']])
