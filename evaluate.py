@@ -71,6 +71,7 @@ class EvaluateConfig:
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: PathStr | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
+    separator: str | None = None  # for --text: of documents in .txt files, such as <|endoftext|>
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
@@ -81,6 +82,8 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         in_range(self, 1, 10**15, 'tokens')
+        check(not self.separator or bool(self.text),
+              'separator is for --text=FILE: data is divided')
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
         check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
         self.compare = tuple(map(os.path.expanduser, self.compare))
@@ -106,11 +109,12 @@ def cem_kinds(model: Transformer) -> list[str]:
 
 # What the loss is measured on
 
-def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str) -> Sequences:
+def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
+                        separator: str | None = None) -> Sequences:
     """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document. Each
     token but the first is a target once. Bytes and Llama's tokens are not counted if the tokenizer
     loses text. Llama's need its tokenizer, at $LLAMA_TOKENIZER or in data_dir."""
-    documents = list(text_documents(path))
+    documents = list(text_documents(path, separator))
     check(any(documents), f'text={path} is empty')
     encoded = [tokenizer.encode(document) for document in documents]
     ids = [i for of_document in encoded for i in [tokenizer.bos, *of_document]]
@@ -515,7 +519,8 @@ class Evaluated:
     def sequences(self) -> Sequences:
         length = self.model.cfg.context_length
         if self.cfg.text:
-            return read_text_sequences(self.cfg.text, self.tokenizer, length, self.data_dir)
+            return read_text_sequences(self.cfg.text, self.tokenizer, length, self.data_dir,
+                                       self.cfg.separator)
         return read_shards(self.cfg, self.state, self.data_dir, self.tokenizer, length)
 
 

@@ -31,6 +31,8 @@ LLAMA_SIZES = {  # our names of sizes -> those of LlamaConfig
     'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
     'context_length': 'max_position_embeddings'}
 OURS_ALONE = ('size', 'init_std')  # what a plain Llama's config.json says of ours beside them
+# What another program changes for good reasons: it adds tokens, or trains on longer texts
+MAY_CHANGE = (*OURS_ALONE, 'vocab_size', 'context_length')
 
 
 def is_plain_llama(cfg: ModelConfig) -> bool:
@@ -148,6 +150,12 @@ def read_export(folder: str) -> dict[str, Any]:
     if code.is_file() and checksum(code) != run.get('code'):
         warn(f'{code} was edited, and is not the model.py here, which computes these numbers; '
              'transformers runs the one in the folder')
+    # The weights fit other options, too, but were not trained with them
+    trained = vars(build(ModelConfig, run.get('options', vars(cfg))))
+    changed = [f'{name}={value} (exported: {trained[name]})' for name, value in vars(cfg).items()
+               if value != trained[name] and name not in MAY_CHANGE]
+    if changed:
+        warn(f'{path} was edited, and its model has {", ".join(changed)}')
     return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
 
 

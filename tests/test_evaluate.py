@@ -177,10 +177,12 @@ def test_a_text_is_read_whole(tokenizer: ByteTokenizer, place: Path, report: Rep
     """Each token but the first is a target, once. Bits per byte do not count BOS, which begins each
     document. There are none if the tokenizer loses text."""
     monkeypatch.setattr(evaluate, 'tokenizer_of', lambda state: tokenizer)
-    documents = [TEXT, 'and another']
+    documents = [TEXT.strip(), 'and another']
     Path('two.jsonl').write_text('\n'.join(json.dumps({'text': text}) for text in documents))
     page = report('--text=two.jsonl', '--out_dir=out/run/best.pt')
     assert 'out/run/best.pt, step 2; two.jsonl\n' in page
+    Path('two.txt').write_text('<|x|>'.join(documents))
+    assert cells(report('--text=two.txt', '--separator=<|x|>')) == cells(page)
     _, tokens, loss, _, *bits = cells(page)[0]
     ids = torch.tensor([i for text in documents for i in [256, *tokenizer.encode(text)]])
     parts = [ids[at:at + LENGTH + 1] for at in range(0, len(ids) - 1, LENGTH)]

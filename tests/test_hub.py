@@ -328,7 +328,14 @@ def test_an_export_carries_what_it_computes(
     with monkeypatch.context() as patch:  # a class whose numbers are the same
         patch.setattr('model.CEMMLP', type('Mine', (CEMMLP,), {}))
         hub.export(*load_model(folder)[:1], f'{tmp_path}/mine', state)
+    # Another model with the same weights
+    base = {'rope_theta': 9.0, 'rope_type': 'default'}
+    save_config(Path(trained), **({'rope_parameters': base} if options else {'key_shift': 'half'}))
     capsys.readouterr()
+    load_model(trained)
+    what = 'rope_theta=9.0 (exported: 10000.0)' if options else 'key_shift=half (exported: none)'
+    assert (f'Warning: {trained}/config.json was edited, and its model has {what}'
+            in capsys.readouterr().err)
     if not options:
         with open(f'{folder}/model.py', 'a') as file:
             file.write('NORM_EPS = 1e-6\n')

@@ -56,6 +56,7 @@ evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expected 1, 2, 3
 evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
+evaluate            --out_dir=llama --separator=x          separator is for --text=FILE
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
 evaluate            --out_dir=llama --copying=             expected True, False or a name or path
 evaluate            --compare=llama --energies --tokens=5          alone, and not energies, tokens
