@@ -30,7 +30,8 @@ from nanocem.flops import flops_per_token
 from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
 
 # The config files of each model. The defaults are all-CEM, one step
-MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py']}
+MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py'],
+          'CEM that copies': ['config/cem_copies.py']}
 HF_LLAMA = 'Hugging Face Llama'
 if importlib.util.find_spec('transformers'):
     MODELS[HF_LLAMA] = []
