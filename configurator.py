@@ -123,7 +123,8 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     """Read a config file from the current folder, or from beside the scripts. Raises UserError."""
     beside_scripts = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) else beside_scripts
-    check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
+    check(os.path.isfile(found), f'no config file {path}; options are written --key=value'
+          + (f', and a run --out_dir={path}' if os.path.isdir(path) else ''))
     with open(found, encoding='utf-8-sig') as file:  # -sig: Notepad writes a byte-order mark
         try:
             tree = ast.parse(file.read(), path)

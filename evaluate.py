@@ -283,6 +283,9 @@ def report_copying(run: 'Evaluated') -> Report:
     text += f'\nPerplexity of {" over ".join(run.models)}: {differences}.'
     if abs(math.expm1(over['all'])) < SMALLEST_GAP:
         text += f'\nThere is no gap: it is less than {SMALLEST_GAP:.0%}.'
+    elif gap['repeated'] * gap['other'] < 0:
+        parts = (f'{kind} targets {value / n_targets:+.4f}' for kind, value in gap.items())
+        text += f'\nIn nats a token the gap is {" and ".join(parts)}.'
     else:
         text += f'\nOf the gap {gap["repeated"] / total:.0%} comes from repeated targets.'
     return Report(run.subject, text)

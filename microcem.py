@@ -58,7 +58,9 @@ END = '\n'  # the letter before and after each word
 def read_words(path: str) -> list[str]:
     try:
         lines = Path(path).read_text(encoding='utf-8-sig').splitlines()
-    except (OSError, ValueError):  # no such file, or no text
+    except OSError as error:
+        sys.exit(f'microcem.py: {path}: {error.strerror}')
+    except ValueError:  # no text
         lines = []
     words = [line.strip() for line in lines if line.strip()]
     if not words or max(map(len, words)) > 30:
@@ -249,7 +251,7 @@ def descend(x: Value, w: Weights, n: int, T: int = 1, eta: float = 1.0) -> Value
     h = norm(x, w['gain', n])
     for _ in range(T):
         u = norm(x, w['gain', n])  # in the first step u equals h
-        energy = LAYERS[n](u, h, w, n)  # a letter's energy reads no u but its own: add all
+        energy = LAYERS[n](u, h, w, n)  # one gradient for all: no letter reads another's u
         gradient = gradients(total(energy), [u])[0]
         x = x - eta * gradient  # the old x plus a step: the residual connection
     return x

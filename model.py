@@ -38,8 +38,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-# 86m to 162m are the paper's (Table 1), the shape of 256m is our choice. In the paper CEM has two
-# layers more there, and Llama's budget of tokens: --size=256m --n_layer=16 --tokens=5.1B
+# 86m to 162m are the paper's (Table 1): the names count a Llama's parameters with 32,000 ids. The
+# shape of 256m is our choice. In the paper CEM has two layers more there, and Llama's budget of
+# tokens: --size=256m --n_layer=16 --tokens=5.1B
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -94,8 +95,8 @@ class ModelConfig:
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
     mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
     loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
-    key_shift: Literal['none', 'half'] = 'none'  # half of each key is the token before's
-    match_bias: Literal['none', 'token', 'pair'] = 'none'  # let scores compare i with j - 1
+    key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is the token before's
+    match_bias: Literal['none', 'token', 'pair'] = 'none'  # ours: compare i with j - 1
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -1,5 +1,5 @@
 """The CEM model to train for the lowest loss: attention in one step, which looks for what followed
-a token, beside Llama's MLP (results/README.md). All-CEM: --mlp=cem.
+a token, beside Llama's MLP (results/README.md).
 
     python train.py config/cem_copies.py config/mini.py
 """

@@ -20,8 +20,8 @@ def read_meta(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, 'meta.json')
     meta = read_json(path)
     check(meta is not None,
-          f'{path} is missing: python prepare_slimpajama.py makes data/slimpajama; '
-          'python train.py config/mini.py trains on a laptop, without a download')
+          f'{path} is missing: python prepare_slimpajama.py --out_dir={folder} makes it of '
+          'SlimPajama, or of --input=TEXT; python train.py config/mini.py needs neither')
     check(meta.get('format') == FORMAT, f'{path} is of another version: prepare the data again')
     return meta
 
@@ -49,8 +49,9 @@ class TokenDataset:
         # Map the tokens of each shard, (n,), into memory. torch keeps no file open, NumPy does
         self.described = [shard for shard in described if shard['tokens'] > length]
         check(len(self.described) > 0, f'{folder}: no shard of the {split} split holds a sequence '
-              f'of context_length + 1 = {length + 1} tokens: expected a smaller context_length, or '
-              'longer text')
+              f'of context_length + 1 = {length + 1} tokens (it has '
+              f'{sum(shard["tokens"] for shard in described):,}): expected a smaller '
+              'context_length, a longer text or a larger --held_out')
         self.shards = []
         for shard in self.described:
             path = os.path.join(folder, shard['file'])

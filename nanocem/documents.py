@@ -79,7 +79,8 @@ def find_source(where: str, column: str = 'text') -> Source:
                        if name not in source.files and os.path.basename(name)[0] != '.')
     check(bool(source.files), f'{where} holds no .parquet, .jsonl, .ndjson, .json (also '
           f'{", ".join(PACKED)}) or .txt file'
-          + (f', only {count_suffixes(left_out)}' if left_out else ''))
+          + (f', only {count_suffixes(left_out)}; as one text: cat FILES | python train.py --text=-'
+             if left_out else ''))
     # Read val and test first: reading stops when the train split is full
     order = sorted(source.files, key=lambda name: source.files[name] not in ('val', 'test'))
     return Source(root, {name: source.files[name] for name in order}, dict(left_out))

@@ -30,6 +30,8 @@ RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_l
 WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
            'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
            'mlp_match')
+# Options that a new run's folder is named for, where they are not `none`
+IN_NAME = {'preconditioner': 'P', 'kq_diag': 'diagonal', 'key_shift': 'half', 'match_bias': 'match'}
 Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
 
@@ -147,13 +149,16 @@ def newest_run() -> str:
             return os.path.dirname(path)
         except ValueError as error:
             print(f'{path} is left out: {error}', flush=True)
-    fail('no run in out/: python train.py makes one, --out_dir=FOLDER names one elsewhere')
+    fail('no run in out/: python train.py config/mini.py makes one, --out_dir=FOLDER names one '
+         'elsewhere')
 
 
 def read_config(out_dir: str) -> dict[str, Any]:
     """Read a run's config.json. UserError if there is none, or if it is damaged or another
     program's."""
     config = read_json(f'{out_dir}/config.json') or {}
+    check('model_type' not in config, f'{out_dir} is an export, without the options and losses of '
+          'its training: expected a run of train.py')
     check({'train', 'model'} <= {*config}, f'no run in {out_dir}')
     return config
 
@@ -196,7 +201,10 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:
     where NAME describes the model. UserError if `out_dir` holds a run."""
     if not out_dir:
         size = cfg.size or f'{cfg.n_layer}x{cfg.d_model}'
-        name = f'out/{size}-{cfg.attn}{cfg.attn_steps}-{cfg.mlp}{cfg.mlp_steps}-{cfg.positions}'
+        attn = 'llama' if cfg.attn == 'llama' else f'cem{cfg.attn_steps}'
+        mlp = 'llama' if cfg.mlp == 'llama' else f'cem{cfg.mlp_steps}'
+        options = [word for option, word in IN_NAME.items() if getattr(cfg, option) != 'none']
+        name = 'out/' + '-'.join([size, attn, mlp, cfg.positions, *options])
         os.makedirs('out', exist_ok=True)
         for path in itertools.chain([name], (f'{name}-{n}' for n in itertools.count(2))):
             with contextlib.suppress(FileExistsError):
@@ -319,7 +327,8 @@ def best_checkpoint(path: str) -> dict[str, Any]:
     for file in (path, f'{path}/best.pt'):
         if os.path.isfile(file):
             return read_checkpoint(file)
-    return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py makes one')
+    return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py '
+                                         'config/mini.py makes a run')
 
 
 def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, Any]]:

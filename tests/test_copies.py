@@ -6,6 +6,7 @@ import pytest
 import torch
 from running import ROOT
 
+from configurator import read_options
 from model import ModelConfig, Transformer
 from nanocem.files import read_csv
 from results.copies import run, tables
@@ -53,6 +54,15 @@ def test_every_cell_names_a_model_and_a_published_rate() -> None:
                        for option in run.MODELS[cell['model']]['options'].split())
         assert cell['size'] in 'SM' and float(cell['rate']) > 0
         assert {'attn', 'mlp', 'positions'} <= options.keys()
+
+
+@pytest.mark.parametrize(('file', 'model'), [
+    ('cem_copies', 'attn-1-copies'), ('cem_plain_copies', 'cem-2-copies'),
+    ('llama_copies', 'llama-alibi-copies')])
+def test_config_files_are_models_of_the_study(file: str, model: str) -> None:
+    theirs = read_options([f'config/{file}.py'], ModelConfig)
+    ours = read_options(run.MODELS[model]['options'].split(), ModelConfig)
+    assert ModelConfig(**theirs) == ModelConfig(**ours)
 
 
 @pytest.mark.parametrize('variant', ['d=1', 'same id', 'first layer', 'last layer'])

@@ -387,6 +387,19 @@ def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> Non
     assert 'There is no gap' in evaluate.report_copying(run).text
 
 
+def test_a_gap_of_two_signs_has_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A is better where targets are repeated, and worse elsewhere."""
+    repeated, other = torch.ones(2), torch.ones(4)
+    losses = {'A': (1.0 * repeated, 2.0 * other), 'B': (2.0 * repeated, 1.9 * other)}
+    monkeypatch.setattr(evaluate, 'copying', lambda model, *rest: dict(
+        zip(evaluate.COPYING, losses[model] * 2, strict=True)))
+    run = SimpleNamespace(models={'A': 'A', 'B': 'B'}, sequences=(torch.zeros(1, 7), None, None),
+                          subject='', tokenizer=SimpleNamespace(name='of five', bos=0))
+    text = evaluate.report_copying(run).text
+    assert 'the gap is repeated targets -0.3333 and other targets +0.0667.' in text
+    assert 'Of the gap' not in text
+
+
 @pytest.mark.parametrize(('text', 'words'), [
     ('a', 'have 1 tokens: expected a text, and a context, of 4 or more'),
     ('abcdefgh', 'no target is of the kind "repeated: their last 5 bytes stood earlier"')])

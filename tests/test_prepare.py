@@ -500,7 +500,7 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path: Path) -> None:
     ('a', '[\n {"text": "a"}\n]', 'a, line 1: expected .* of an array jq'),
     ('a.json', '{\n "text": "a"\n}', 'a.json, line 1: expected'),
     ('a.json', '{"content": "a"}\n', 'a.json, line 1: expected .*--column=NAME'),
-    ('in/a.csv', 'text', 'in holds no .parquet, .* file, only 1 .csv'),
+    ('in/a.csv', 'text', 'in holds no .parquet, .* file, only 1 .csv; as one text: cat'),
     ('in/a.json.gz', gzip.compress(b'{"content": "a"}\n', mtime=0), 'a.json.gz, line 1: expected'),
     ('in/a.json', '{"content": "a"}\n', 'a.json, line 1: expected')])
 def test_what_is_not_read_is_refused(

@@ -30,7 +30,7 @@ train               latin1.txt                             other files and folde
 bench               a.txt                                  other files and folders: none
 train               wrong.py                               attn_steps=[1]: expected a whole number
 train               --device=cuda                          finds no GPU of this kind
-train               --data=none                            python train.py config/mini.py trains
+train               --data=none                            python train.py config/mini.py needs
 train               --data=short                           no shard of the val split
 train               --data=old                             of another version
 train               --text=nothing.txt                     nothing.txt: no such file or folder
@@ -38,7 +38,7 @@ train               --text=a.txt --data=data               text and data exclude
 train               --text=packed.txt.gz                   is compressed: unpack it first
 train               --tokens=1e1000000000                  tokens=1e1000000000: expected a whole
 train               --tokenizer=byte                       tokenizer is for --text=FILE
-train               --init_from=resume                     no run in out/: python train.py
+train               --init_from=resume                     no run in out/: python train.py config/
 train               --init_from=resume --out_dir=none      no run in none
 train               --init_from=none                       no checkpoint in none
 train               --init_from=llama --attn=cem           attn=llama (now cem)
@@ -56,6 +56,8 @@ evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expected 1, 2, 3
 evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
+evaluate            --compare=llama                       llama is an export, without the options
+sample              llama                                  and a run --out_dir=llama
 evaluate            --out_dir=llama --separator=x          separator is for --text=FILE
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
 evaluate            --out_dir=llama --copying=             expected True, False or a name or path
@@ -67,10 +69,10 @@ evaluate            --out_dir=weights.pt                   weights.pt is no chec
 evaluate            --out_dir=whole.pt                     whole.pt is no checkpoint of train.py
 evaluate            --out_dir=half                         half/model.safetensors is damaged, or not
 evaluate            --out_dir=edited                       edited/config.json is damaged (
-evaluate            --tokens=5                             no run in out/: python train.py makes one
+evaluate            --tokens=5                             no run in out/: python train.py config/
 export              --out_dir=llama --dtype=bfloat16       expected a new folder: --to=DIR
 export              --out_dir=llama --to=half              to=half is not empty: give a new folder
-export              --to=x                                 no run in out/: python train.py makes one
+export              --to=x                                 no run in out/: python train.py config/
 bench               --device=cuda                          finds no GPU
 reproduce           --figure=3d                            figure=3d: expected one of 2a
 reproduce           --figure=3a --size=85m                 size=85m: expected one of XS

@@ -328,7 +328,10 @@ def test_new_folders_and_the_newest(
     assert runs.new_folder(None, ModelConfig(size='nano')) == 'out/nano-cem1-cem1-alibi-5'
     assert runs.newest_run() == 'out/nano-cem1-cem1-alibi'
     llama = ModelConfig(size='nano', n_layer=3, attn='llama', mlp='llama')
-    assert runs.new_folder(None, llama) == 'out/3x32-llama1-llama1-rope'
+    assert runs.new_folder(None, llama) == 'out/3x32-llama-llama-rope'
+    copies = ModelConfig(size='nano', mlp='llama', kq_diag='shared', key_shift='half',
+                         match_bias='pair')
+    assert runs.new_folder(None, copies) == 'out/nano-cem1-llama-alibi-diagonal-half-match'
     assert capsys.readouterr().out.count('is left out') == 2
     (tmp_path / 'best.pt').touch()
     with pytest.raises(UserError, match='holds a run already'):
