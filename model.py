@@ -96,7 +96,7 @@ class ModelConfig:
     mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
     loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
     key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is the token before's
-    match_bias: Literal['none', 'token', 'pair'] = 'none'  # ours: compare i with j - 1
+    match_bias: Literal['none', 'token', 'pair'] = 'none'  # ours: scores compare i with j - 1
 
     def __post_init__(self) -> None:
         check_values(self)
