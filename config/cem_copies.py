@@ -1,5 +1,5 @@
-"""The CEM model to train for the lowest loss: attention in one step, which looks for what followed
-a token, beside Llama's MLP (results/README.md).
+"""The best CEM model of results/README.md: attention in one step, which looks for what followed a
+token, beside Llama's MLP. With the diagonal its steps follow the energy only roughly.
 
     python train.py config/cem_copies.py config/mini.py
 """

@@ -1,6 +1,6 @@
 """Beyond the paper: all-CEM, two steps, with exact rotary positions instead of ALiBi and a
-diagonal, so that torch's fused attention runs it. Up to a million weights its perplexity is higher
-than that of config/cem_t2.py (results/notes.md)."""
+diagonal, so that torch's fused attention runs it. With one step, at XS, its perplexity is 15% higher
+than with ALiBi (results/notes.md)."""
 attn = 'cem'
 mlp = 'cem'
 attn_steps = 2

@@ -1,7 +1,7 @@
 """Laptop scale, minutes on two CPU cores: size, data, budget and recipe, for any of the models.
 
-    python train.py config/mini.py                       all-CEM, one step
-    python train.py config/llama.py config/mini.py       Llama
+    python train.py config/mini.py                       plain all-CEM, one step
+    python train.py config/llama.py config/mini.py       Llama, with RoPE
 """
 size = 'mini'
 context_length = 128

@@ -1,7 +1,8 @@
-"""Size XS of the study in results/tokens: 83 k weights in Llama's layers, 5.6 M tokens, at the best
-learning rate of a Llama. Six minutes on one CPU core. results/tokens describes the text.
+r"""Size XS of the study in results/tokens: 83 k weights in Llama's layers, 5.6 M tokens. Six
+minutes on one CPU core. The learning rate is Llama with RoPE's (others':
+results/copies/models.csv). results/tokens describes the text.
 
-    python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \\
+    python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \
         --out_dir=data/english
     python train.py config/llama.py config/xs.py
 """

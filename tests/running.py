@@ -29,7 +29,7 @@ TINY = (
     '--learning_rate=8e-3 --attn_steps=2 --mlp_steps=2'
 ).split()
 RESUME = '--init_from=resume'
-SIZE_FILES = ['config/mini.py', 'config/nano.py', 'config/s.py', 'config/xs.py']
+SIZE_FILES = [f'config/{size}.py' for size in ('mini', 'nano', 'xs', 's', 'm')]
 MODEL_FILES = sorted({f'config/{path.name}' for path in (ROOT / 'config').glob('*.py')}
                      - {*SIZE_FILES, 'config/finetune.py'})
 
