@@ -158,7 +158,10 @@ def moved_layer(attn: Any) -> tuple[Any, Callable[..., Tensor]]:
 
 
 def values_are_keys(cfg: Any) -> bool:
-    return cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
+    """Return whether attend gets the same k and v. With RoPE, Llama's tied values are the keys
+    before their rotation, and CEM's are the rotated ones."""
+    tied = cfg.tie in ('kv', 'both') and cfg.positions == 'alibi'
+    return cfg.attn == 'cem' or tied
 
 
 def attend_whole(attend: Callable, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor,

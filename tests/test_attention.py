@@ -99,9 +99,11 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fast, 'HAS_TRITON', True)
     match = dict(match_bias='token')
     for options in ({}, dict(**rope, kq_diag='shared'), dict(**llama, **alibi, tie='kv'),
-                    dict(**match, kq_diag='shared'), dict(**llama, **rope, **match, tie='kv')):
+                    dict(**match, kq_diag='shared'), dict(**llama, **alibi, **match, tie='kv')):
         assert chosen(gpu, half, **options) == 'triton'
+    # With RoPE Llama's tied values are not rotated: they are not the keys
     for options in (rope, llama, {**llama, **alibi}, dict(impl='sdpa'), dict(d_model=300),
+                    dict(**llama, **rope, **match, tie='kv'),
                     dict(**match, kq_diag='per_head'), dict(match_bias='pair')):
         assert chosen(gpu, half, **options) == 'sdpa'
     for options in dict(impl='readable'), dict(exact_update=True, kq_diag='shared'):
