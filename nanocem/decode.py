@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import choose_attention, is_plug, sdpa
-from .trial import compare, different_layers, find_far_error, most_error
+from .trial import compare, different_layers, find_far_error, find_other_positions, most_error
 
 try:
     from .model import make_positions  # in an exported folder
@@ -105,6 +105,8 @@ class Cache:
         """Compare logits with the cache, for a few random ids, with those without it. Return a
         message if they differ by more than rounding, or ''."""
         model = self.model
+        if wrong := find_other_positions(model):
+            return wrong
         for attn in different_layers(model):
             plugged = 'attend' in vars(model).get('plugs', {})
             by_sdpa = plugged and choose_attention(attn, model.head.device) == 'sdpa'
