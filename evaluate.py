@@ -448,7 +448,7 @@ def compare_runs(folders: Sequence[str]) -> Report:
         config = read_config(folder)
         options = config['train'] | with_defaults(config['model'])
         options |= {name: config['must_match'][name] for name in FINGERPRINTS}
-        change = find_change(config['model'], config.get('numbers'))
+        change = find_change(config['model'], config.get('numbers'), training=True)
         options['model.py'] = 'another' if change else 'this one'
         all_options.append(options)
         # Add a row of results. There are none before the run ends

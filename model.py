@@ -205,7 +205,7 @@ class BaseAttention(nn.Module):
         i - 1 and j - 2. No state u is in them, so all steps share them."""
         if self.cfg.match_bias == 'none':
             return pos
-        I, D = len(pos.mask), h.shape[-1]
+        I, D = pos.mask.shape[-2], h.shape[-1]
         weighted = h * (self.match_diag / math.sqrt(D))
         pos = pos._replace(match=weighted[:, -I:] @ previous(h).mT)
         if self.cfg.match_bias == 'pair':

@@ -217,7 +217,7 @@ def read_run(folder: str) -> Results:
     same = [getattr(train, name) == getattr(named_train, name)
             for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
-    change = find_change(config['model'], config.get('numbers'))
+    change = find_change(config['model'], config.get('numbers'), training=True)
     check(not change, change)
     run = run._replace(data=name_data(run.size, train.data, config['must_match']))
     # Read the loss

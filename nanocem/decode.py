@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import choose_attention, is_plug, sdpa
-from .trial import compare, different_layers, find_far_error, most_error
+from .trial import compare, different_layers, find_far_error, find_other_positions, most_error
 
 try:
     from .model import make_positions  # in an exported folder
@@ -40,10 +40,11 @@ class Cache:
             model.generate(idx, 100)
 
     It is a memo: the same call gives the same logits. Ids that do not begin with those read before
-    are read from the start."""
+    are read from the start, and so are all with another T."""
     def __init__(self, model: Any):
         self.model = model
-        self.ids: Tensor | None = None  # ids read so far, (B, length)
+        self.ids: Tensor | None = None  # a copy of the ids read so far, (B, length)
+        self.steps: list[int | None] = []  # T of all sublayers as they were read
         # How many of them were read before this pass; None in passes that are not the cache's
         self.past: int | None = None
         # One or two buffers for each time that an attention sublayer runs in a pass
@@ -104,6 +105,8 @@ class Cache:
         """Compare logits with the cache, for a few random ids, with those without it. Return a
         message if they differ by more than rounding, or ''."""
         model = self.model
+        if wrong := find_other_positions(model):
+            return wrong
         for attn in different_layers(model):
             plugged = 'attend' in vars(model).get('plugs', {})
             by_sdpa = plugged and choose_attention(attn, model.head.device) == 'sdpa'
@@ -129,8 +132,11 @@ class Cache:
     def next_logits(self, idx: Tensor) -> Tensor:
         """Return what the model's own next_logits does, for ids (B, J)."""
         past = 0 if self.ids is None else self.ids.shape[1]
+        steps = [getattr(sublayer, 'T', None) for block in self.model.blocks
+                 for sublayer in (block.attn, block.mlp)]
         # Compare all ids at each token: the cache is never wrong
-        if past == 0 or past >= idx.shape[1] or not torch.equal(self.ids, idx[:, :past]):
+        if (past == 0 or past >= idx.shape[1] or steps != self.steps
+                or not torch.equal(self.ids, idx[:, :past])):
             past, self.buffers, self.last_keys = 0, [], []
         # Nothing is read until the pass ends: one that is interrupted leaves buffers half filled
         self.ids, self.past, self.next_buffer, self.next_key = None, past, 0, 0
@@ -138,7 +144,7 @@ class Cache:
             x = self.model.hidden(idx[:, past:], past)
         finally:
             self.past = None
-        self.ids = idx
+        self.ids, self.steps = idx.clone(), steps  # the caller may change idx in place
         return F.linear(x[:, -1], self.model.head).float()
 
     def own_attend(self, attn: Any) -> Callable:

@@ -262,6 +262,18 @@ def split_text(path: str, separator: str) -> Iterator[str]:
     yield rest.strip('\r\n')
 
 
+def has_separator(path: str, separator: str) -> bool:
+    """Return whether a separator of documents stands in a file, whose rows have none."""
+    if path.lower().endswith(ROWS):
+        return False
+    end = ''  # of the blocks before, where one may begin
+    for block in read_blocks(path):
+        if separator in end + block:
+            return True
+        end = (end + block)[-len(separator):]
+    return False
+
+
 def text_documents(path: str, separator: str | None = None) -> Iterator[str]:
     """Yield the documents of a file or folder, as train.py --text reads them. Raises UserError."""
     source = find_source(os.path.abspath(keep_piped(path)))

@@ -83,9 +83,10 @@ def runs_triton(device: torch.device, dtype: torch.dtype, head_width: int) -> bo
 
 def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None = None,
                    h: Tensor | None = None) -> Tensor:
-    """Attend by the kernels of triton_attention.py. v is not read, since it equals k. Returns
-    (B, K, I, R)."""
-    if not runs_triton(q.device, q.dtype, q.shape[-1]):  # a sample at the end has no autocast
+    """Attend by the kernels of triton_attention.py, which read k alone: other values are attended
+    to in another way. Returns (B, K, I, R)."""
+    # A sample at the end has no autocast. In an edited layer v may be no longer k
+    if v is not k or not runs_triton(q.device, q.dtype, q.shape[-1]):
         return automatic(attn, q, k, v, pos, u, h)
     from nanocem import triton_attention
     b = None

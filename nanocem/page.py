@@ -21,6 +21,7 @@ from nanocem.tokenizers import tokenizer_of
 TEMPLATE = Path(__file__).with_name('page.html')
 PLACEHOLDER = 'MODEL GOES HERE'  # in the template
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
+PROBE_PRODUCTS = 100_000_000  # so many a browser computes in less than a second
 # What the page computes: the words of options with a choice, and the options that are numbers
 CHOICES = {
     'attn': ('llama', 'cem'), 'mlp': ('llama', 'cem'), 'tie': ('none', 'kv', 'qo', 'both'),
@@ -83,7 +84,8 @@ def pack_model(model: Transformer) -> dict[str, Any]:
     # named_parameters lists a tied matrix once, by its first name
     weights = dict(rounded.named_parameters())
     bits = torch.cat([w.detach().bfloat16().view(torch.int16).flatten() for w in weights.values()])
-    idx = torch.arange(min(6, model.cfg.context_length))[None] * 7919 % model.cfg.vocab_size
+    n_ids = min(model.cfg.context_length, max(6, PROBE_PRODUCTS // model.num_params()))
+    idx = torch.arange(n_ids)[None] * 7919 % model.cfg.vocab_size
     logits = rounded.next_logits(idx)[0]
     check(bool(logits.isfinite().all()), 'page: the logits of the model are not finite: it cannot '
           'be sampled from')

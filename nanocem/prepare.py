@@ -30,6 +30,7 @@ from nanocem.documents import (
     count_suffixes,
     find_source,
     has_rows,
+    has_separator,
     keep_piped,
     read_blocks,
     read_documents,
@@ -389,6 +390,10 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
         check(not {*source.files.values()} <= {'val', 'test'}, f'{o.input} has files that are '
               'named after val and test, and none for train: add one, or name them otherwise')
 
+    if o.separator:
+        found = any(has_separator(source.path(file), o.separator) for file in source.files)
+        check(found, f'separator={o.separator!r} is in no text file of {o.input}: expected one '
+              "that is. A shell writes line ends as $'\\n\\n'; files from Windows have \\r\\n")
     rule = find_rule(o, source)
     tokenizer = find_tokenizer(o, source, folder)
     writer = Writer(folder, tokenizer.vocab_size)

@@ -135,7 +135,7 @@ def check_resumable(start: Start, must_match: dict[str, Any], steps: int, device
     check(began['max_steps'] == steps, f'the run in {path} takes {began["max_steps"]:,} steps (now '
           f'{steps:,}), and had the learning rates of that length: --init_from={path} with another '
           '--out_dir trains its weights on')
-    change = find_change(start.config['model'], began['numbers'], device)
+    change = find_change(start.config['model'], began['numbers'], device, training=True)
     check(not change, f'{path} cannot be resumed: {change}')
 
 

@@ -29,6 +29,8 @@ except ImportError:
 # numbers so many are allowed that the rounding of long sums is no error.
 MOST_ERROR, MOST_ERROR_PRECISE = 8, 1000
 
+MOST_POSITIONS = 4096  # of so many ids the positions are compared: each needs a row of a mask
+
 Results = dict[str, Tensor]  # by name
 
 
@@ -37,6 +39,9 @@ def agrees(model: Any, attend: Callable, name: str, dtype: torch.dtype | None = 
     """Return whether attend(attn, q, k, v, pos, u, h) computes what the layers' own lines do, with
     queries and keys in dtype. If not, print a line on stderr that says what differs. Sequences of
     these lengths are tried, by default one."""
+    if wrong := find_other_positions(model):
+        print(f'Warning: {name} attention {wrong}: it is not used', file=sys.stderr)
+        return False
     for attn in different_layers(model):
         # Two ids at least: of one, the gradient of its query is 0, and rounding no share of it
         tried = lengths or (min(150, max(2, model.cfg.context_length)),)
@@ -50,6 +55,41 @@ def agrees(model: Any, attend: Callable, name: str, dtype: torch.dtype | None = 
             print(f'Warning: {name} attention {wrong}: it is not used', file=sys.stderr)
             return False
     return True
+
+
+@torch.no_grad()
+def find_other_positions(model: Any) -> str:
+    """Return a message if the layers get other positions than those of make_positions, or ''. What
+    is faster may not read them: a mask of documents, for example, that an edit of `hidden` adds."""
+    length, device, given = min(MOST_POSITIONS, model.cfg.context_length), model.head.device, []
+
+    def note(x: Tensor, *positions: Any) -> Tensor:
+        given.extend(positions)
+        return x
+
+    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
+    idx = torch.randint(len(model.head), (2, length), generator=generator).to(device)
+    # Let the layers note their positions, and compute nothing
+    sublayers = [sublayer for block in model.blocks for sublayer in (block.attn, block.mlp)]
+    replaced = [vars(sublayer).get('forward') for sublayer in sublayers]
+    for sublayer in sublayers:
+        sublayer.forward = note
+    try:
+        expected = make_positions(model.cfg, model.hidden(idx))
+    except Exception as error:  # of an edit, which may raise any
+        return f'cannot be tried ({type(error).__name__}: {error})'
+    finally:
+        for sublayer, method in zip(sublayers, replaced, strict=True):
+            del sublayer.forward
+            if method is not None:
+                sublayer.forward = method
+    for pos in {id(pos): pos for pos in given}.values():
+        alike = isinstance(pos, tuple) and len(pos) == len(expected) and all(
+            a is b or (torch.is_tensor(a) and torch.is_tensor(b) and torch.equal(a, b))
+            for a, b in zip(pos, expected, strict=True))
+        if not alike:
+            return 'may not read the positions of this model, which are not those of make_positions'
+    return ''
 
 
 def different_layers(model: Any) -> list[Any]:
@@ -158,7 +198,10 @@ def moved_layer(attn: Any) -> tuple[Any, Callable[..., Tensor]]:
 
 
 def values_are_keys(cfg: Any) -> bool:
-    return cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
+    """Return whether attend gets the same k and v. With RoPE, Llama's tied values are the keys
+    before their rotation, and CEM's are the rotated ones."""
+    tied = cfg.tie in ('kv', 'both') and cfg.positions == 'alibi'
+    return cfg.attn == 'cem' or tied
 
 
 def attend_whole(attend: Callable, attn: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import CEMAttention, ModelConfig, Transformer
+from model import CEMAttention, ModelConfig, Transformer, make_positions
 from nanocem import attention, fast, triton_attention
 from nanocem.decode import Cache
 from test_model import SETS, TINY, describe, randomize
@@ -99,9 +99,11 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fast, 'HAS_TRITON', True)
     match = dict(match_bias='token')
     for options in ({}, dict(**rope, kq_diag='shared'), dict(**llama, **alibi, tie='kv'),
-                    dict(**match, kq_diag='shared'), dict(**llama, **rope, **match, tie='kv')):
+                    dict(**match, kq_diag='shared'), dict(**llama, **alibi, **match, tie='kv')):
         assert chosen(gpu, half, **options) == 'triton'
+    # With RoPE Llama's tied values are not rotated: they are not the keys
     for options in (rope, llama, {**llama, **alibi}, dict(impl='sdpa'), dict(d_model=300),
+                    dict(**llama, **rope, **match, tie='kv'),
                     dict(**match, kq_diag='per_head'), dict(match_bias='pair')):
         assert chosen(gpu, half, **options) == 'sdpa'
     for options in dict(impl='readable'), dict(exact_update=True, kq_diag='shared'):
@@ -114,6 +116,47 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     assert tried == ['blockwise']
     assert fast.plug_in(Transformer(ModelConfig(**SMALL)), 'triton') == 'readable'
     assert tried == ['blockwise', 'triton', 'blockwise']
+
+
+class Documents(Transformer):
+    """An edit of `hidden`: a token attends to its own document, which id 0 begins."""
+    def mask(self, mask: Tensor, idx: Tensor) -> Tensor:
+        document = (idx == 0).cumsum(1)
+        same = document[:, :, None] == document[:, None]
+        return (mask + torch.zeros_like(mask).where(same, -torch.inf))[:, None]  # (B, 1, I, I)
+
+    def hidden(self, idx: Tensor, past: int = 0) -> Tensor:
+        x = torch.nn.functional.embedding(idx, self.embedding)
+        pos = make_positions(self.cfg, x, past)
+        pos = pos._replace(mask=self.mask(pos.mask, idx))
+        for block in self.blocks:
+            x = block(x, pos)
+        return self.norm(x)
+
+
+class Window(Documents):
+    """Another edit: a token attends to itself and the four before it."""
+    def mask(self, mask: Tensor, idx: Tensor) -> Tensor:
+        return mask + torch.full_like(mask, -torch.inf).tril(-5)
+
+
+@pytest.mark.parametrize('impl', ['auto', 'sdpa', 'blockwise',
+                                  pytest.param('triton', marks=interpreted)])
+@pytest.mark.parametrize('cls', [Documents, Window])
+@pytest.mark.parametrize('options', [
+    dict(attn='llama', mlp='llama'), dict(), dict(match_bias='token')], ids=str)
+def test_positions_of_an_edited_model_are_read(
+        options: dict, cls: type, impl: str, capsys: pytest.CaptureFixture) -> None:
+    """sdpa without a bias and the kernels have their own causal mask."""
+    model = randomize(cls(ModelConfig(**SMALL, **options)), seed=5).float()
+    idx = torch.randint(5, (2, 20))
+    logits = model(idx)[0]
+    assert fast.plug_in(model, impl) == 'readable'
+    assert 'may not read the positions of this model' in capsys.readouterr().err
+    assert torch.equal(model(idx)[0], logits)
+    with Cache(model):
+        for n in (10, 11, 20):
+            torch.testing.assert_close(model.next_logits(idx[:, :n]), logits[:, n - 1])
 
 
 def test_a_smaller_last_batch_chooses_anew() -> None:

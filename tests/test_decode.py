@@ -77,6 +77,20 @@ def test_a_text_may_grow_by_more_than_its_length_at_once() -> None:
     torch.testing.assert_close(logits, model.next_logits(idx), rtol=0, atol=1e-5)
 
 
+def test_ids_that_change_in_place_and_another_T_are_read_anew() -> None:
+    model = randomize(Transformer(ModelConfig(**TINY)), seed=19).eval()
+    idx = torch.randint(50, (1, 12))
+    with Cache(model):
+        model.next_logits(idx[:, :8])
+        idx[0, 3] = (idx[0, 3] + 1) % 50
+        edited = model.next_logits(idx[:, :9])
+        model.set_steps(attn_steps=3)
+        of_three_steps = model.next_logits(idx[:, :10])
+    torch.testing.assert_close(of_three_steps, model.next_logits(idx[:, :10]), rtol=0, atol=1e-5)
+    model.set_steps(attn_steps=1)
+    torch.testing.assert_close(edited, model.next_logits(idx[:, :9]), rtol=0, atol=1e-5)
+
+
 def test_ids_of_an_interrupted_pass_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = randomize(Transformer(ModelConfig(**TINY, key_shift='half')), seed=17).eval()
     idx = torch.randint(50, (1, 8))

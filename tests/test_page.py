@@ -284,6 +284,17 @@ def test_a_page_whose_weights_are_others_says_so() -> None:
     assert run(other, 'isModelPys(model, data.probe)') is False
 
 
+def test_a_page_of_an_edited_model_py_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit may change the logits by less than 1%."""
+    model, state = load_model(SHIPPED)
+    silu = torch.nn.functional.silu
+    monkeypatch.setattr(torch.nn.functional, 'silu', lambda z: 1.002 * silu(z))
+    html = page.make_page(model, {**state, 'numbers': None})  # trained by the edited file
+    assert run(html, 'isModelPys(model, data.probe)') is False
+    ids = json.loads(content(html))['probe']['ids']
+    assert 64 < len(ids) <= model.cfg.context_length  # an edit may show in long texts alone
+
+
 def test_a_page_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / 'new' / 'page.html'
     page.write_page(str(path), make_model(), STATE, prompt='é')

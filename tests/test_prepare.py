@@ -583,6 +583,23 @@ def test_texts_between_separators_are_documents(
     assert json.loads(Path(folder, 'meta.json').read_text())['splits']['test']['documents'] > 1
 
 
+@pytest.mark.parametrize('separator', [r'\n\n', '<|end_of_text|>'])
+def test_a_separator_that_no_text_has_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
+) -> None:
+    r"""As a shell's "\n\n". Whole files would be documents, and the separators text. It may begin
+    in one block of a file and end in the next one."""
+    monkeypatch.setattr(docs, 'BLOCK', 7)
+    write(tmp_path / 'in/rows.jsonl', [*documents(30, seed=5), f'a {separator} b'])
+    for n in range(3):
+        (tmp_path / f'in/{n}.txt').write_text('\n\n'.join(documents(20, seed=n)))
+    assert f'separator={separator!r} is in no text file of ' in refused(
+        tmp_path / 'in', tmp_path / 'out', f'--separator={separator}')
+    with open(tmp_path / 'in/2.txt', 'a') as file:
+        file.write(f'{separator}another')
+    prepare(tmp_path / 'in', tmp_path / 'out', f'--separator={separator}', '--held_out=0.2')
+
+
 @pytest.mark.parametrize('rows', [False, True])
 def test_a_pipe_is_kept_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bool

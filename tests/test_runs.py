@@ -164,7 +164,15 @@ EDITS = {
     'two losses': ('F.cross_entropy(logits, targets.flatten())',
                    'F.cross_entropy(logits, targets.flatten()) + 1e-3 * logits.logsumexp(-1).mean()'
                    )}
+TRAINING = {  # edits that no logit tells
+    'a detach': ('h = self.norm(x)                                         # h_j <-',
+                 'h = self.norm(x).detach()  #'),
+    'a dropout': ('x = F.embedding(idx, self.embedding)',
+                  'x = F.dropout(F.embedding(idx, self.embedding), 0.1, self.training)'),
+    'no gradient of a sign': ('x.sign().detach() + (x - x.detach())', 'x.sign()')}
 NO_CHANGE = {
+    'another rounding': ('(q / self.tau) @ k.mT', '(q @ k.mT) / self.tau'),
+    'float32 alone': ('alpha = a.softmax(dim=-1).type_as(v)', 'alpha = a.softmax(dim=-1).float()'),
     'a comment': ('# Attend to', '# Now attend to'),
     'an option': ('init_std: float', "gate: Literal['a', 'b'] = 'a'\n    init_std: float"),
     'initial weights': ('EMBEDDING_STD = 1.0', 'EMBEDDING_STD = 0.5')}
@@ -183,13 +191,37 @@ def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, other: st
 
 @pytest.mark.parametrize('edit', [*EDITS, *NO_CHANGE])
 def test_numbers_tell_an_edit(edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # ALiBi's weights of such distances round to 0
-    rope = {'positions': 'rope'} if edit == 'a window' else {}
-    options = vars(ModelConfig(**OPTIONS, **rope))
+    # ALiBi's weights of such distances round to 0. In float32 rounding changes the logits of many
+    # layers from normed starts
+    others = {'a window': dict(positions='rope'), 'another rounding': dict(
+        n_layer=24, residual='normed', match_bias='token')}
+    options = vars(ModelConfig(**OPTIONS | others.get(edit, {})))
     numbers = probe.find_numbers(options)
     module = edited(tmp_path, monkeypatch, *(EDITS | NO_CHANGE)[edit])
     change = probe.find_change(options, numbers, module=module)
     assert ('this model.py gives another l' in change) == (edit in EDITS), change
+    if edit in NO_CHANGE:
+        assert probe.find_change(options, numbers, module=module, training=True) == ''
+
+
+@pytest.mark.parametrize('edit', TRAINING)
+def test_a_run_is_not_resumed_with_other_gradients(edit: str, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation needs none."""
+    options = vars(ModelConfig(**OPTIONS, mlp_energy='sign_convex'))
+    numbers = probe.find_numbers(options)
+    module = edited(tmp_path, monkeypatch, *TRAINING[edit])
+    assert probe.find_change(options, numbers, module=module) == ''
+    change = probe.find_change(options, numbers, module=module, training=True)
+    assert 'this model.py gives another gradient of' in change
+
+
+def test_older_numbers_of_float32_are_compared_in_float32() -> None:
+    options = vars(ModelConfig(**OPTIONS | dict(n_layer=24, residual='normed', match_bias='token')))
+    numbers = probe.find_numbers(options, dtype=torch.float32)
+    older = {name: numbers[name] for name in ('logit', 'loss')}
+    assert probe.find_change(options, older, training=True) == ''
+    assert probe.find_numbers(options)['logit'] != numbers['logit']
 
 
 def test_numbers_disturb_nothing_and_are_alike_in_any_precision_and_mode() -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import CEMAttention, ModelConfig, Transformer
+from model import CEMAttention, ModelConfig, Transformer, make_positions
 from nanocem import fast, trial, triton_attention
 from nanocem.triton_attention import TILES, load_bias, settings, tl, triton
+from test_model import randomize
 from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
 
@@ -112,6 +113,23 @@ def test_whole_models_agree(options: dict) -> None:
     slow, other = (loss_and_gradients(cfg, impl, torch.float32) for impl in ('readable', 'triton'))
     for a, b in zip(slow, other, strict=True):
         assert (b - a).norm() <= 2e-4 * a.norm()
+
+
+@interpreted
+@pytest.mark.parametrize('options', [
+    dict(), dict(attn='llama', tie='kv', positions='rope'),
+    dict(attn='llama', tie='both', positions='rope')], ids=str)
+def test_values_that_are_not_the_keys_are_attended_to(options: dict) -> None:
+    """Llama's with RoPE, or those of an edited layer: kernels read the keys alone."""
+    torch.manual_seed(2)
+    cfg = ModelConfig(**SMALL, match_bias='token', **options)
+    attn = randomize(Transformer(cfg), seed=3).float().blocks[0].attn
+    q, k, v = torch.randn(3, 2, 2, 9, 16)
+    u, h = torch.randn(2, 2, 9, 32)
+    pos = attn.add_match(h, make_positions(cfg, h))
+    for values in (k, v):
+        torch.testing.assert_close(fast.triton_kernels(attn, q, k, values, pos, u, h),
+                                   attn.attend(q, k, values, pos, u, h), rtol=1e-4, atol=1e-4)
 
 
 # Compiled for GPUs
