@@ -116,7 +116,9 @@ class ModelConfig:
 def normal_param(*shape: int, std: float) -> nn.Parameter:
     """Return a matrix of weights. It is no nn.Linear, because CEM multiplies by each matrix twice,
     once transposed."""
-    return nn.Parameter(torch.empty(shape).normal_(std=std))
+    weight = torch.empty(shape)
+    # On the meta device there is nothing to draw, and torch would import its compiler, for seconds
+    return nn.Parameter(weight if weight.is_meta else weight.normal_(std=std))
 
 
 class RMSNorm(nn.Module):

@@ -20,7 +20,7 @@ from nanocem.runs import checkpoints, read_checkpoint
 
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context('forkserver')  # children start with torch already imported
-FORK.set_forkserver_preload(['train', 'pytest'])
+FORK.set_forkserver_preload(['train', 'pytest', 'torch._dynamo'])  # which every optimizer needs
 VOCAB, LENGTH, BATCH = 30, 8, 4
 TINY = (
     f'--d_model=8 --n_layer=1 --n_head=2 --d_mlp=8 --context_length={LENGTH} --batch_size={BATCH} '
