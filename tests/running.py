@@ -1,13 +1,19 @@
 """Helpers of several test files: token shards, runs as processes, and the files that they write."""
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
 import random
+import runpy
 import socket
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +26,7 @@ from nanocem.runs import checkpoints, read_checkpoint
 
 ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context('forkserver')  # children start with torch already imported
-FORK.set_forkserver_preload(['train', 'pytest'])
+FORK.set_forkserver_preload(['train', 'pytest', 'torch._dynamo'])  # which every optimizer needs
 VOCAB, LENGTH, BATCH = 30, 8, 4
 TINY = (
     f'--d_model=8 --n_layer=1 --n_head=2 --d_mlp=8 --context_length={LENGTH} --batch_size={BATCH} '
@@ -61,26 +67,61 @@ def edit_meta(folder: Path, **changes: Any) -> dict[str, Any]:
     return meta['splits']
 
 
-def child(argv: list[str], output: str, env: dict[str, str], damage: Any) -> None:
-    """Call `damage`, then train.main, in this fresh process, with its output in a file."""
-    with open(output, 'wb') as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    sys.argv = ['train.py', *argv]
+def child(work: Callable[[], Any], output: Path, errors: Path, env: dict[str, str]) -> None:
+    """Call `work` in this fresh process, with what it prints in files, and end as Python does."""
+    for fd, path in ((1, output), (2, errors)):
+        with open(path, 'ab') as file:
+            os.dup2(file.fileno(), fd)
     os.environ.update(env)
     torch.set_num_threads(1)
-    if damage:
-        damage()
+    code: Any = 1
     try:
-        code = train.main(argv)
+        work()
+        code = 0
     except SystemExit as error:  # do what the interpreter does
-        print(error.code, file=sys.stderr)
-        code = 1
+        code = error.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
-        code = 1
     atexit._run_exitfuncs()
-    os._exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError):  # of a stream that is gone
+            stream.flush()
+    os._exit(code or 0)
+
+
+def train_main(argv: list[str], damage: Any) -> None:
+    """Call `damage`, then train.main."""
+    sys.argv = ['train.py', *argv]
+    if damage:
+        damage()
+    sys.exit(train.main(argv))
+
+
+def script_main(path: Path, argv: list[str], cwd: Path, before: Any) -> None:
+    """Call `before`, then what `python path argv` would in this folder."""
+    os.chdir(cwd)
+    if before:
+        before()
+    sys.argv = [str(path), *argv]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name='__main__')
+
+
+def run_script(path: Path, *argv: str, cwd: Path, before: Any = None,
+               **env: str) -> subprocess.CompletedProcess:
+    """Run a script as a process that has torch and train.py imported already: it starts in no time.
+    `before` is called in it first. The result is that of subprocess.run."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, 'out'), Path(folder, 'err')
+        work = partial(script_main, path, argv, cwd, before)
+        process = FORK.Process(target=child, args=(work, output, errors, env))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess([path, *argv], process.exitcode, output.read_text(),
+                                           errors.read_text())
 
 
 class Run:
@@ -95,7 +136,8 @@ class Run:
             group = dict(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
                          MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
             env = group if world > 1 else {}
-            process = FORK.Process(target=child, args=(options, str(output), env, damage))
+            work = partial(train_main, options, damage)
+            process = FORK.Process(target=child, args=(work, output, output, env))
             process.start()
             self.outputs.append(output)
             self.processes.append(process)

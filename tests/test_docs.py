@@ -1,10 +1,8 @@
 """README, docs and results: short pages whose code runs and whose links lead somewhere."""
 import argparse
 import math
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,8 +89,7 @@ def test_the_layer_in_ones_own_code_runs() -> None:
 
 
 def new_energy(place: Path, *argv: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / 'docs/new_energy.py', *argv], cwd=place,
-                          capture_output=True, text=True)
+    return running.run_script(ROOT / 'docs/new_energy.py', *argv, cwd=place)
 
 
 def test_an_energy_of_ones_own_trains_and_descends(
@@ -140,10 +137,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize('script', ['evaluate', 'reproduce', 'synthetic_gp', 'bench',
                                     'docs/new_energy'])
-def test_scripts_that_write_files_need_no_backend(script: str) -> None:
+def test_scripts_that_write_files_need_no_backend(script: str, tmp_path: Path) -> None:
     """A notebook's environment names one that a fresh environment lacks."""
-    env = os.environ | {'MPLBACKEND': 'nonsense'}
     argv = ['evaluate', '--help'] if script == 'docs/new_energy' else ['--help']
-    done = subprocess.run([sys.executable, ROOT / f'{script}.py', *argv], env=env,
-                          capture_output=True, text=True)
+    done = running.run_script(ROOT / f'{script}.py', *argv, cwd=tmp_path, MPLBACKEND='nonsense')
     assert done.returncode == 0 and '--' in done.stdout, done.stderr

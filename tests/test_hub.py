@@ -206,9 +206,9 @@ with torch.no_grad():
     new = model.generate(idx, do_sample=False, max_new_tokens=1)
 assert new[0, -1] == right[0, -1].argmax()
 """
-    env = {**os.environ, 'HF_HUB_OFFLINE': '1', 'HF_HOME': str(tmp_path / 'home')}
-    done = subprocess.run([sys.executable, '-c', script], cwd=tmp_path, env=env,
-                          capture_output=True, text=True, timeout=300)
+    (tmp_path / 'script.py').write_text(script)
+    done = running.run_script(tmp_path / 'script.py', cwd=tmp_path, HF_HUB_OFFLINE='1',
+                              HF_HOME=str(tmp_path / 'home'))
     assert done.returncode == 0, done.stderr
     assert 'attention gives another output than the lines of model.py' in done.stderr
 

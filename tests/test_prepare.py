@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from running import RESUME, ROOT, TINY, steps
+from running import RESUME, ROOT, TINY, run_script, steps
 from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
 import prepare_slimpajama
@@ -600,6 +601,12 @@ def test_a_separator_that_no_text_has_is_refused(
     prepare(tmp_path / 'in', tmp_path / 'out', f'--separator={separator}', '--held_out=0.2')
 
 
+def pipe_into(fd: int, file: Path) -> None:
+    """Let this process read from `fd` what another one writes into a pipe."""
+    with subprocess.Popen(['cat', file], stdout=subprocess.PIPE).stdout as pipe:
+        os.dup2(pipe.fileno(), fd)
+
+
 @pytest.mark.parametrize('rows', [False, True])
 def test_a_pipe_is_kept_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bool
@@ -610,10 +617,10 @@ def test_a_pipe_is_kept_as_a_file(
     if not rows:
         source.write_text(book(9000))
     found, changed = [], []
-    for option in ('--input=-', '--input=/dev/stdin', f'--input=<(cat {source.name})'):
-        script = (f'cat {source.name} | {sys.executable} {ROOT}/prepare_slimpajama.py {option} '
-                  '--tokenizer=byte --held_out=0.1')
-        done = subprocess.run(['bash', '-c', script], capture_output=True, text=True)
+    script, options = ROOT / 'prepare_slimpajama.py', ('--tokenizer=byte', '--held_out=0.1')
+    for path, fd in ('-', 0), ('/dev/stdin', 0), ('/dev/fd/63', 63):  # bash's <(cat FILE) is 63
+        done = run_script(script, f'--input={path}', *options, cwd=tmp_path,
+                          before=partial(pipe_into, fd, source))
         assert done.returncode == 0, done.stderr
         found.append(re.findall(r'kept as (data/\S+)', done.stdout))
         changed.append(Path(found[-1][0]).stat().st_mtime_ns)
@@ -623,21 +630,22 @@ def test_a_pipe_is_kept_as_a_file(
     made = prepare(source, tmp_path / 'out', '--held_out=0.1')
     for name, shard in made['shards'].items():
         assert Path('data', Path(kept[0]).stem, name).read_bytes() == shard
-    empty = subprocess.run([sys.executable, ROOT / 'prepare_slimpajama.py', '--input=-'],
-                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    empty = run_script(script, '--input=-', cwd=tmp_path,
+                       before=partial(pipe_into, 0, Path(os.devnull)))
     assert empty.returncode == 1 and 'gave no text' in empty.stderr
     assert not list(Path('data').glob('.stdin*'))
 
 
 def test_a_run_on_standard_input_is_resumed(tmp_path: Path) -> None:
-    def train(*options: str, text: str = '') -> str:
-        done = subprocess.run([sys.executable, ROOT / 'train.py', *options], cwd=tmp_path,
-                              input=text, capture_output=True, text=True)
+    def train(*options: str) -> str:
+        done = run_script(ROOT / 'train.py', *options, cwd=tmp_path,
+                          before=partial(pipe_into, 0, tmp_path / 'book'))
         assert done.returncode in (0, 75), done.stderr
         return done.stdout
 
-    train(*TINY, '--text=-', '--tokenizer=byte', steps(4), '--stop_step=2', '--out_dir=out/a',
-          text=book(9000))
+    (tmp_path / 'book').write_text(book(9000))
+    train(*TINY, '--text=-', '--tokenizer=byte', steps(4), '--stop_step=2', '--out_dir=out/a')
+    (tmp_path / 'book').write_text('')
     config = json.loads((tmp_path / 'out/a/config.json').read_text())['train']
     assert (tmp_path / config['text']).read_text() == book(9000)
     shutil.rmtree(tmp_path / config['data'])  # made again from what was kept

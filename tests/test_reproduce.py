@@ -152,6 +152,8 @@ def test_rows_count_runs_of_the_studys_text_alone(
     monkeypatch.chdir(tmp_path)
     keep(monkeypatch, LAST)
     folder = write_run(LAST, **must_match)
+    if not counts:  # The picture is the one of the first case, which draws it.
+        monkeypatch.setattr(reproduce, 'save_picture', lambda *of: None)
     reproduce.main([])
     found = reproduce.read_all()
     error = capsys.readouterr().err
