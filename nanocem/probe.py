@@ -36,22 +36,26 @@ Numbers = dict[str, list[float]]
 
 
 def find_numbers(options: dict[str, Any], device: torch.device | str = 'cpu',
-                 module: ModuleType = model_py, dtype: torch.dtype = torch.float64) -> Numbers:
+                 module: ModuleType = model_py, dtype: torch.dtype = torch.float64,
+                 training: bool = True) -> Numbers:
     """Return what the classes of a model.py compute for these options of ModelConfig: logits of all
-    layers and steps for a few ids, of one for a whole context, and losses; for the few ids also
-    gradients' norms in training. They are alike on all machines; many layers are computed in dtype
-    if that is possible. UserError if ModelConfig refuses the options."""
+    layers and steps for a few ids, of one for a whole context, and losses; with training=True also
+    the gradients' norms for the few ids. They are alike on all machines; many layers are computed
+    in dtype if that is possible. UserError if ModelConfig refuses the options."""
     heads = options['n_head']
     small = options | dict(vocab_size=VOCAB_SIZE, d_model=HEAD_WIDTH * heads,
                            d_mlp=2 * HEAD_WIDTH * heads)
     one_pass = dict(n_layer=1, loops=1, attn_reuse=1, mlp_reuse=1, attn_steps=1, mlp_steps=1)
+
+    def of_few_ids(dtype: torch.dtype) -> Numbers:
+        model, idx = fixed_model(small, SHORT, device, module, dtype)
+        return forward_numbers(model, idx) | (gradient_norms(model, idx) if training else {})
+
     with full_precision(torch.device(device).type):
         try:
-            model, idx = fixed_model(small, SHORT, device, module, dtype)
-            found = forward_numbers(model, idx) | gradient_norms(model, idx)
-        except (RuntimeError, TypeError):  # an MPS device has no float64, nor has every edit
-            model, idx = fixed_model(small, SHORT, device, module, torch.float32)
-            found = forward_numbers(model, idx) | gradient_norms(model, idx)
+            found = of_few_ids(dtype)
+        except Exception:  # an MPS device has no float64, nor has every edit
+            found = of_few_ids(torch.float32)
         model, idx = fixed_model(small | one_pass, LONG, device, module, torch.float32)
         for name, values in forward_numbers(model, idx).items():
             found[name] += values
@@ -71,7 +75,9 @@ def fixed_model(cfg: dict[str, Any], longest: int, device: torch.device | str, m
         w.copy_(1 + noise / 2 if w.dim() == 1 else 2 * noise / w.shape[-1] ** 0.5)
     generator.manual_seed(0)
     idx = torch.randint(VOCAB_SIZE, (1, min(cfg['context_length'], longest)), generator=generator)
-    return model.to(device, dtype), idx.to(device)
+    model.to(device)
+    # Unlike to(dtype), double() leaves complex numbers alone, such as an edit's rotations
+    return model.double() if dtype == torch.float64 else model, idx.to(device)
 
 
 def forward_numbers(model: Any, idx: torch.Tensor) -> Numbers:
@@ -87,10 +93,20 @@ def forward_numbers(model: Any, idx: torch.Tensor) -> Numbers:
 
 def gradient_norms(model: Any, idx: torch.Tensor) -> Numbers:
     """Return the norm of the gradient of each kind of weight, all layers together: a detach() or a
-    dropout changes nothing else."""
+    dropout changes nothing else. A norm is 0 if it is random, since a seed gives other numbers on
+    each device, and if it is rounding, as that of a bias that softmax cancels."""
     model.train()
-    torch.manual_seed(0)
-    weights = dict(model.named_parameters())
+    weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
+    norms, others = (norms_of_seed(model, idx, weights, seed) for seed in (0, 1))
+    rounding = 100 * torch.finfo(model.head.dtype).eps * max(norms.values(), default=0)
+    return {kind: [norm if norm > rounding and math.isclose(norm, others[kind], rel_tol=MOST_ERROR)
+                   else 0] for kind, norm in norms.items()}
+
+
+def norms_of_seed(model: Any, idx: torch.Tensor, weights: dict[str, torch.Tensor],
+                  seed: int) -> dict[str, float]:
+    """Return gradient_norms' numbers for one seed, 0 for those that are not finite."""
+    torch.manual_seed(seed)
     with torch.enable_grad():
         loss = model(idx, idx.flip(1))[1]
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
@@ -99,7 +115,7 @@ def gradient_norms(model: Any, idx: torch.Tensor) -> Numbers:
         kind = GRADIENT + re.sub(r'^blocks\.\d+\.', '', name)
         squares[kind] = squares.get(kind, 0) + (0 if g is None else float(g.square().sum()))
     norms = {kind: math.sqrt(square) for kind, square in squares.items()}
-    return {kind: [norm if math.isfinite(norm) else 0] for kind, norm in norms.items()}
+    return {kind: norm if math.isfinite(norm) else 0 for kind, norm in norms.items()}
 
 
 @contextlib.contextmanager
@@ -135,7 +151,7 @@ def find_change(options: dict[str, Any], numbers: Numbers | None,
     if not training:
         numbers = {name: values for name, values in numbers.items() if GRADIENT not in name}
     # An unknown option that changes no number is no change
-    wrong = compare(lambda: as_tensors(find_numbers(options, device, module, dtype)),
+    wrong = compare(lambda: as_tensors(find_numbers(options, device, module, dtype, training)),
                     lambda: as_tensors(numbers), MOST_ERROR, 'the one that made it')
     if not wrong:
         return ''

@@ -63,8 +63,8 @@ def find_other_positions(model: Any) -> str:
     is faster may not read them: a mask of documents, for example, that an edit of `hidden` adds."""
     length, device, given = min(MOST_POSITIONS, model.cfg.context_length), model.head.device, []
 
-    def note(x: Tensor, *positions: Any) -> Tensor:
-        given.extend(positions)
+    def note(x: Tensor, *positions: Any, **named: Any) -> Tensor:
+        given.extend([*positions, *named.values()])
         return x
 
     generator = torch.Generator().manual_seed(0)  # does not disturb the global one
@@ -121,6 +121,8 @@ def compare(ours: Callable[[], Results], own: Callable[[], Results], most: float
         reason = (str(error).strip() or 'no reason given').splitlines()[0]
         return f'does not run ({type(error).__name__}: {reason})'
     for name, expected in right.items():
+        if name not in found:
+            return f'gives no {name}, unlike {whose}'
         error = largest_error(found[name], expected.detach().cpu().double())
         if not error <= most:  # true for NaN
             return (f'gives another {name} than {whose} (off by {error:.2g}, at most {most:.2g} is '

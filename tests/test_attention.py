@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import CEMAttention, ModelConfig, Transformer, make_positions
+from model import Block, CEMAttention, ModelConfig, Positions, Transformer, make_positions
 from nanocem import attention, fast, triton_attention
 from nanocem.decode import Cache
 from test_model import SETS, TINY, describe, randomize
@@ -116,6 +116,19 @@ def test_attention_falls_back_by_itself_and_says_so(monkeypatch: pytest.MonkeyPa
     assert tried == ['blockwise']
     assert fast.plug_in(Transformer(ModelConfig(**SMALL)), 'triton') == 'readable'
     assert tried == ['blockwise', 'triton', 'blockwise']
+
+
+class Named(Block):
+    def forward(self, x: Tensor, pos: Positions) -> Tensor:
+        return self.mlp(x=self.attn(x, pos=pos))
+
+
+def test_positions_may_be_given_by_name() -> None:
+    model = Transformer(ModelConfig(**SMALL))
+    model.blocks = torch.nn.ModuleList([Named(model.cfg)])
+    assert fast.plug_in(model) == 'blockwise'
+    with Cache(model) as cache:
+        assert cache.agrees
 
 
 class Documents(Transformer):

@@ -179,11 +179,13 @@ NO_CHANGE = {
 OPTIONS = dict(size='nano', vocab_size=300, context_length=80, kq_diag='shared', attn_steps=2)
 
 
-def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, other: str) -> Any:
-    """Return model.py with another line."""
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> Any:
+    """Return model.py with other lines: each is followed by the one that takes its place."""
     text = Path(probe.model_py.__file__).read_text(encoding='utf-8')
-    assert line in text
-    (tmp_path / 'model.py').write_text(text.replace(line, other), encoding='utf-8')
+    for line, other in zip(lines[::2], lines[1::2], strict=True):
+        assert line in text
+        text = text.replace(line, other)
+    (tmp_path / 'model.py').write_text(text, encoding='utf-8')
     with monkeypatch.context() as patch:
         patch.setattr(probe.model_py, '__file__', str(tmp_path / 'model.py'))
         return probe.model_file()
@@ -214,6 +216,52 @@ def test_a_run_is_not_resumed_with_other_gradients(edit: str, tmp_path: Path,
     assert probe.find_change(options, numbers, module=module) == ''
     change = probe.find_change(options, numbers, module=module, training=True)
     assert 'this model.py gives another gradient of' in change
+
+
+HEAD = 'self.head = normal_param(cfg.vocab_size, cfg.d_model, std=cfg.init_std)'
+OWN = {  # edits with which a run goes on, on any device
+    'dropout': TRAINING['a dropout'],
+    'a bias that softmax cancels': (
+        'self.W_K = normal_param(D, D, std=cfg.init_std)',
+        'self.W_K, self.b_K = normal_param(D, D, std=cfg.init_std), normal_param(D, std=1)',
+        'F.linear(h, self.W_K)', 'F.linear(h, self.W_K, self.b_K)'),
+    'frozen weights': (HEAD, f'{HEAD}; self.embedding.requires_grad_(False)'),
+    'complex numbers': (
+        HEAD, f"{HEAD}; self.register_buffer('turn', torch.polar(torch.ones(1), torch.ones(1)))",
+        'x = F.embedding(idx, self.embedding)',
+        'x = (F.embedding(idx, self.embedding) * self.turn).imag'),
+    'no float64': ('x = F.embedding(idx, self.embedding)',
+                   'x = F.embedding(idx, self.embedding); assert x.dtype == torch.float32')}
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('edit', OWN)
+def test_a_run_of_an_edited_model_py_goes_on(edit: str, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another device random numbers and rounding are others."""
+    options = vars(ModelConfig(size='nano', attn='llama', positions='alibi', context_length=80))
+    numbers = probe.find_numbers(options, module=edited(tmp_path, monkeypatch, *OWN[edit]))
+    assert any(value > 0 for value in numbers['logit'])
+    module = edited(tmp_path, monkeypatch, *OWN[edit], *NO_CHANGE['another rounding'])
+    seed = torch.manual_seed
+    monkeypatch.setattr(torch, 'manual_seed', lambda n: seed(n + 5))
+    assert probe.find_change(options, numbers, module=module, training=True) == ''
+
+
+def test_evaluation_needs_no_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = vars(ModelConfig(**OPTIONS))
+    numbers = probe.find_numbers(options)
+    module = edited(tmp_path, monkeypatch, 'x = x + self.eta * dx ',
+                    'x = torch.from_numpy((x + self.eta * dx).numpy())  #')
+    assert probe.find_change(options, numbers, module=module) == ''
+    assert 'does not run' in probe.find_change(options, numbers, module=module, training=True)
+
+
+def test_weights_that_are_gone_are_named() -> None:
+    options = vars(ModelConfig(**OPTIONS))
+    numbers = probe.find_numbers(options) | {'gradient of attn.W_X': [1.0]}
+    change = probe.find_change(options, numbers, training=True)
+    assert 'gives no gradient of attn.W_X' in change
 
 
 def test_older_numbers_of_float32_are_compared_in_float32() -> None:
