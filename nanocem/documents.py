@@ -262,10 +262,16 @@ def split_text(path: str, separator: str) -> Iterator[str]:
     yield rest.strip('\r\n')
 
 
+def check_separator(source: Source, where: str, separator: str) -> None:
+    """UserError unless a separator of documents stands in a text file; files of rows have none."""
+    texts = (file for file in source.files if not file.lower().endswith(ROWS))
+    check(any(has_separator(source.path(file), separator) for file in texts),
+          f'separator={separator!r} is in no text file of {where}: expected one that is. A shell '
+          "writes line ends as $'\\n\\n'; files from Windows have \\r\\n")
+
+
 def has_separator(path: str, separator: str) -> bool:
-    """Return whether a separator of documents stands in a file, whose rows have none."""
-    if path.lower().endswith(ROWS):
-        return False
+    """Return whether a separator of documents stands in a text file."""
     end = ''  # of the blocks before, where one may begin
     for block in read_blocks(path):
         if separator in end + block:
@@ -277,6 +283,8 @@ def has_separator(path: str, separator: str) -> bool:
 def text_documents(path: str, separator: str | None = None) -> Iterator[str]:
     """Yield the documents of a file or folder, as train.py --text reads them. Raises UserError."""
     source = find_source(os.path.abspath(keep_piped(path)))
+    if separator:
+        check_separator(source, path, separator)
     for file in source.files:
         yield from read_documents(source.path(file), separator=separator)
 

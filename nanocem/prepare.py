@@ -27,10 +27,10 @@ from nanocem.documents import (
     BLOCK,
     HUB,
     Source,
+    check_separator,
     count_suffixes,
     find_source,
     has_rows,
-    has_separator,
     keep_piped,
     read_blocks,
     read_documents,
@@ -391,9 +391,7 @@ def write_folder(o: PrepareConfig, folder: str) -> None:
               'named after val and test, and none for train: add one, or name them otherwise')
 
     if o.separator:
-        found = any(has_separator(source.path(file), o.separator) for file in source.files)
-        check(found, f'separator={o.separator!r} is in no text file of {o.input}: expected one '
-              "that is. A shell writes line ends as $'\\n\\n'; files from Windows have \\r\\n")
+        check_separator(source, o.input, o.separator)
     rule = find_rule(o, source)
     tokenizer = find_tokenizer(o, source, folder)
     writer = Writer(folder, tokenizer.vocab_size)
