@@ -21,6 +21,7 @@ from nanocem.tokenizers import tokenizer_of
 TEMPLATE = Path(__file__).with_name('page.html')
 PLACEHOLDER = 'MODEL GOES HERE'  # in the template
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
+LOGIT_ERROR = 1e-4  # of their norm; GELU in place of SiLU is 0.7%
 PROBE_PRODUCTS = 100_000_000  # so many a browser computes in less than a second
 # What the page computes: the words of options with a choice, and the options that are numbers
 CHOICES = {
@@ -77,7 +78,7 @@ def check_model(model: Transformer) -> None:
 @torch.no_grad()
 def pack_model(model: Transformer) -> dict[str, Any]:
     """Return the options of a model, the names and shapes of its weights, and their bfloat16 bits
-    in base64; `probe` has a few ids and their last logits, by which the page tests itself.
+    in base64; `probe` has a few ids, their last logits, and how far the page's may be from these.
     UserError if these are not finite."""
     rounded = Transformer(model.cfg).eval()
     rounded.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
@@ -89,10 +90,13 @@ def pack_model(model: Transformer) -> dict[str, Any]:
     logits = rounded.next_logits(idx)[0]
     check(bool(logits.isfinite().all()), 'page: the logits of the model are not finite: it cannot '
           'be sampled from')
+    # Rounding is 1e-6 of the norm, or more with residual=normed, where it grows from layer to layer
+    exact = rounded.double().next_logits(idx)[0]
+    tolerance = max(LOGIT_ERROR, 10 * float((logits - exact).norm() / exact.norm()))
     options = {name: value for name, value in vars(model.cfg).items() if name not in NOT_COMPUTED}
     return dict(cfg=options, shapes=[[name, [*w.shape]] for name, w in weights.items()],
                 weights=base64.b64encode(bits.numpy().astype('<i2').tobytes()).decode(),
-                probe=dict(ids=idx[0].tolist(), logits=logits[:16].tolist()))
+                probe=dict(ids=idx[0].tolist(), logits=logits[:16].tolist(), tolerance=tolerance))
 
 
 def pack_tokenizer(tokenizer: Any) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def find_other_positions(model: Any) -> str:
     for sublayer in sublayers:
         sublayer.forward = note
     try:
-        expected = make_positions(model.cfg, model.hidden(idx))
+        with torch.random.fork_rng(devices=[]):  # an edit may have a dropout
+            expected = make_positions(model.cfg, model.hidden(idx))
     except Exception as error:  # of an edit, which may raise any
         return f'cannot be tried ({type(error).__name__}: {error})'
     finally:

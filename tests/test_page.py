@@ -295,6 +295,18 @@ def test_a_page_of_an_edited_model_py_says_so(monkeypatch: pytest.MonkeyPatch) -
     assert 64 < len(ids) <= model.cfg.context_length  # an edit may show in long texts alone
 
 
+def test_a_page_allows_rounding_that_grows_with_depth() -> None:
+    """With large weights and residual=normed a small error is larger after each layer."""
+    model = make_model(residual='normed', n_layer=12)
+    with torch.no_grad():
+        for w in model.blocks.parameters():
+            if w.dim() == 2:
+                w.mul_(4)
+    html = page.make_page(model, STATE)
+    assert json.loads(content(html))['probe']['tolerance'] > page.LOGIT_ERROR
+    assert run(html, 'isModelPys(model, data.probe)') is True
+
+
 def test_a_page_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / 'new' / 'page.html'
     page.write_page(str(path), make_model(), STATE, prompt='é')
