@@ -19,7 +19,7 @@ import pytest
 import running
 import torch
 import torch.distributed as dist
-from running import RESUME, VOCAB, Run, log, losses, result, same, steps
+from running import RESUME, Run, log, losses, result, same, steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +31,7 @@ from nanocem import process, runs
 from nanocem.data import TokenDataset
 from nanocem.fast import plug_in
 from nanocem.hardware import compile_for, peak_flops
+from nanocem.probe import VOCAB_SIZE
 from nanocem.runs import checkpoints, read_checkpoint
 from train import TrainConfig, choose_precision, learning_rate
 
@@ -451,7 +452,7 @@ def bad_numbers(*at: int) -> None:
     def forward(model: Transformer, *args: Any, **options: Any) -> Any:
         logits, loss = original(model, *args, **options)
         is_last = os.environ.get('RANK') in ('1', None)
-        training = model.training and model.cfg.vocab_size == VOCAB  # and not the probe
+        training = model.training and model.cfg.vocab_size != VOCAB_SIZE  # and not the probe
         step = next(steps_begun) if training and is_last else None
         return logits, loss * (math.nan if step % 2 else math.inf) if step in at else loss
 
@@ -486,8 +487,8 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped(
 
     def forward(model: Transformer, *args: Any, **options: Any) -> Any:
         logits, loss = original(model, *args, **options)
-        # The probe before the run has more ids
-        if model.training and model.cfg.vocab_size == VOCAB and next(steps_begun) == 3:
+        # The probe before the run is another model
+        if model.training and model.cfg.vocab_size != VOCAB_SIZE and next(steps_begun) == 3:
             loss = loss + (0 * model.head.sum()).sqrt()
         return logits, loss
 
