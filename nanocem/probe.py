@@ -42,6 +42,8 @@ def find_numbers(options: dict[str, Any], device: torch.device | str = 'cpu',
     layers and steps for a few ids, of one for a whole context, and losses; with training=True also
     the gradients' norms for the few ids. They are alike on all machines; many layers are computed
     in dtype if that is possible. UserError if ModelConfig refuses the options."""
+    if torch.device(device).type == 'mps':  # it has no float64
+        device = 'cpu'
     heads = options['n_head']
     small = options | dict(vocab_size=VOCAB_SIZE, d_model=HEAD_WIDTH * heads,
                            d_mlp=2 * HEAD_WIDTH * heads)
@@ -54,7 +56,7 @@ def find_numbers(options: dict[str, Any], device: torch.device | str = 'cpu',
     with full_precision(torch.device(device).type):
         try:
             found = of_few_ids(dtype)
-        except Exception:  # an MPS device has no float64, nor has every edit
+        except Exception:  # not every edit can be computed in float64
             found = of_few_ids(torch.float32)
         model, idx = fixed_model(small | one_pass, LONG, device, module, torch.float32)
         for name, values in forward_numbers(model, idx).items():
