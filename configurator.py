@@ -123,16 +123,17 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     """Read a config file from the current folder, or from beside the scripts. Raises UserError."""
     beside_scripts = os.path.join(os.path.dirname(os.path.abspath(__file__)), path)
     found = path if os.path.exists(path) else beside_scripts
-    check(os.path.isfile(found), f'no config file {path}; options are written --key=value'
-          + (f', and a run --out_dir={path}' if os.path.isdir(path) else ''))
+    paths = [f'--{key}' for key, hint in hints.items()
+             if PathStr in (hint, *typing.get_args(hint))]
+    others = f'Options for other files and folders: {", ".join(paths) or "none"}'
+    check(not os.path.isdir(path), f'{path} is a folder, and no config file. {others}')
+    check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
     with open(found, encoding='utf-8-sig') as file:  # -sig: Notepad writes a byte-order mark
         try:
             tree = ast.parse(file.read(), path)
         except (SyntaxError, ValueError) as error:  # ValueError: it is not UTF-8
-            paths = [f'--{key}' for key, hint in hints.items()
-                     if PathStr in (hint, *typing.get_args(hint))]
             fail(f'{path} is no config file, of lines of the form: name = plain value ({error}). '
-                 f'Options for other files and folders: {", ".join(paths) or "none"}')
+                 f'{others}')
     given = {}
     statements = tree.body if ast.get_docstring(tree) is None else tree.body[1:]
     for node in statements:

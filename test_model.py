@@ -610,5 +610,8 @@ def test_energy_py_says_what_text_it_needs(n: int | None, tmp_path: Path) -> Non
     path.mkdir() if n is None else path.write_bytes(b'x' * n)
     with pytest.raises(SystemExit, match='a: expected a file of more than 64 bytes'):
         energy.main(str(path))
+
+
+def test_energy_py_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match='none: no such file'):
         energy.main(f'{tmp_path}/none')

@@ -148,8 +148,8 @@ def find_change(options: dict[str, Any], numbers: Numbers | None,
     lacks = f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
     if not numbers:
         return lacks
-    # Older numbers have no gradients, and were computed in float32
-    dtype = torch.float64 if any(GRADIENT in name for name in numbers) else torch.float32
+    # Older numbers have no next logit, and were computed in float32
+    dtype = torch.float64 if 'next logit' in numbers else torch.float32
     if not training:
         numbers = {name: values for name, values in numbers.items() if GRADIENT not in name}
     # An unknown option that changes no number is no change
@@ -168,7 +168,8 @@ def change_of_file(state: dict[str, Any], cfg: model_py.ModelConfig) -> str:
     options = state.get('options', state.get('model_config', {}))
     if change := find_change(options, state.get('numbers')):
         return change
-    return find_change(vars(cfg), find_numbers(vars(cfg)), module=model_file())
+    numbers = find_numbers(vars(cfg), training=False)
+    return find_change(vars(cfg), numbers, module=model_file())
 
 
 def as_tensors(numbers: Numbers) -> dict[str, torch.Tensor]:

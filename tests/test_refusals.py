@@ -57,7 +57,7 @@ evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expec
 evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
 evaluate            --compare=llama                       llama is an export, without the options
-sample              llama                                  and a run --out_dir=llama
+sample              llama                                  other files and folders: --out_dir
 evaluate            --out_dir=llama --separator=x          separator is for --text=FILE
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
 evaluate            --out_dir=llama --copying=             expected True, False or a name or path
