@@ -27,7 +27,8 @@ def imports(path: Path) -> dict[str, set[str]]:
 
 def test_no_script_imports_another() -> None:
     """But for the options of a run and their lists, in reproduce."""
-    for path in (*ROOT.glob('*.py'), *ROOT.glob('nanocem/*.py'), *ROOT.glob('results/tokens/*.py')):
+    for path in (*ROOT.glob('*.py'), *ROOT.glob('nanocem/*.py'), *ROOT.glob('results/*.py'),
+                 *ROOT.glob('results/tokens/*.py')):
         if path.name.startswith(('test_', 'conftest')):
             continue
         found = imports(path)

@@ -135,8 +135,8 @@ def test_links_lead_somewhere(page: str) -> None:
     assert [path for path in paths if not (ROOT / page).parent.joinpath(path).exists()] == []
 
 
-@pytest.mark.parametrize('script', ['evaluate', 'reproduce', 'synthetic_gp', 'bench',
-                                    'docs/new_energy'])
+@pytest.mark.parametrize('script', ['evaluate', 'synthetic_gp', 'bench', 'docs/new_energy',
+                                    'results/reproduce'])
 def test_scripts_that_write_files_need_no_backend(script: str, tmp_path: Path) -> None:
     """A notebook's environment names one that a fresh environment lacks."""
     argv = ['evaluate', '--help'] if script == 'docs/new_energy' else ['--help']

@@ -40,12 +40,12 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1]))  # model.py is two folders above
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from model import ModelConfig, Transformer  # noqa: E402
-from nanocem.files import markdown_table, read_csv  # noqa: E402
+from model import ModelConfig, Transformer
+from nanocem.files import markdown_table, read_csv
 
 SYMBOLS, ASKED, BATCH = 16, 8, 8  # symbols of a cycle, questions of a sequence, sequences
 SEPARATOR, ONE, TWO = SYMBOLS, SYMBOLS + 1, SYMBOLS + 2  # the tokens ";", "?" and "!"

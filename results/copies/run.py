@@ -25,16 +25,17 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-import evaluate  # noqa: E402
-import model as model_file  # noqa: E402
-import train  # noqa: E402
-from nanocem import runs  # noqa: E402
-from nanocem.files import read_csv  # noqa: E402
-from nanocem.hardware import compile_for  # noqa: E402
-from nanocem.tokenizers import tokenizer_of  # noqa: E402
-from reproduce import loss_per_llama_token  # noqa: E402
+from reproduce import loss_per_llama_token
+
+import evaluate
+import model as model_file
+import train
+from nanocem import runs
+from nanocem.files import read_csv
+from nanocem.hardware import compile_for
+from nanocem.tokenizers import tokenizer_of
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
            'seconds', 'val_bits_per_byte', 'test_bits_per_byte', 'y', 'repeated_targets',

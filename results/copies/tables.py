@@ -15,8 +15,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / 'tokens')]
 
-from matplotlib.figure import Figure  # noqa: E402
-from verdicts import (  # noqa: E402
+from matplotlib.figure import Figure
+from verdicts import (
     RULES,
     TRIAL_SEEDS,
     Row,
@@ -29,7 +29,7 @@ from verdicts import (  # noqa: E402
     verdict_table,
 )
 
-from nanocem.files import markdown_table, read_csv, save_picture, write_atomic  # noqa: E402
+from nanocem.files import markdown_table, read_csv, save_picture, write_atomic
 
 SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... and both options',
          'attn-1-none': 'CEM attention', 'attn-1-copies': '... and both options'}

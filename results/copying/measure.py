@@ -27,13 +27,13 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parents[1]))  # model.py is two folders above
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from torch import Tensor  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 
-from model import ModelConfig, Transformer  # noqa: E402
-from nanocem.files import read_csv, write_atomic  # noqa: E402
+from model import ModelConfig, Transformer
+from nanocem.files import read_csv, write_atomic
 
 SHORTEST, LONGEST, CONTEXT, KINDS = 6, 32, 64, 64  # a text's tokens, and how many kinds there are
 BATCH, WARMUP, LIMIT = 32, 50, 1500

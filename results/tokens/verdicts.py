@@ -15,7 +15,7 @@ failed, the claim does not hold.
 
 Each family of claims has a folder with its RULE.md, claims (verdicts.csv), models and runs. What
 its rule says of runs and noise is a function here, which stands in RULES. The effects are written
-to effects.csv, beside this file or beside your own runs; `python reproduce.py` draws them.
+to effects.csv, beside this file or beside your own runs; `python results/reproduce.py` draws them.
 """
 import csv
 import io
@@ -30,12 +30,12 @@ from typing import NamedTuple
 STUDY = Path(__file__).resolve().parent
 sys.path.insert(0, str(STUDY.parents[1]))  # configurator.py is two folders above
 
-import numpy as np  # noqa: E402
-from scipy.stats import t as student  # noqa: E402
+import numpy as np
+from scipy.stats import t as student
 
-from configurator import PathStr, build, command_line, read_options  # noqa: E402
-from nanocem.files import markdown_table, read_csv, write_atomic  # noqa: E402
-from nanocem.runs import Losses, split_failed  # noqa: E402
+from configurator import PathStr, build, command_line, read_options
+from nanocem.files import markdown_table, read_csv, write_atomic
+from nanocem.runs import Losses, split_failed
 
 EFFECTS = STUDY / 'effects.csv'
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
@@ -301,7 +301,7 @@ def effects_csv(families: Mapping[str, list[Verdict]]) -> str:
 @dataclass
 class VerdictsConfig:
     """Which runs count beside the published ones."""
-    runs: PathStr | None = None  # a CSV of your own runs, as `python reproduce.py` writes it
+    runs: PathStr | None = None  # a CSV of your own runs, as results/reproduce.py writes it
 
 
 @command_line
@@ -316,7 +316,7 @@ def main(argv: list[str]) -> None:
     path = Path(cfg.runs).with_name(EFFECTS.name) if cfg.runs else EFFECTS
     write_atomic(str(path), effects_csv(families).encode())
     option = f' --effects={path}' if cfg.runs else ''
-    print(f'{path} has all effects: python reproduce.py{option} draws them', flush=True)
+    print(f'{path} has all effects: python results/reproduce.py{option} draws them', flush=True)
 
 
 if __name__ == '__main__':

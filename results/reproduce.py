@@ -1,10 +1,10 @@
 """
 Does the paper hold? Its claims with their verdicts, its figures, and the runs behind both.
 
-    python reproduce.py                                  draw and print the verdicts on the claims
-    python reproduce.py --todo | sh                      train the missing runs, one by one
-    python reproduce.py --figure=3a                      draw a figure of the paper, print its table
-    python reproduce.py --figure=3a --size=86m --todo    print the commands of its missing runs
+    python results/reproduce.py                  draw and print the verdicts on the claims
+    python results/reproduce.py --todo | sh      train the missing runs, one by one
+    python results/reproduce.py --figure=3a      draw a figure of the paper, print its table
+    python results/reproduce.py --figure=3a --size=86m --todo    commands of its missing runs
 
 results/tokens has the first family of claims, models and sizes, and its folders second and third
 have later ones; verdicts.py there computes effects.csv, whose verdicts are printed and drawn here.
@@ -28,6 +28,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)  # model.py is a folder above
 
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
     os.environ['MPLBACKEND'] = 'agg'
@@ -56,7 +59,6 @@ from nanocem.probe import find_change
 from nanocem.runs import RECIPE, read_result, split_failed
 from train import MAX_SKIPPED, TrainConfig
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
 RESULTS = f'{ROOT}/results'
 # Each family of claims has a folder with its rule, claims, models, planned runs and finished runs
 FAMILIES = [f'{RESULTS}/tokens', f'{RESULTS}/tokens/second', f'{RESULTS}/tokens/third']
