@@ -19,17 +19,17 @@ diverged at the paper's width, so by default we add them to x. Algorithm 1 has n
 that begin with "rope:" are ours. So are key_shift and match_bias, with which CEM learns to copy.
 docs/paper.md lists our choices where the paper is silent.
 
-This file needs torch alone, and can be copied into another project (docs/options.md). Here attend
-keeps all scores in memory, and loss all logits. What is faster is plugged in from outside, by
-replacing a method of one object: nanocem/fast.py replaces attend and loss, and the cache of
-nanocem/decode.py next_logits, with what it needs of attention. Each is compared with the lines here
-first, so that an edit of them counts.
+This file needs torch alone, and can be copied into another project (docs/options.md). Attention is
+torch's own, and generate keeps a cache. nanocem/fast.py knows faster ways for some machines; an
+edit of the lines here that one of them replaces is told by its text, and runs as it is written.
 
-Shapes: B batch, I new and J attended positions (I < J in decoding), D = D_h the model's width,
+Shapes: B batch, I new and J attended positions (I < J with a cache), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
 """
+import contextlib
 import math
 import numbers
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
@@ -84,7 +84,7 @@ class ModelConfig:
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
-    kq_diag: Literal['none', 'shared', 'per_head'] = 'none'  # d_k, the key-query diagonal
+    kq_diag: Literal['none', 'shared', 'per_head', 'scaled'] = 'none'  # d_k; ours: scaled, g_k d
 
     residual: Literal['raw', 'normed'] = 'raw'  # start from x, or norm(x) as in Algorithm 1
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
@@ -102,6 +102,15 @@ class ModelConfig:
         check_values(self)
         resolve_defaults(self)
         check_combination(self)
+
+    def needs_h(self) -> bool:
+        """Return whether scores depend on the context h beside the keys."""
+        return not self.kq_diag == self.match_bias == 'none'
+
+    def has_bias(self) -> bool:
+        """Return whether something is added to the products of queries and keys, beside the causal
+        mask."""
+        return self.positions == 'alibi' or self.needs_h()
 
     def llama(self) -> 'ModelConfig':
         """Return the Llama of the same shape. Its parameter count sets the token budget."""
@@ -131,12 +140,49 @@ class RMSNorm(nn.Module):
 
 class Positions(NamedTuple):
     """Positions i of the queries and j of the keys, in the forms that attention needs."""
-    distance: Tensor  # |i - j|, (I, J)
-    mask: Tensor  # 0 where i may attend to j, -inf elsewhere: (I, J)
-    cos: Tensor  # cosines of RoPE's angles, (I, R / 2)
+    distance: Tensor  # i - j, (I, J): below 0 for keys after the query
+    mask: Tensor | None  # 0 where i may attend to j, -inf elsewhere, (I, J); None: torch's causal
+    cos: Tensor  # cosines of RoPE's angles at the queries, (I, R / 2)
     sin: Tensor  # their sines
+    cache: 'Cache | None' = None  # what is kept of past tokens, while text is generated
     match: Tensor | None = None  # how alike token i is to the token before j, (B, I, J)
     pair_match: Tensor | None = None  # how alike tokens i - 1 and j - 2 are, (B, I, J)
+
+
+class Cache:
+    """What attention keeps of past tokens, so that `generate` reads each token once. In a forward
+    pass the sublayers ask for their parts in the same order each time. Only attention lets tokens
+    meet: if an edit lets them meet elsewhere, generate with use_cache=False.
+
+    Numbers kept a token and attention sublayer: Llama 2 D, keys and values. CEM D, the keys, which
+    are its values; with the diagonal or the match bias D, h in their place. RoPE then needs both,
+    and Llama keeps h, too. key_shift=half keeps the last key."""
+    def __init__(self) -> None:
+        self.length = 0  # how many tokens have been read
+        self.kept: list[Tensor] = []
+        self.next = 0  # the part that is asked for next
+
+    def append(self, new: Tensor) -> Tensor:
+        """Keep new (..., I, n) behind that of past tokens. Return all, (..., J, n)."""
+        n, J = self.next, self.length + new.shape[-2]
+        self.next += 1
+        if n == len(self.kept):  # the first pass
+            self.kept.append(new)
+            return new
+        if self.kept[n].shape[-2] < J:  # make room for as many tokens again
+            room = new.new_empty(*new.shape[:-2], 2 * J, new.shape[-1])
+            room[..., :self.length, :] = self.kept[n][..., :self.length, :]
+            self.kept[n] = room
+        self.kept[n][..., self.length:J, :] = new
+        return self.kept[n][..., :J, :]
+
+    def previous(self, new: Tensor) -> Tensor:
+        """Return new (..., I, n) of the token before each one; the first follows a past token."""
+        if self.next == len(self.kept):
+            self.kept.append(torch.zeros_like(new[..., :1, :]))
+        last, self.kept[self.next] = self.kept[self.next], new[..., -1:, :]
+        self.next += 1
+        return torch.cat([last, new[..., :-1, :]], dim=-2)
 
 
 def previous(x: Tensor) -> Tensor:
@@ -144,20 +190,28 @@ def previous(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, -1))
 
 
-def make_positions(cfg: ModelConfig, x: Tensor, past: int = 0) -> Positions:
-    """Return the positions of x (B, I, D), which follows `past` tokens that a cache holds."""
+def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None) -> Positions:
+    """Return the positions of x (B, I, D), which follows the tokens that a cache holds."""
     I, R = x.shape[1], cfg.d_model // cfg.n_head
+    past = 0 if cache is None else cache.length
     # In float32 at least: bfloat16 is exact for whole numbers up to 256 alone
     options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
-    j = torch.arange(past + I, device=x.device)
-    mask = torch.zeros(I, past + I, **options).masked_fill_(j > i, -torch.inf)
+    distance = (i - torch.arange(past + I, device=x.device)).to(options['dtype'])
+    # Where nothing is added to the mask, torch's own needs no memory
+    mask = causal_mask(distance) if cfg.has_bias() or past > 0 else None
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
-    return Positions((i - j).abs().type_as(mask), mask, angle.cos(), angle.sin())
+    return Positions(distance, mask, angle.cos(), angle.sin(), cache)
+
+
+def causal_mask(distance: Tensor) -> Tensor:
+    """Return 0 where i - j is 0 or more, and -inf for keys after the query."""
+    return torch.zeros_like(distance).masked_fill_(distance < 0, -torch.inf)
 
 
 class BaseAttention(nn.Module):
-    """What both kinds of attention share: norm, W_Q, W_K, heads and positions."""
+    """What both kinds of attention share: norm, W_Q, W_K, heads, positions, and what is added to
+    the scores."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
@@ -175,6 +229,16 @@ class BaseAttention(nn.Module):
             self.match_weight = nn.Parameter(torch.zeros(K))
         if cfg.match_bias == 'pair':
             self.pair_weight = nn.Parameter(torch.zeros(K))
+        # The key-query diagonal: a vector d_k for each head, or one for all. It has no weight
+        # decay, though it has two dimensions. With kq_diag=scaled d_k is g_k d
+        self.kq_diag = None
+        if cfg.kq_diag == 'scaled':
+            self.kq_diag = nn.Parameter(torch.ones(1, D))  # d
+            self.diag_weight = nn.Parameter(torch.zeros(K))  # g_k
+        elif cfg.kq_diag != 'none':
+            self.kq_diag = nn.Parameter(torch.zeros(1 if cfg.kq_diag == 'shared' else K, D))
+        # Whether the diagonal's part of the energy has its gradient among the updates
+        self.whole_gradient = cfg.exact_update or cfg.kq_diag == 'scaled'
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.K, -1)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
@@ -191,13 +255,14 @@ class BaseAttention(nn.Module):
         sin = -pos.sin if inverse else pos.sin
         return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
 
-    def shift(self, k: Tensor) -> Tensor:
-        """With key_shift=half replace the first R / 2 features of each key (B, K, J, R) by those of
+    def shift(self, k: Tensor, pos: Positions) -> Tensor:
+        """With key_shift=half replace the first R / 2 features of each key (B, K, I, R) by those of
         the token before. A head can then look for what follows a token."""
         if self.cfg.key_shift == 'none':
             return k
         first, second = k.chunk(2, dim=-1)
-        return torch.cat([previous(first), second], dim=-1)
+        before = previous(first) if pos.cache is None else pos.cache.previous(first)
+        return torch.cat([before, second], dim=-1)
 
     def add_match(self, h: Tensor, pos: Positions) -> Positions:
         """With match_bias add (match_diag * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B,
@@ -205,7 +270,7 @@ class BaseAttention(nn.Module):
         i - 1 and j - 2. No state u is in them, so all steps share them."""
         if self.cfg.match_bias == 'none':
             return pos
-        I, D = pos.mask.shape[-2], h.shape[-1]
+        I, D = len(pos.distance), h.shape[-1]
         weighted = h * (self.match_diag / math.sqrt(D))
         pos = pos._replace(match=weighted[:, -I:] @ previous(h).mT)
         if self.cfg.match_bias == 'pair':
@@ -213,25 +278,35 @@ class BaseAttention(nn.Module):
             pos = pos._replace(pair_match=before @ previous(previous(h)).mT)
         return pos
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions,
-               u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        """Return o_i = sum_j softmax_j(a_ijk) v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K,
-        J, R). u (B, I, D) and h (B, J, D) are for the diagonal in CEMAttention.scores alone."""
-        # All scores are in memory. Without bias or diagonal F.scaled_dot_product_attention, with
-        # scale=1 / self.tau and is_causal=True, gives the same without them
-        a = self.scores(q, k, pos, u, h)                         # a_ijk, (B, K, I, J)
-        alpha = a.softmax(dim=-1).type_as(v)                     # softmax_j(a_ijk)
-        return alpha @ v                                         # sum_j alpha_ijk v_j
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+               h: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), alpha = softmax_j(a_ijk), for q (B, K, I,
+        R), k and v (B, K, J, R); and diagonal_update, (B, I, D), or None where it is no part of the
+        update. u (B, I, D) and h (B, J, D) are for the diagonal."""
+        if self.whole_gradient:
+            # The weights are needed twice: compute them, (B, K, I, J)
+            alpha = self.scores(q, k, pos, u, h).softmax(dim=-1).type_as(v)
+            return alpha @ v, self.diagonal_update(alpha, h)
+        # Torch's fused attention computes the same scores, and keeps few of them in memory
+        b, R = self.bias(pos, u, h), q.shape[-1]
+        if b is not None:
+            b, pad = b.to(q.dtype), -R % 8
+            if pad > 0:  # beside a bias a GPU's fused kernel takes widths that are multiples of 8
+                q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, b, scale=1 / self.tau, is_causal=b is None)
+        return o[..., :R], None
 
-    def scores(self, q: Tensor, k: Tensor, pos: Positions,
-               u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        """Return a_ijk = k_j . q_i / tau + b_ijk, (B, K, I, J); -inf for keys after the query."""
-        return (q / self.tau) @ k.mT + self.bias(pos)
+    def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
+        """Return a_ijk = k_j . q_i / tau + bias, (B, K, I, J); -inf for keys after the query. The
+        energies use them. Training's attend asks for the bias alone: an edit is one of both."""
+        b = self.bias(pos, u, h)
+        return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
 
-    def bias(self, pos: Positions) -> Tensor:
-        """Return b_ijk = -m_k |i - j| + (b_self_k if i = j else b_cross_k), (K, I, J); -inf where i
-        may not attend to j. With RoPE return the mask alone, (I, J). With match_bias add
-        add_match's products, weighted for each head, (B, K, I, J)."""
+    def bias(self, pos: Positions, u: Tensor, h: Tensor) -> Tensor | None:
+        """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
+        broadcasts: -inf where i may not attend to j, ALiBi's b_ijk = -m_k (i - j) + (b_self_k if
+        i = j else b_cross_k), add_match's products, weighted for each head, and the diagonal's
+        scores. None: torch's causal mask alone."""
         b = pos.mask
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
@@ -242,7 +317,29 @@ class BaseAttention(nn.Module):
             b = b + self.match_weight[:, None, None] * pos.match[:, None]
         if pos.pair_match is not None:
             b = b + self.pair_weight[:, None, None] * pos.pair_match[:, None]
+        if self.kq_diag is not None:
+            b = b + self.diagonal_scores(u, h)
         return b
+
+    def diagonal_scores(self, u: Tensor, h: Tensor) -> Tensor:
+        """Return h_j . (d_k * u_i) / tau (Eq. 12), (B, 1 or K, I, J). RoPE does not rotate them."""
+        a = self.scaled_diagonal(u) @ h[:, None].mT
+        if self.cfg.kq_diag == 'scaled':
+            a = self.diag_weight[:, None, None] * a
+        return a
+
+    def scaled_diagonal(self, u: Tensor) -> Tensor:
+        """Return d_k * u_i / tau, (B, 1 or K, I, D), for kq_diag=scaled d * u_i / tau."""
+        return u[:, None] * (self.kq_diag[:, None] / self.tau)
+
+    def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
+        """Return minus the gradient of the diagonal's part of the energy, which Algorithm 1 leaves
+        out: sum_k P_k (d_k * sum_j alpha_ijk h_j), (B, I, D), for alpha (B, K, I, J)."""
+        if self.cfg.kq_diag == 'scaled':
+            # d * sum_j (sum_k g_k alpha_ijk) h_j: one product for all heads
+            alpha = (self.diag_weight[:, None, None] * alpha).sum(dim=1)
+            return self.kq_diag * (alpha.type_as(h) @ h)
+        return self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
 
 
 def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
@@ -265,21 +362,27 @@ class LlamaAttention(BaseAttention):
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Return x plus the attention output, (B, I, D)."""
         # Project the normed input to queries, keys and values
-        h = self.norm(x)
+        u = h = self.norm(x)
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
         k = self.split_heads(F.linear(h, self.W_K))
-        # With key_shift and match_bias, let heads look for what followed a token like this one
-        k = self.shift(k)
-        pos = self.add_match(h, pos)
+        # With key_shift, let heads look for what followed a token
+        k = self.shift(k, pos)
         # With tie=kv the values are the keys before RoPE
         v = k if self.W_V is self.W_K else self.split_heads(F.linear(h, self.W_V))
         # With RoPE, rotate queries and keys by their positions
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
+        # While text is generated, go on with the keys, values and context of all tokens
+        if pos.cache is not None:
+            k, v = pos.cache.append(k), pos.cache.append(v)      # (B, K, J, R)
+            h = pos.cache.append(h) if self.cfg.needs_h() else h
+        # With match_bias, compare the token with those before the keys
+        pos = self.add_match(h, pos)
         # Attend to the context
-        o = self.attend(q, k, v, pos)                            # (B, K, I, R)
+        o, dx = self.attend(q, k, v, pos, u, h)                  # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
-        return x + self.merge_heads(o) @ self.W_O                # (B, I, D)
+        x = x + self.merge_heads(o) @ self.W_O                   # (B, I, D)
+        return x if dx is None else x + dx                       # ours: kq_diag=scaled
 
 
 class CEMAttention(BaseAttention):
@@ -288,20 +391,21 @@ class CEMAttention(BaseAttention):
         super().__init__(cfg)
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
         self.P = Preconditioner(cfg, cfg.n_head, cfg.attn_rank)
-        n = {'none': 0, 'shared': 1, 'per_head': cfg.n_head}[cfg.kq_diag]
-        # A vector d_k for each head, or one for all: no weight decay, though it has two dimensions
-        self.kq_diag = nn.Parameter(torch.zeros(n, cfg.d_model)) if n else None
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to keys, which are also the values and fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
         k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
-        # With key_shift and match_bias, let heads look for what followed a token like this one
-        k = self.shift(k)
-        pos = self.add_match(h, pos)
+        # With key_shift, let heads look for what followed a token
+        k = self.shift(k, pos)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
+        # While text is generated, go on with the keys and context of all tokens
+        if pos.cache is not None:
+            k, h = self.recall(k, h, pos.cache)                  # (B, K, J, R), (B, J, D)
+        # With match_bias, compare the token with those before the keys
+        pos = self.add_match(h, pos)
         # Fold the preconditioners into the output projection
         W_O = self.output_weight()                               # (D, D), blocks W_k^Q P_k
         for _ in range(self.T):
@@ -309,47 +413,62 @@ class CEMAttention(BaseAttention):
             u = self.norm(x)                                     # u_i <- rms(x_i)
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
-            # Attend to the context, whose values are its keys. A cache knows a step of the same
-            # context by its k, which is the same object in all steps
-            o = self.attend(q, k, k, pos, u, h)                  # o_i <- sum_j alpha_ijk k_j
+            # Attend to the context, whose values are its keys
+            if k is None:
+                o, dx_d = self.attend_to_h(q, pos, u, h)         # a cache keeps h alone
+            else:
+                o, dx_d = self.attend(q, k, k, pos, u, h)        # o_i <- sum_j alpha_ijk k_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
-            if self.cfg.exact_update:
-                # The gradient of the diagonal's part of the energy: attend to h. This computes the
-                # scores again, so that whatever replaces attend need not return them
-                o_h = self.attend(q, k, h[:, None], pos, u, h)   # sum_j alpha_ijk h_j, (B, K, I, D)
-                d = self.kq_diag[:, None]                        # d_k, (1 or K, 1, D)
-                dx = dx + self.P(d * o_h).sum(dim=1)             # + sum_k P_k (d_k * o_h)
+            if dx_d is not None:                                 # ours: the diagonal's gradient
+                dx = dx + dx_d                                   # + sum_jk alpha_ijk d_k * h_j
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
-
-    def scores(self, q: Tensor, k: Tensor, pos: Positions,
-               u: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-        """Return a_ijk = (k_j . q_i + h_j . (d_k * u_i)) / tau + b_ijk (Eq. 12), (B, K, I, J); -inf
-        for keys after the query. RoPE does not rotate the diagonal's term."""
-        a = super().scores(q, k, pos)
-        if self.kq_diag is not None:
-            a = a + self.scaled_diagonal(u) @ h[:, None].mT
-        return a
-
-    def scaled_diagonal(self, u: Tensor) -> Tensor:
-        """Return d_k * u_i / tau, (B, 1 or K, I, D)."""
-        return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def output_weight(self) -> Tensor:
         """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
         the transpose of P_k W_k^Q^T, since P_k is symmetric."""
-        return self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
+        return self.P.fold(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
+
+    def recall(self, k: Tensor, h: Tensor, cache: Cache) -> tuple[Tensor | None, Tensor]:
+        """Keep what later tokens need of new keys (B, K, I, R) and h (B, I, D). Return both of all
+        tokens; past keys are None where h alone is kept."""
+        if not self.cfg.needs_h():
+            return cache.append(k), h
+        h = cache.append(h)
+        if self.cfg.positions == 'rope':
+            return cache.append(k), h
+        return (k if cache.length == 0 else None), h
+
+    def attend_to_h(self, q: Tensor, pos: Positions, u: Tensor,
+                    h: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Attend without keys, since k_j . q_i = h_j . (W_K^T q_i): returns what attend does. The
+        queries of all heads are rows of one matrix, so that h is read once."""
+        I, W_K = q.shape[2], self.W_K.unflatten(0, (self.K, -1))  # (K, R, D)
+        # With key_shift=half the first half of a query meets h_(j-1), the second half h_j
+        halves = [W_K] if self.cfg.key_shift == 'none' else list(W_K.chunk(2, dim=1))
+        parts = (q / self.tau).split([W.shape[1] for W in halves], dim=-1)
+        rows = torch.cat([part @ W for part, W in zip(parts, halves, strict=True)], dim=1)
+        products = (rows.flatten(1, 2) @ h.mT).unflatten(1, (-1, I)).split(self.K, dim=1)
+        *before, a = products                                    # (B, K, I, J) each
+        for shifted in before:
+            a = a + F.pad(shifted, (1, -1))
+        alpha = (a + self.bias(pos, u, h)).softmax(dim=-1).type_as(h)
+        # sum_j alpha_ij h_(j-1) is sum_j alpha_i(j+1) h_j
+        weights = torch.cat([*(F.pad(alpha, (-1, 1)) for _ in before), alpha], dim=1)
+        sums = (weights.flatten(1, 2) @ h).unflatten(1, (-1, I)).split(self.K, dim=1)
+        o = torch.cat([x @ W.mT for x, W in zip(sums, halves, strict=True)], dim=-1)
+        return o, self.diagonal_update(alpha, h) if self.whole_gradient else None
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
         for normed u and h of one shape. Without a preconditioner forward's dx is -d eps/du; with
-        d_k it needs exact_update."""
+        kq_diag=shared or per_head it needs exact_update."""
         require_one_shape(u, h)
         pos = self.add_match(h, make_positions(self.cfg, h))
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
-        k = self.rotate(self.shift(self.split_heads(F.linear(h, self.W_K))), pos)
+        k = self.rotate(self.shift(self.split_heads(F.linear(h, self.W_K)), pos), pos)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
 
@@ -410,7 +529,7 @@ class CEMMLP(nn.Module):
 
     def output_weight(self) -> Tensor:
         """Return V P, the transpose of Eq. 15's P V^T, (D_v, D): P applied to each row of V."""
-        return self.P(self.V[None])[0]
+        return self.P.fold(self.V[None])[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h of
@@ -445,6 +564,16 @@ class Preconditioner(nn.Module):
         if cfg.preconditioner == 'diag_lowrank':
             self.left = normal_param(n, D, rank, std=0.02)
             self.right = nn.Parameter(torch.zeros(n, D, rank))
+        self.folded: list[Tensor] | None = None  # of `fold`, while weights stay as they are
+
+    def fold(self, W: Tensor) -> Tensor:
+        """Apply each of the n matrices to its rows of a weight; inside fold_once only the first
+        time."""
+        if self.folded is None:
+            return self(W)
+        if not self.folded:
+            self.folded.append(self(W))
+        return self.folded[0]
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply each of the n matrices to its m rows: (..., n, m, D) -> (..., n, m, D)."""
@@ -493,14 +622,14 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None,
-                next_only: bool = False) -> tuple[Tensor | None, Tensor | None]:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, next_only: bool = False,
+                cache: Cache | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Without targets return the logits (B, I, vocabulary) of ids (B, I), with targets (B, I)
         their mean loss; the other of the two is None. Targets of -100 do not count (in nanoGPT -1).
-        With next_only return next_logits' alone, (B, vocabulary). ValueError for targets of another
-        shape."""
+        With next_only return next_logits' alone, (B, vocabulary), of ids that follow those in the
+        cache, if there is one. ValueError for targets of another shape."""
         if next_only:
-            return self.next_logits(idx), None
+            return self.next_logits(idx, cache), None
         if targets is None:
             return F.linear(self.hidden(idx), self.head), None
         if targets.shape != idx.shape:
@@ -513,44 +642,67 @@ class Transformer(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets.flatten())
 
-    def hidden(self, idx: Tensor, past: int = 0) -> Tensor:
-        """Map ids (B, I), which follow `past` ids that a cache holds, to the head's input,
-        (B, I, D)."""
+    def hidden(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
+        """Map ids (B, I), which follow those in the cache, to the head's input, (B, I, D)."""
         x = F.embedding(idx, self.embedding)
-        pos = make_positions(self.cfg, x, past)
+        pos = make_positions(self.cfg, x, cache)
+        if cache is not None:
+            cache.next = 0
         for _ in range(self.cfg.loops):
             for block in self.blocks:
                 x = block(x, pos)
+        if cache is not None:
+            cache.length += idx.shape[1]
         return self.norm(x)
 
-    def next_logits(self, idx: Tensor) -> Tensor:
-        """Return the logits of the token after ids (B, J), (B, vocabulary)."""
-        return F.linear(self.hidden(idx)[:, -1], self.head).float()
+    def next_logits(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
+        """Return the logits of the token after ids (B, I), which follow those in the cache:
+        (B, vocabulary)."""
+        return F.linear(self.hidden(idx, cache)[:, -1], self.head).float()
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
-                 top_k: int | None = None, generator: torch.Generator | None = None) -> Tensor:
+                 top_k: int | None = None, generator: torch.Generator | None = None,
+                 use_cache: bool = True) -> Tensor:
         """Continue ids (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the
-        likeliest token. When the context is full, its last half becomes the context: a cache, which
-        nanocem/decode.py plugs in, is then filled again once in so many tokens, not at each."""
+        likeliest token. When the context is full, its last half becomes the context: the cache is
+        then filled again once in so many tokens, not at each."""
         length = self.cfg.context_length
         start = max(0, idx.shape[1] - length)  # the first token of the context
-        for _ in range(max_new_tokens):
-            if idx.shape[1] - start > length:  # the context is full
-                start = idx.shape[1] - max(1, length // 2)
-            # A call of the module: FSDP gathers weights in it, and forward hooks run
-            logits, _ = self(idx[:, start:], next_only=True)
-            if top_k is not None:  # keep the top_k largest logits
-                kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < kth_largest, -torch.inf)
-            # Choose or sample the next token, and append it
-            if temperature == 0:
-                next_ids = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
-            else:
-                p = (logits / temperature).softmax(dim=-1)
-                next_ids = torch.multinomial(p, 1, generator=generator)
-            idx = torch.cat([idx, next_ids], dim=1)
+        cache = Cache() if use_cache else None
+        with self.fold_once():
+            for _ in range(max_new_tokens):
+                if idx.shape[1] - start > length:  # the context is full
+                    start = idx.shape[1] - max(1, length // 2)
+                    cache = Cache() if use_cache else None
+                # Read the ids that the cache does not have. It is a call of the module: FSDP
+                # gathers weights in it, and forward hooks run
+                unread = start if cache is None else start + cache.length
+                logits, _ = self(idx[:, unread:], next_only=True, cache=cache)
+                if top_k is not None:  # keep the top_k largest logits
+                    kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                    logits = logits.masked_fill(logits < kth_largest, -torch.inf)
+                # Choose or sample the next token, and append it
+                if temperature == 0:
+                    next_ids = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+                else:
+                    p = (logits / temperature).softmax(dim=-1)
+                    next_ids = torch.multinomial(p, 1, generator=generator)
+                idx = torch.cat([idx, next_ids], dim=1)
         return idx
+
+    @contextlib.contextmanager
+    def fold_once(self) -> Iterator[None]:
+        """Inside, the weights stay as they are: fold each P into its weight once, not at each
+        token."""
+        matrices = [module for module in self.modules() if isinstance(module, Preconditioner)]
+        for P in matrices:
+            P.folded = []
+        try:
+            yield
+        finally:
+            for P in matrices:
+                P.folded = None
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T, but not eta; None keeps T. cfg keeps the T of training. ValueError if T < 1,
@@ -672,8 +824,8 @@ def check_combination(cfg: ModelConfig) -> None:
     # Whether some options have a part in this model, where they do, and their names
     for applies, setting, names in [
             (not cem_attn, 'attn=llama', ['tie']),
-            (cem_attn, 'attn=cem', ['attn_steps', 'attn_step_size', 'attn_rank', 'kq_diag',
-                                    'score_scale', 'exact_update']),
+            (cem_attn, 'attn=cem', ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale',
+                                    'exact_update']),
             (cem_mlp, 'mlp=cem', ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy',
                                   'mlp_match']),
             (cem_attn or cem_mlp, 'attn=cem or mlp=cem', ['preconditioner', 'residual']),
@@ -688,5 +840,10 @@ def check_combination(cfg: ModelConfig) -> None:
     for name, value in (('positions', 'rope'), ('key_shift', 'half')):
         require(getattr(cfg, name) != value or R % 2 == 0,
                 f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
-    require(cfg.kq_diag != 'none' or not cfg.exact_update,
-            'exact_update needs the diagonal: set kq_diag=shared or per_head')
+    require(cem_attn or cfg.kq_diag in ('none', 'scaled'), f'kq_diag={cfg.kq_diag} is only for '
+            'attn=cem: set that, or else kq_diag=none or scaled')
+    require(cfg.kq_diag in ('shared', 'per_head') or not cfg.exact_update,
+            'exact_update needs a diagonal whose gradient is left out: set kq_diag=shared or '
+            'per_head')
+    require(cfg.kq_diag != 'scaled' or cfg.preconditioner == 'none' or not cem_attn,
+            'kq_diag=scaled sums over heads before P_k could act on each: set preconditioner=none')

@@ -94,7 +94,7 @@ class TrainConfig:
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
-    attn_impl: Literal['auto', 'readable', 'blockwise', 'sdpa', 'triton'] = 'auto'  # docs/speed.md
+    attn_impl: Literal['auto', 'sdpa', 'blockwise', 'triton'] = 'auto'  # docs/speed.md
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample

@@ -1,74 +1,137 @@
 """
-Plug faster functions into a model of model.py, on the device that it is on: attention.py's, the
-GPU kernels of triton_attention.py, and the loss in parts of loss.py. trial.py tries each first.
+What is faster than lines of model.py on some machines, chosen once for a model:
+
+    blockwise    attention on a CPU: a block of queries at a time, without the keys after it
+    triton       attention on a GPU, by the kernels of triton_attention.py
+    parts        the loss of many logits, by loss.py, which keeps none of them
+
+Each takes the place of a method on one object, and stands for the definitions of model.py that it
+was written from. Where one of these has another text, by an edit, a subclass or a patch, model.py's
+own lines run, and a warning says so.
 
 Shapes: B batch, I queries, D width, K heads, R = D / K.
 """
+import copy
 import importlib.util
+import math
 import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from configurator import warn
-from model import Transformer
-from nanocem.attention import (
-    automatic,
-    blockwise,
-    choose_attention,
-    has_bias,
-    plug,
-    plug_attention,
-    sdpa,
-    unplug,
-    unplug_attention,
-)
-from nanocem.loss import cross_entropy, find_loss_error
-from nanocem.trial import agrees, values_are_keys
+from model import Transformer, make_positions
+from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
+from nanocem.same import find_edits
 
 HAS_TRITON = importlib.util.find_spec('triton') is not None
+SHORT_CONTEXT = 256  # up to here, blockwise attention compiled for a CPU is faster than torch's
+BLOCK = 64  # the smallest block of queries in blockwise attention
+# The largest error of a row that is rounding, in units of its dtype's epsilon
+MOST_ERROR = 8
+
+# What a faster way stands for: methods of a layer, a block and a model, and functions
+ATTENTION = dict(
+    attn=('forward', 'attend', 'scores', 'bias', 'rotate', 'shift', 'add_match', 'split_heads',
+          'merge_heads', 'diagonal_scores', 'scaled_diagonal', 'diagonal_update'),
+    block=('forward',), model=('hidden',),
+    functions=('make_positions', 'causal_mask', 'previous', 'alibi_slopes'))
+LOSS = dict(model=('forward', 'loss'))
+# The cache is model.py's own. It is right where tokens meet in attention alone
+CACHE = ATTENTION | dict(mlp=('forward',), model=('forward', 'hidden', 'next_logits', 'generate'))
+# The checksums of these texts (same.py); tests/test_fast.py prints those of today
+TEXTS = {
+    'BaseAttention.add_match': '4831617d', 'BaseAttention.attend': 'b8ac0c96',
+    'BaseAttention.bias': 'dd58f7b2', 'BaseAttention.diagonal_scores': '375695f0',
+    'BaseAttention.diagonal_update': 'a3519390', 'BaseAttention.merge_heads': '9a5967e0',
+    'BaseAttention.rotate': '27f44a50', 'BaseAttention.scaled_diagonal': 'a8d9f165',
+    'BaseAttention.scores': '48e5fada', 'BaseAttention.shift': '22b6afd5',
+    'BaseAttention.split_heads': '9f9a6118', 'Block.forward': 'df9fe283',
+    'CEMAttention.forward': 'ba44d6b6', 'CEMMLP.forward': '5f43e578',
+    'LlamaAttention.forward': '97602449', 'LlamaMLP.forward': '7ba0946a',
+    'Transformer.forward': '0955db84', 'Transformer.generate': 'c818fcd6',
+    'Transformer.hidden': 'ca238f3e', 'Transformer.loss': '2060a599',
+    'Transformer.next_logits': '254fabf2', 'alibi_slopes': '6e1ec471', 'causal_mask': '58831617',
+    'make_positions': 'f569aaef', 'previous': '46eee1b9'}
 
 
 def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.float32,
-            compiled: bool = False) -> str:
+            compiled: bool = False, loss: str = 'auto') -> str:
     """Plug attention and loss into a model that stays on its device, and whose products are in
-    dtype. Return the name of the attention that runs. With impl=readable it is model.py's again."""
-    plug_loss(model)
-    unplug_attention(model)
-    attn, device = model.blocks[0].attn, model.head.device
-    # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off
-    lengths = (300, 256) if device.type == 'cuda' else None
-    for name in candidates(attn, impl, device, dtype):
-        if name == 'auto':
-            # A compiled model runs a smaller last batch uncompiled: automatic chooses at each call
-            name, function = choose_attention(attn, device, compiled), automatic
-            tried = {name, choose_attention(attn, device)}
-        else:
-            tried, function = {name}, FUNCTIONS[name]
-        if all(agrees(model, FUNCTIONS[other], other, dtype, lengths) for other in sorted(tried)):
-            plug_attention(model, function)
-            return name
-    return 'readable'
+    dtype. Return the name of the attention that runs. With impl=sdpa and loss=whole these are
+    model.py's own; with another word but auto an edit of model.py is no reason against it."""
+    unplug(model)
+    if loss == 'parts' or (loss == 'auto' and is_as_known(
+            model, LOSS, 'the loss in parts', '--loss_impl=parts') and parts_agree(model)):
+        model.loss = partial(loss_in_parts, model)
+    name = choose_attention(model, impl, dtype, compiled)
+    if impl == 'auto' and name != 'sdpa' and not is_as_known(
+            model, ATTENTION, f'{name} attention', f'--attn_impl={name}'):
+        return 'sdpa'
+    if name == 'triton' and not kernels_agree(model, dtype):
+        return 'sdpa'
+    for block in model.blocks:
+        if name != 'sdpa':
+            block.attn.attend = partial(ATTEND[name], block.attn)
+    return name
 
 
-def candidates(attn: Any, impl: str, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Return which implementations to try, the first one first: none for the readable lines."""
+def unplug(model: Transformer) -> None:
+    """Let model.py's own methods run again. A method that someone else has set stays."""
+    for owner in (model, *(block.attn for block in model.blocks)):
+        for name in ('loss', 'attend'):
+            if is_plug(owner, name):
+                delattr(owner, name)
+
+
+def is_plug(owner: Any, name: str) -> bool:
+    """Return whether what runs as the owner's method of this name was plugged in here."""
+    function = getattr(vars(owner).get(name), 'func', None)
+    return function in (loss_in_parts, *ATTEND.values())
+
+
+def may_use_cache(model: Any) -> bool:
+    """Return whether model.py's cache gives this model's own tokens: it does where tokens meet in
+    attention alone, as in model.py. If not, print a warning."""
+    return is_as_known(model, CACHE, "generation's cache", '--use_cache=True')
+
+
+# Which attention
+
+def choose_attention(model: Transformer, impl: str, dtype: torch.dtype, compiled: bool) -> str:
+    """Return the name of the fastest attention that can run, or the wanted one if it can: sdpa is
+    model.py's own, torch's fused attention."""
+    attn, device = model.blocks[0].attn, device_of(model)
+    can_triton = fits_kernels(attn) and runs_triton(device, dtype, attn.cfg.d_model // attn.K)
+    if impl in ('sdpa', 'blockwise') or (impl == 'triton' and can_triton):
+        return impl
+    if device.type == 'cuda' and can_triton:
+        return 'triton'
+    # Torch's fused attention gives no weights, which the whole gradient needs. On a CPU it has no
+    # backward pass for a bias, and is slower when it is compiled for a short context
+    short = compiled and model.cfg.context_length <= SHORT_CONTEXT
+    on_cpu = device.type != 'cuda'
+    pays = on_cpu and (attn.cfg.has_bias() or short)
+    return 'blockwise' if attn.whole_gradient or pays else 'sdpa'
+
+
+def device_of(model: Transformer) -> torch.device:
+    return model.head.device
+
+
+def fits_kernels(attn: Any) -> bool:
+    """Return whether the kernels compute this attention, and pay: they need values that are the
+    keys, a bias, and have room for one diagonal beside the match bias."""
     cfg = attn.cfg
-    if impl == 'readable' or cfg.exact_update:  # the exact update attends to h, whose width is D
-        return []
-    if impl in ('blockwise', 'sdpa'):
-        return [impl]
-    # The kernels need values that equal the keys, have room for one diagonal beside the match bias,
-    # and pay only with a bias
-    tied = values_are_keys(cfg)
-    wanted = impl == 'triton' or device.type == 'cuda'
+    # With RoPE Llama's tied values are the keys before their rotation
+    tied = cfg.attn == 'cem' or (cfg.tie in ('kv', 'both') and cfg.positions == 'alibi')
     one_match = cfg.match_bias == 'none' or (cfg.match_bias == 'token'
                                              and cfg.kq_diag != 'per_head')
-    kernels_fit = tied and has_bias(attn) and one_match
-    if wanted and kernels_fit and runs_triton(device, dtype, cfg.d_model // attn.K):
-        return ['triton', 'auto']
-    return ['auto']
+    return tied and cfg.has_bias() and one_match and not attn.whole_gradient
 
 
 def runs_triton(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
@@ -81,13 +144,65 @@ def runs_triton(device: torch.device, dtype: torch.dtype, head_width: int) -> bo
     return device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
 
 
-def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor | None = None,
-                   h: Tensor | None = None) -> Tensor:
-    """Attend by the kernels of triton_attention.py, which read k alone: other values are attended
-    to in another way. Returns (B, K, I, R)."""
-    # A sample at the end has no autocast. In an edited layer v may be no longer k
-    if v is not k or not runs_triton(q.device, q.dtype, q.shape[-1]):
-        return automatic(attn, q, k, v, pos, u, h)
+def is_as_known(model: Any, definitions: dict[str, tuple[str, ...]], what: str,
+                flag: str) -> bool:
+    """Return whether these definitions, as this model runs them, have the text that is known. If
+    not, print a warning that names them, and the flag that does without."""
+    edits = find_edits(owners(model, definitions), TEXTS)
+    if edits:
+        warn(f'{", ".join(edits[:3])}: not the text of model.py for which {what} stands, so '
+             f'its own lines run; {flag} insists')
+    return not edits
+
+
+def owners(model: Any, definitions: dict[str, tuple[str, ...]]) -> Iterator[tuple[Any, str]]:
+    """Yield the owner and the name of each definition, as this model runs it."""
+    module = sys.modules[Transformer.__module__]
+    objects = {'model': [model], 'block': list(model.blocks), 'functions': [module],
+               'attn': [block.attn for block in model.blocks],
+               'mlp': [block.mlp for block in model.blocks]}
+    for kind, names in definitions.items():
+        # Of objects of one class, which have no methods of their own, one is enough
+        different = {(type(o), *(id(vars(o)[n]) for n in names if n in vars(o))): o
+                     for o in objects[kind]}
+        for o in different.values():  # what is plugged in is asked for what it stands for
+            yield from ((type(o) if is_plug(o, name) else o, name) for name in names)
+
+
+# Attention
+
+def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
+              h: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Attend as model.py does, in at most four blocks of queries. A block leaves out the keys after
+    it, so four blocks compute 5/8 of all scores."""
+    if pos.cache is not None:  # few queries
+        return type(attn).attend(attn, q, k, v, pos, u, h)
+    I = q.shape[2]
+    size = max(BLOCK, math.ceil(I / 4))
+    outputs, updates = [], []
+    for begin in range(0, I, size):
+        end = min(begin + size, I)
+        block = slice(begin, end)
+        # The positions of these queries and keys alone
+        pairs = {'distance': (block, slice(end)), 'mask': (block, slice(end)),
+                 'match': (slice(None), block, slice(end)),
+                 'pair_match': (slice(None), block, slice(end))}
+        block_pos = pos._replace(**{name: getattr(pos, name)[index] for name, index in pairs.items()
+                                    if getattr(pos, name) is not None})
+        a = attn.scores(q[:, :, block], k[:, :, :end], block_pos, u[:, block], h[:, :end])
+        alpha = a.softmax(dim=-1).type_as(v)  # (B, K, size, end)
+        outputs.append(alpha @ v[:, :, :end])
+        if attn.whole_gradient:
+            updates.append(attn.diagonal_update(alpha, h[:, :end]))
+    return torch.cat(outputs, dim=2), torch.cat(updates, dim=1) if updates else None
+
+
+def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
+                   h: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Attend to a whole sequence by the kernels of triton_attention.py, which read k alone."""
+    # A sample at the end of a run has no autocast
+    if v is not k or pos.cache is not None or not runs_triton(q.device, q.dtype, q.shape[-1]):
+        return type(attn).attend(attn, q, k, v, pos, u, h)
     from nanocem import triton_attention
     b = None
     if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
@@ -95,25 +210,116 @@ def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tens
     d_u = None if attn.cfg.kq_diag == 'none' else attn.scaled_diagonal(u)
     w = None if attn.cfg.match_bias == 'none' else attn.match_weight
     q, k = attn.merge_heads(q), attn.merge_heads(k)  # (B, I, D)
-    return attn.split_heads(triton_attention.attention(
-        q, k, attn.K, 1 / attn.tau, d_u, h, b, pos.match, w))
+    o = triton_attention.attention(q, k, attn.K, 1 / attn.tau, d_u, h, b, pos.match, w)
+    return attn.split_heads(o), None
 
 
-FUNCTIONS = {'blockwise': blockwise, 'sdpa': sdpa, 'triton': triton_kernels}
+ATTEND = {'blockwise': blockwise, 'triton': triton_kernels}
 
 
-# Loss
+# The loss
 
 def loss_in_parts(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
     """Return model.py's loss. Of many logits it is computed in parts, which are not kept."""
     return cross_entropy(x, model.head, targets)
 
 
-def plug_loss(model: Transformer) -> None:
-    """Plug the loss in parts into the model, if it is what the model's own lines compute for random
-    inputs; else print a line on stderr that says what differs."""
-    unplug(model, 'loss', [model])
-    if wrong := find_loss_error(model):
-        warn(f'the loss in parts {wrong}: it is not used')
-    else:
-        plug(model, 'loss', loss_in_parts, [model])
+def two_at_a_time(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss in parts of two rows."""
+    return LinearCrossEntropy.apply(x[0], model.head, targets[0], 2, True)
+
+
+# Trials of what depends on the machine: Triton, LLVM, ptxas and the driver may all be wrong
+
+def parts_agree(model: Transformer) -> bool:
+    """Return whether the loss in parts is model.py's, with its gradients, for random inputs."""
+    W = model.head
+    random = torch.Generator().manual_seed(0)  # does not disturb the global one
+    x = torch.randn(1, 5, W.shape[1], generator=random).to(W)
+    targets = torch.tensor([[0, 1, NO_TARGET, 2, 0]], device=W.device) % max(1, len(W))
+    targets[0, 2] = NO_TARGET
+    return agree('the loss in parts', partial(two_at_a_time, model), model.loss, [x, targets], [W],
+                 W.dtype)
+
+
+def kernels_agree(model: Transformer, dtype: torch.dtype) -> bool:
+    """Return whether the Triton kernels attend as model.py does, with all gradients, for random
+    inputs and parameters of the first layer."""
+    random = torch.Generator().manual_seed(0)
+    layer = copy.deepcopy(model.blocks[0].attn).requires_grad_()
+    with torch.inference_mode(False), torch.no_grad():
+        for p in layer.parameters():  # zeros hide errors
+            p.add_((0.3 * torch.randn(p.shape, generator=random)).to(p))
+    slow = copy.deepcopy(layer).to('cpu', torch.float64)
+    device, K, D = layer.W_Q.device, layer.K, layer.cfg.d_model
+
+    def attend(layer: Any, function: Callable, q: Tensor, k: Tensor, u: Tensor, h: Tensor,
+               dtype: torch.dtype) -> Tensor:
+        pos = layer.add_match(h, make_positions(layer.cfg, h))
+        q, k = q.to(dtype), k.to(dtype)
+        return function(layer, q, k, k, pos, u, h)[0]
+
+    # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off
+    for length in (300, 256) if device.type == 'cuda' else (150,):
+        q, k = torch.randn(2, 2, K, length, D // K, generator=random).to(dtype)
+        u, h = torch.randn(2, 2, length, D, generator=random)
+        ours = partial(attend, layer, triton_kernels, dtype=dtype)
+        theirs = partial(attend, slow, type(slow).attend, dtype=torch.float64)
+        if not agree('triton attention', ours, theirs, [x.to(device) for x in (q, k, u, h)],
+                     [*layer.parameters()], dtype, [x.double() for x in (q, k, u, h)],
+                     [*slow.parameters()]):
+            return False
+    return True
+
+
+def agree(what: str, ours: Callable, theirs: Callable, inputs: list[Tensor],
+          parameters: list[Tensor], dtype: torch.dtype, their_inputs: list[Tensor] | None = None,
+          their_parameters: list[Tensor] | None = None) -> bool:
+    """Return whether two functions give the same result and gradients but for rounding in dtype. If
+    not, print a warning."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), \
+                torch.autocast(inputs[0].device.type, enabled=False):
+            found = results(ours, inputs, parameters)
+            right = results(theirs, their_inputs or inputs, their_parameters or parameters)
+    except Exception as error:  # of many types
+        reason = (str(error).strip() or 'no reason given').splitlines()[0]
+        warn(f'{what} does not run ({type(error).__name__}: {reason}): it is not used')
+        return False
+    limit = MOST_ERROR * epsilon(inputs[0].device, dtype)
+    error = max(largest_error(x, y) for x, y in zip(found, right, strict=True))
+    if not error <= limit:  # true for NaN
+        warn(f'{what} gives other numbers than model.py (off by {error:.2g}, at most '
+             f'{limit:.2g} is rounding): it is not used')
+    return error <= limit
+
+
+def results(function: Callable, inputs: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+    """Return a function's result, and the gradients of its inputs and of these parameters."""
+    inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    y = function(*inputs)
+    leaves = [x for x in (*inputs, *parameters) if x.requires_grad]
+    # Of a number: given the gradient of y, autograd would import SymPy, for half a second
+    weights = torch.linspace(0.5, 1.5, y.numel(), device=y.device).view(y.shape)
+    total = (y * weights.to(y)).sum()
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [y, *(torch.zeros_like(x) if g is None else g
+                 for x, g in zip(leaves, gradients, strict=True))]
+
+
+def largest_error(found: Tensor, right: Tensor) -> float:
+    """Return the largest error of a row, relative to its right norm plus a typical row's."""
+    found, right = (x.detach().cpu().double() for x in (found, right))
+    rows = right.norm(dim=-1)
+    typical = rows.square().mean().sqrt() + 1e-30  # not 0
+    return float(((found - right).norm(dim=-1) / (rows + typical)).max())
+
+
+def epsilon(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the relative rounding of products in dtype."""
+    tf32 = device.type == 'cuda' and torch.get_float32_matmul_precision() != 'highest'
+    if dtype == torch.float32 and tf32:
+        return 2 ** -10
+    # Of more precise numbers more is allowed: the rounding of long sums is no error
+    eps = torch.finfo(dtype).eps
+    return 100 * eps if eps < 1e-6 else eps

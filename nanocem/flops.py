@@ -10,19 +10,20 @@ def flops_per_token(model: Any) -> float:
     cfg, D = model.cfg, model.cfg.d_model
     attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
     mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
+    # Products of width D with the context, beside those for scores and values: with the diagonals,
+    # and for their gradient with h, of each head, or once for all
+    contexts = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
+    if attn.whole_gradient:
+        contexts += cfg.n_head if cfg.exact_update else 1
     if cfg.attn == 'cem':
-        diagonals = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
-        # A step multiplies by W_Q and W_O, by keys for scores, by the diagonals, and by values
-        step = 2 * D * D + (2 + diagonals) * mean_context * D
-        if cfg.exact_update:
-            # It computes the scores again, multiplies them by h, and applies P to each head
-            rank = cfg.attn_rank if cfg.preconditioner == 'diag_lowrank' else 0
-            step += (1 + diagonals) * mean_context * D
-            step += cfg.n_head * (mean_context * D + 4 * rank * D)
+        # A step multiplies by W_Q and W_O
+        step = 2 * D * D + (2 + contexts) * mean_context * D
+        if cfg.exact_update and cfg.preconditioner == 'diag_lowrank':  # P acts on each head
+            step += 4 * cfg.n_head * cfg.attn_rank * D
         attn_macs = D * D + attn.T * step
     else:
         projections = 3 if cfg.tie in ('kv', 'both') else 4
-        attn_macs = projections * D * D + 2 * mean_context * D
+        attn_macs = projections * D * D + (2 + contexts) * mean_context * D
     attn_macs += {'none': 0, 'token': 1, 'pair': 2}[cfg.match_bias] * mean_context * D
     mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
     layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs

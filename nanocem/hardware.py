@@ -10,7 +10,6 @@ import torch
 import torch._functorch.config
 
 from configurator import check
-from nanocem.attention import has_bias
 
 # FLOPs per second in dense bfloat16, from data sheets, by words of the GPU's name: the first counts
 DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
@@ -49,10 +48,9 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     # Let a later run reuse the traced graph, though it holds the loss's own backward pass
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if device.type == 'cuda':
-        biased = has_bias(model.blocks[0].attn)
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
-        keep_bias = not (biased and attention == 'sdpa')
+        keep_bias = not (model.cfg.has_bias() and attention == 'sdpa')
         torch._functorch.config.ban_recompute_materialized_backward = keep_bias
         torch._functorch.config.ban_recompute_used_far_apart = keep_bias
         # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.

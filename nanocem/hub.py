@@ -18,8 +18,7 @@ from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS_FILE = 'model.safetensors'
-CODE = ('model.py', 'nanocem/attention.py', 'nanocem/trial.py', 'nanocem/decode.py',
-        'nanocem/modeling_nanocem.py')  # copied into exports
+CODE = ('model.py', 'nanocem/modeling_nanocem.py')  # copied into exports
 LLAMA_NAMES = {  # our names of weights -> those of LlamaForCausalLM
     'embedding': 'model.embed_tokens', 'norm.gain': 'model.norm', 'head': 'lm_head',
     'attn.norm.gain': 'input_layernorm', 'attn.W_Q': 'self_attn.q_proj',

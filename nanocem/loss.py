@@ -11,9 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import Transformer
-from nanocem.trial import compare, most_error
-
 # The loss of many logits is computed in parts, which have at most this many logits
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: they fit into its cache
@@ -86,27 +83,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dW, n = ctx.saved_tensors
         grad = grad / n.clamp(min=1)
         return grad * dx, grad * dW, None, None, None
-
-
-def find_loss_error(model: Transformer) -> str:
-    """Compare the loss in parts, and its gradients, with the model's own lines. Return a message if
-    they differ by more than rounding, or ''."""
-    W = model.head
-    generator = torch.Generator().manual_seed(0)  # does not disturb the global one
-    targets = torch.randint(len(W), (1, 5), generator=generator)
-    targets[0, 2] = NO_TARGET
-    x = torch.randn(1, 5, W.shape[1], generator=generator)
-
-    def with_gradients(loss: Tensor) -> dict[str, Tensor]:
-        dx, dW = torch.autograd.grad(loss, (x, W))
-        return {'value': loss.view(1), 'gradient of x': dx, 'gradient of the head': dW}
-
-    with (torch.inference_mode(False), torch.enable_grad(),
-          torch.autocast(W.device.type, enabled=False)):
-        targets, x = targets.to(W.device), x.to(W).requires_grad_()
-        return compare(  # two rows at a time
-            lambda: with_gradients(LinearCrossEntropy.apply(x[0], W, targets[0], 2, True)),
-            lambda: with_gradients(model.loss(x, targets)), most_error(W.device, W.dtype))
 
 
 # Losses that are measured

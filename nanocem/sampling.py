@@ -4,7 +4,6 @@ from typing import Any
 import torch
 
 from configurator import check
-from nanocem.decode import Cache
 
 
 @torch.no_grad()
@@ -18,8 +17,7 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     finite = bool(model(idx[:1, -model.cfg.context_length:])[0].isfinite().all())
     check(finite, 'the logits of the model are not finite: it cannot be sampled from')
     generator = torch.Generator(idx.device).manual_seed(seed)
-    with Cache(model):
-        idx = model.generate(idx, tokens, temperature, top_k, generator)
+    idx = model.generate(idx, tokens, temperature, top_k, generator)
     # Divide each row where the model begins a document: decode leaves out BOS
     texts: list[str] = []
     for row in idx.cpu():

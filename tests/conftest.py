@@ -2,6 +2,7 @@
 from pathlib import Path
 
 import pytest
+
 from running import straight_and_stopped, write_data
 
 

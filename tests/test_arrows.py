@@ -4,10 +4,9 @@ import re
 import sys
 from pathlib import Path
 
-from running import ROOT
-
 import nanocem
 from nanocem.hub import CODE
+from running import ROOT
 
 SCRIPTS = {'train', 'sample', 'evaluate', 'export', 'bench', 'reproduce', 'prepare_slimpajama',
            'synthetic_gp', 'results'}

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from running import MODEL_FILES, ROOT, SIZE_FILES
 
 import configurator
 from bench import BenchConfig
@@ -20,6 +19,7 @@ from export import ExportConfig
 from model import SIZES, ModelConfig
 from nanocem.prepare import PrepareConfig
 from reproduce import ReproduceConfig
+from running import MODEL_FILES, ROOT, SIZE_FILES
 from sample import SampleConfig
 from synthetic_gp import GPConfig
 from train import TrainConfig

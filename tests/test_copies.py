@@ -4,12 +4,12 @@ import re
 import numpy as np
 import pytest
 import torch
-from running import ROOT
 
 from configurator import read_options
 from model import ModelConfig, Transformer
 from nanocem.files import read_csv
 from results.copies import run, tables
+from running import ROOT
 
 RUNS = [row for row in read_csv(f'{tables.HERE}/runs.csv') if int(row['seed']) < 100]
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from running import ROOT
 
 sys.path.insert(0, str(ROOT / 'results/copying'))

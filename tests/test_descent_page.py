@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from running import ROOT
 from torch import Tensor
 
 from energy import Descent
+from running import ROOT
 
 quickjs = pytest.importorskip('quickjs')
 sys.path.insert(0, str(ROOT / 'docs'))

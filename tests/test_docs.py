@@ -6,16 +6,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import running
 import torch
-from running import ROOT
 
 import evaluate
 import export
+import running
 import train
 from model import ModelConfig, Transformer
 from nanocem.optim import make_optimizers
 from nanocem.runs import load_model
+from running import ROOT
 
 # The most lines that each page has; other pages have 95.
 LINES = {'README.md': 130, 'docs/options.md': 125, 'results/README.md': 110,

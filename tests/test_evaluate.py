@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from running import ROOT, edit_meta, write_data
 from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
@@ -20,6 +19,7 @@ from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
 from nanocem.probe import find_numbers
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
+from running import ROOT, edit_meta, write_data
 
 LENGTH = 16
 TEXT = 'The energy of a word falls, step by step: d\u00e9j\u00e0 vu.\n' * 8

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from running import MODEL_FILES
+from nanocem.decode import Cache
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -18,8 +18,8 @@ from configurator import build, read_options
 from model import ModelConfig, Transformer
 from nanocem import fast, triton_attention
 from nanocem import loss as loss_fn
-from nanocem.decode import Cache
 from nanocem.optim import Muon, block_matrices
+from running import MODEL_FILES
 from train import TrainConfig
 
 DEVICE = 'cuda' if torch.version.cuda else 'meta'

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
-from running import ROOT
 
 from nanocem.files import (
     LONGEST_NAME,
@@ -24,6 +23,7 @@ from nanocem.files import (
     write_atomic,
 )
 from nanocem.prepare import PrepareConfig
+from running import ROOT
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
+
 from running import ROOT
 
 sys.path.insert(0, str(ROOT / 'results/copies'))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import running
 import sentencepiece
 import torch
 from hypothesis import example, given, settings
@@ -21,6 +20,7 @@ from test_tokenizers import LLAMA, NASTY, WORDS, documents, small_gpt2
 
 import evaluate
 import export
+import running
 import sample
 from model import CEMMLP, Transformer
 from nanocem import hub

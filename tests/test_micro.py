@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from running import ROOT
 from torch import Tensor
 
 import energy
 import microcem
 from microcem import Value, Weights
+from running import ROOT
 
 FILE = ROOT / 'microcem.py'
 N = 9  # letters

@@ -3,9 +3,9 @@ import random
 from pathlib import Path
 
 import pytest
-from running import BATCH, LENGTH, MODEL_FILES, SIZE_FILES, result, steps, write_data
 
 import train
+from running import BATCH, LENGTH, MODEL_FILES, SIZE_FILES, result, steps, write_data
 
 SIZE = ('--d_model=8 --n_layer=2 --n_head=2 --d_mlp=8 --eval_tokens=64 --test_tokens=64 '
         f'--context_length={LENGTH} --batch_size={BATCH} --micro_batch_size=2 --device=cpu '

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from running import ROOT
 from torch import Tensor
 
 import export
@@ -27,6 +26,7 @@ from nanocem.tokenizers import (
     tokenizer_of,
     train_bpe,
 )
+from running import ROOT
 
 quickjs = pytest.importorskip('quickjs')
 MATHEMATICS, REST = re.findall('<script>\n(.*?)</script>', page.TEMPLATE.read_text('utf-8'),

@@ -3,9 +3,9 @@ import sys
 
 import torch
 from PIL import Image
-from running import ROOT
 
 from model import CEMMLP, CEMAttention, ModelConfig
+from running import ROOT
 
 sys.path.insert(0, str(ROOT / 'docs'))
 import draw_descent

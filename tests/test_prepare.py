@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from running import RESUME, ROOT, TINY, run_script, steps
 from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
 import prepare_slimpajama
@@ -31,6 +30,7 @@ from nanocem import documents as docs
 from nanocem import prepare as prep
 from nanocem.data import TokenDataset
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
+from running import RESUME, ROOT, TINY, run_script, steps
 
 FILES = {'train': 'train_00000.bin', 'val': 'val.bin', 'test': 'test.bin'}
 

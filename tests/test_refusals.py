@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from running import ROOT, TINY, edit_meta, steps, write_data
 
 REFUSED = """

@@ -17,7 +17,6 @@ import pytest
 import torch
 from matplotlib.text import Text
 from PIL import Image
-from running import ROOT, write_data
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
 
@@ -25,6 +24,7 @@ import reproduce
 from model import SIZES, Transformer
 from reproduce import FAMILIES, FIGURES, FIRST, MODELS, STUDY_SIZES, Run, configs, run_options
 from results.tokens import verdicts
+from running import ROOT, write_data
 
 
 def test_options_are_those_of_the_published_runs() -> None:

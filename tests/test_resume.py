@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import running
 import torch
-from running import BATCH, RESUME, Run, assert_one_line, losses, result, same, steps, weights
 
+import running
 import train
 from nanocem import runs
 from nanocem.runs import checkpoints, read_checkpoint
+from running import BATCH, RESUME, Run, assert_one_line, losses, result, same, steps, weights
 
 
 def copied(run: Path, tmp: Path) -> Path:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from running import RESUME, TINY, Run, log, losses, same, steps, write_data
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -22,6 +21,7 @@ from configurator import UserError
 from model import ModelConfig
 from nanocem import probe, runs
 from nanocem.runs import Log, checkpoints, last_checkpoint, read_checkpoint, save_checkpoint
+from running import RESUME, TINY, Run, log, losses, same, steps, write_data
 
 # Checkpoints
 

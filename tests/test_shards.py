@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import LENGTH, edit_meta, write_data
 
 from configurator import UserError
 from nanocem.data import BatchSampler, TokenDataset, checksums, evenly_spaced
 from nanocem.tokenizers import load_tokenizer
+from running import LENGTH, edit_meta, write_data
 
 
 def test_every_epoch_reads_every_sequence_once(data: Path) -> None:

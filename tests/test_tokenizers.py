@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import ROOT
 
 from configurator import UserError
 from nanocem import documents as reading
@@ -22,6 +21,7 @@ from nanocem.tokenizers import (
     find_llama,
     train_bpe,
 )
+from running import ROOT
 
 LLAMA = os.environ.get('LLAMA_TOKENIZER') or str(ROOT / '../shared/data/llama_tokenizer.model')
 needs_llama = pytest.mark.skipif(not os.path.isfile(LLAMA),

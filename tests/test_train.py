@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import running
 import torch
 import torch.distributed as dist
-from running import RESUME, Run, log, losses, result, same, steps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
 
+import running
 import train
 from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
@@ -33,6 +32,7 @@ from nanocem.fast import plug_in
 from nanocem.hardware import compile_for, peak_flops
 from nanocem.probe import VOCAB_SIZE
 from nanocem.runs import checkpoints, read_checkpoint
+from running import RESUME, Run, log, losses, result, same, steps
 from train import TrainConfig, choose_precision, learning_rate
 
 CPU = torch.device('cpu')

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.test_attention import SMALL, interpreted, loss_and_gradients
 from torch import Tensor
 
 from model import CEMAttention, ModelConfig, Transformer, make_positions
 from nanocem import fast, trial, triton_attention
 from nanocem.triton_attention import TILES, load_bias, settings, tl, triton
 from test_model import randomize
-from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
 
 def layer(K: int, R: int, n_diagonals: int, alibi: bool, match: bool = False) -> CEMAttention:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running import ROOT
 from scipy.stats import t as student
 from scipy.stats import ttest_ind, ttest_rel
 
@@ -15,6 +14,7 @@ from nanocem.runs import split_failed
 from results.copies import tables
 from results.tokens import verdicts
 from results.tokens.verdicts import RULES, Effect, compare, decide, judge, noise_by_kind
+from running import ROOT
 
 
 @pytest.mark.parametrize(('kinds', 'means_of_seeds'), [

@@ -27,8 +27,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
-from reproduce import loss_per_llama_token
-
 import evaluate
 import model as model_file
 import train
@@ -36,6 +34,7 @@ from nanocem import runs
 from nanocem.files import read_csv
 from nanocem.hardware import compile_for
 from nanocem.tokenizers import tokenizer_of
+from reproduce import loss_per_llama_token
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
            'seconds', 'val_bits_per_byte', 'test_bits_per_byte', 'y', 'repeated_targets',
@@ -58,16 +57,16 @@ def patch(variant: str) -> None:
     Base, add_match = model_file.BaseAttention, model_file.BaseAttention.add_match
     if variant == 'd=1':
         def with_d_of_1(self, h: Tensor, pos):
-            h_i = h[:, -len(pos.mask):] / math.sqrt(h.shape[-1])
+            h_i = h[:, -len(pos.distance):] / math.sqrt(h.shape[-1])
             return pos._replace(match=h_i @ model_file.previous(h).mT)
         Base.add_match = with_d_of_1
     elif variant == 'same id':
         hidden = model_file.Transformer.hidden
 
-        def remember_ids(self, idx: Tensor, past: int = 0):
+        def remember_ids(self, idx: Tensor, cache=None):
             before = torch.nn.functional.pad(idx, (1, -1), value=-1)
             Base.same_id = (idx[:, :, None] == before[:, None]).float()
-            return hidden(self, idx, past)
+            return hidden(self, idx, cache)
 
         def with_ids(self, h: Tensor, pos):
             return pos._replace(match=Base.same_id)
@@ -101,7 +100,7 @@ def train_cell(size: str, name: str, rate: str, seed: str, variant: str, *option
     if variant == 'same id':
         args.append('--compile=False')
     if torch.cuda.is_available():
-        args.append('--attn_impl=readable')
+        args.append('--attn_impl=sdpa')
     begun = os.path.exists(f'{out_dir}/config.json')
     code = train.main([f'--out_dir={out_dir}', *(['--init_from=resume'] if begun else args)])
     if code:
