@@ -25,29 +25,13 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
+from nanocem.errors import UserError, check, fail
+
 # The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
 PathStr = Annotated[str, 'path']
 UNITS = {'K': 3, 'M': 6, 'B': 9}  # powers of ten
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          PathStr: 'a name or path'}
-
-
-class UserError(ValueError):
-    """An error that the user can fix: it ends a script with one line."""
-
-
-def fail(message: str) -> NoReturn:
-    raise UserError(message)
-
-
-def check(ok: bool, message: str) -> None:
-    if not ok:
-        fail(message)
-
-
-def warn(message: str) -> None:
-    """Print a warning on stderr: what a script prints on stdout has none."""
-    print(f'Warning: {message}', file=sys.stderr, flush=True)
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:

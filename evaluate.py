@@ -32,30 +32,32 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
-from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
+from configurator import PathStr, build, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
+from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.files import markdown_table, read_json_lines, save_picture, short_name
 from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
-from nanocem.probe import find_change
 from nanocem.runs import (
     check_match,
     load_model,
     newest_run,
     read_config,
     read_result,
+    short_list,
     with_defaults,
 )
+from nanocem.same import differing, in_use
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
 # Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
 Sequences = tuple[Tensor, int | None, int | None]
-FINGERPRINTS = ('val fingerprint', 'test fingerprint')  # of the data
+CHECKSUMS = ('val checksum', 'test checksum')  # of the data
 # Options in which runs must agree if their losses are to be compared
-MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *FINGERPRINTS)
+MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *CHECKSUMS)
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
 COPYING = {'repeated': 'repeated: their {} stood earlier', 'other': 'other',
            'first': 'half a context, read once', 'second': 'the same, read again'}
@@ -140,7 +142,7 @@ def read_shards(cfg: EvaluateConfig, state: dict[str, Any], folder: str, tokeniz
     check(os.path.exists(folder), f'{folder}, the data to evaluate on, is not here: --text=FILE '
           'evaluates on a text, --data=FOLDER on other data')
     data = TokenDataset(folder, cfg.split, length)
-    for name, value in data.must_match.items():
+    for name, value in data.identity.items():
         saved = state['data'].get(name, value)
         check(value == saved or bool(cfg.data and name not in TOKENIZER_KEYS),
               f'data={folder}: its {name} is {value}, that of the run {saved}; expected '
@@ -370,11 +372,11 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
     steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
 
-    def attend(attn: BaseAttention, q: Tensor, k: Tensor, v: Tensor, *context: Any) -> Tensor:
-        alpha = attn.scores(q, k, *context).softmax(dim=-1)
-        if model.cfg.attn == 'llama' or v is k:  # the exact update attends to h with the same
-            steps[attn].append(alpha[0].cpu())
-        return alpha.type_as(v) @ v
+    def attend(attn: BaseAttention, q: Tensor, k: Tensor, v: Tensor, *context: Any) -> tuple:
+        alpha = attn.scores(q, k, *context).softmax(dim=-1).type_as(v)
+        steps[attn].append(alpha[0].cpu())
+        h = context[-1]
+        return alpha @ v, attn.diagonal_update(alpha, h) if attn.whole_gradient else None
 
     # Run the model with a function in place of its attention that keeps the weights
     plugged = [vars(block.attn).get('attend') for block in model.blocks]
@@ -447,9 +449,9 @@ def compare_runs(folders: Sequence[str]) -> Report:
     for folder in folders:
         config = read_config(folder)
         options = config['train'] | with_defaults(config['model'])
-        options |= {name: config['must_match'][name] for name in FINGERPRINTS}
-        change = find_change(config['model'], config.get('numbers'), training=True)
-        options['model.py'] = 'another' if change else 'this one'
+        options |= {name: config.get('data', {}).get(name) for name in CHECKSUMS}
+        edited = differing(config.get('code', {}), in_use())
+        options['model.py'] = f'another: {short_list(edited)}' if edited else 'this one'
         all_options.append(options)
         # Add a row of results. There are none before the run ends
         result = {}
@@ -457,6 +459,9 @@ def compare_runs(folders: Sequence[str]) -> Report:
             result = read_result(folder, config)
         except UserError as error:
             notes.append(f'No result of {folder}: {error}.')
+        for edit in result.get('edits', []):
+            notes.append(f'{folder}: {short_list(edit["definitions"])} of model.py were edited '
+                         f'after step {edit["after_step"]:,}.')
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
         rows.append([folder, *cells])
         # Plot the training loss
@@ -502,8 +507,8 @@ class Evaluated:
         other, state = load_model(path, self.cfg.device)
         check(not same_model(other, self.model), f'copying={path} has the weights of {self.path}: '
               'expected another run, or --copying alone')
-        check_match(state['data'], {name: self.state['data'][name] for name in TOKENIZER_KEYS},
-                    path)
+        tokenizer = {name: self.state['data'][name] for name in TOKENIZER_KEYS}
+        check_match(path, (state['data'], tokenizer))
         length, own_length = other.cfg.context_length, self.model.cfg.context_length
         check(length == own_length, f'copying={path} has a context of {length} tokens, and '
               f'{self.path} one of {own_length}: expected the same')

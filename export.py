@@ -16,7 +16,8 @@ from typing import Literal
 
 import torch
 
-from configurator import PathStr, build, check, command_line, read_options
+from configurator import PathStr, build, command_line, read_options
+from nanocem.errors import check
 from nanocem.hub import export
 from nanocem.page import write_page
 from nanocem.runs import load_model, newest_run

@@ -159,13 +159,18 @@ class Cache:
     and Llama keeps h, too. key_shift=half keeps the last key."""
     def __init__(self) -> None:
         self.length = 0  # how many tokens have been read
-        self.kept: list[Tensor] = []
-        self.next = 0  # the part that is asked for next
+        self.kept: list[Tensor] = []  # of all tokens
+        self.last: list[Tensor] = []  # of the last token alone
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self.next_kept = self.next_last = 0  # what is asked for next
 
     def append(self, new: Tensor) -> Tensor:
         """Keep new (..., I, n) behind that of past tokens. Return all, (..., J, n)."""
-        n, J = self.next, self.length + new.shape[-2]
-        self.next += 1
+        n, J = self.next_kept, self.length + new.shape[-2]
+        self.next_kept += 1
         if n == len(self.kept):  # the first pass
             self.kept.append(new)
             return new
@@ -178,11 +183,16 @@ class Cache:
 
     def previous(self, new: Tensor) -> Tensor:
         """Return new (..., I, n) of the token before each one; the first follows a past token."""
-        if self.next == len(self.kept):
-            self.kept.append(torch.zeros_like(new[..., :1, :]))
-        last, self.kept[self.next] = self.kept[self.next], new[..., -1:, :]
-        self.next += 1
-        return torch.cat([last, new[..., :-1, :]], dim=-2)
+        n = self.next_last
+        self.next_last += 1
+        if n == len(self.last):  # the first pass
+            self.last.append(torch.zeros_like(new[..., :1, :]))
+        past, self.last[n] = self.last[n], new[..., -1:, :]
+        return torch.cat([past, new[..., :-1, :]], dim=-2)
+
+    def numbers_a_token(self) -> int:
+        """Return how many numbers are kept for each token, in all layers."""
+        return sum(part[0].numel() // part.shape[-2] for part in self.kept)
 
 
 def previous(x: Tensor) -> Tensor:
@@ -647,7 +657,7 @@ class Transformer(nn.Module):
         x = F.embedding(idx, self.embedding)
         pos = make_positions(self.cfg, x, cache)
         if cache is not None:
-            cache.next = 0
+            cache.begin()
         for _ in range(self.cfg.loops):
             for block in self.blocks:
                 x = block(x, pos)

@@ -12,7 +12,6 @@ from typing import Literal
 from configurator import (
     PathStr,
     build,
-    check,
     command_line,
     convert_types,
     in_range,
@@ -20,6 +19,7 @@ from configurator import (
     user_errors,
 )
 from nanocem.documents import read_text
+from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.runs import load_model, newest_run
 from nanocem.sampling import sample_text

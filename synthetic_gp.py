@@ -36,7 +36,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from configurator import PathStr, build, check, command_line, in_range, read_options
+from configurator import PathStr, build, command_line, in_range, read_options
+from nanocem.errors import check
 from nanocem.files import markdown_table, save_picture, short_name, write_atomic
 from nanocem.process import process_of_a_run
 

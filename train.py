@@ -30,19 +30,12 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import (
-    PathStr,
-    build,
-    check,
-    command_line,
-    convert_types,
-    in_range,
-    read_options,
-)
+from configurator import PathStr, build, command_line, convert_types, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.documents import is_pipe, keep_piped
+from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
 from nanocem.flops import flops_per_token
@@ -50,8 +43,8 @@ from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_f
 from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
-from nanocem.probe import find_numbers
 from nanocem.process import check_launcher, note_signals, process_of_a_run
+from nanocem.same import in_use, model_text, outputs
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
@@ -95,6 +88,7 @@ class TrainConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
     attn_impl: Literal['auto', 'sdpa', 'blockwise', 'triton'] = 'auto'  # docs/speed.md
+    loss_impl: Literal['auto', 'whole', 'parts'] = 'auto'  # of many logits; auto: in parts
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
@@ -159,7 +153,7 @@ def main(argv: list[str]) -> int:
                              cfg.separator)
     meta = read_meta(data_dir)
     if start.pretrained:
-        runs.check_match(start.pretrained['data'], meta, cfg.init_from)  # the tokenizer
+        runs.check_match(cfg.init_from, (start.pretrained['data'], meta))  # the tokenizer
     tokenizer = load_tokenizer(data_dir)
     token_bytes = spelled_bytes(tokenizer, meta)
 
@@ -170,7 +164,7 @@ def main(argv: list[str]) -> int:
     length = model_cfg.context_length
     data = {split: TokenDataset(data_dir, split, length) for split in ('train', 'val', 'test')}
     sampler = BatchSampler(len(data['train']), cfg.batch_size, cfg.seed)
-    data_must_match = data['train'].must_match | data['val'].must_match | data['test'].must_match
+    data_identity = data['train'].identity | data['val'].identity | data['test'].identity
 
     micro_batch_size = divide_batch(cfg, length, world_size)
 
@@ -179,17 +173,12 @@ def main(argv: list[str]) -> int:
     max_steps = runs.count_steps(vars(cfg), model_cfg)
 
     # Go on with a run if it is the same. One that has ended stays as it is
-    recipe = {name: getattr(cfg, name) for name in runs.RECIPE}
-    must_match = data_must_match | recipe | asdict(model_cfg)
     if resume:
-        runs.check_resumable(start, must_match, max_steps, device)
+        runs.check_resumable(start, asdict(cfg), model_cfg, data_identity, max_steps)
         if start.has_ended():
             print(f'{start.out_dir} has ended, and result.json has its test: python evaluate.py '
                   f'--out_dir={shlex.quote(start.out_dir)} measures more', flush=True)
             return 0
-        numbers = start.config['numbers']
-    else:
-        numbers = find_numbers(asdict(model_cfg), device)
 
     # Make and lock the run's folder. Connect the processes after the data is prepared, which can
     # take longer than they wait for one another
@@ -217,7 +206,7 @@ def main(argv: list[str]) -> int:
     peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     optimizers = make_optimizers(raw_model, cfg, dtype)
-    attention = plug_in(raw_model, cfg.attn_impl, dtype, compiled)
+    attention = plug_in(raw_model, cfg.attn_impl, dtype, compiled, cfg.loss_impl)
     model = compile_for(device, raw_model, attention) if compiled else raw_model
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -226,9 +215,11 @@ def main(argv: list[str]) -> int:
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     precisions = [precision]  # in which the run has computed, one after the other
+    code, edits = in_use(), []  # the definitions of model.py, and how they changed since
     if start.state:
         state = start.state
         runs.load_weights(raw_model, state, out_dir)
+        edits = runs.check_code(start, raw_model, code)
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
@@ -238,8 +229,8 @@ def main(argv: list[str]) -> int:
         else:
             precisions = [*state['precisions'], precision]
     elif start.pretrained:
-        runs.say_change(start.pretrained, cfg.init_from, device)
         runs.load_weights(raw_model, start.pretrained, cfg.init_from)
+        runs.warn_of_change(start.pretrained, cfg.init_from)
     state, start = None, start._replace(state=None, pretrained=None)  # free their memory
     # Check that all processes are at the same step, and have weights with the same sum of bits
     sum_of_bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
@@ -251,9 +242,11 @@ def main(argv: list[str]) -> int:
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
     if rank == 0:
         config = {'train': asdict(cfg) | {'out_dir': out_dir, 'data': data_dir},
-                  'model': asdict(model_cfg), 'must_match': must_match, 'max_steps': max_steps,
-                  'numbers': numbers}
+                  'model': asdict(model_cfg), 'data': data_identity, 'max_steps': max_steps,
+                  'code': code}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
+        if not resume or edits:  # keep the text, which a later resume compares
+            write_atomic(f'{out_dir}/model.py', model_text().encode())
         if step < max_steps:  # an old result is not that of this run
             Path(out_dir, 'result.json').unlink(missing_ok=True)
         if tokenizer.path:
@@ -279,8 +272,8 @@ def main(argv: list[str]) -> int:
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
             'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
-            'precisions': precisions, 'max_steps': max_steps, 'must_match': must_match,
-            'numbers': numbers, 'model_config': asdict(model_cfg), 'data': data_must_match,
+            'precisions': precisions, 'max_steps': max_steps, 'outputs': outputs(raw_model),
+            'code': code, 'edits': edits, 'model_config': asdict(model_cfg), 'data': data_identity,
             'data_dir': data_dir})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -424,7 +417,7 @@ def main(argv: list[str]) -> int:
             'val_loss': val_loss, 'val_perplexity': perplexity(val_loss),
             'parameters': raw_model.num_params(), 'steps': step,
             'tokens': step * tokens_per_step, 'flops_per_token': flops, 'skipped': skipped,
-            'precision': ' then '.join(precisions), 'seconds': seconds}
+            'precision': ' then '.join(precisions), 'edits': edits, 'seconds': seconds}
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if cfg.sample_tokens:
             with torch.compiler.set_stance('force_eager'):

@@ -8,20 +8,18 @@ Text becomes tokens
     data.py                Read shards as sequences, and say which of them each batch holds.
 A model gets faster functions
     hardware.py            Find the device, know its peak speed, and compile a model for it.
-    attention.py           Attend in ways that keep few scores in memory.
     triton_attention.py    Attend on a GPU by kernels that keep no scores at all.
-    trial.py               Try a faster function beside the lines of model.py that it replaces.
-    probe.py               Tell by a few numbers whether a model.py computes what it did.
-    loss.py                Compute the loss in parts, try it, and measure losses.
-    fast.py                Choose among these functions, and plug them into a model.
+    loss.py                Compute the loss in parts, and measure losses.
+    same.py                Ask whether outputs, the text of model.py and values are the same.
+    fast.py                Choose what is faster than model.py's lines, and plug it into a model.
     flops.py               Count the FLOPs that a token of training takes.
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
+    errors.py              Say in one line what a user can mend.
     process.py             Survive a console that goes away, and note signals that ask to stop.
     files.py               Write files completely or not at all; JSON, tables and pictures.
     runs.py                Keep a run's options, checkpoints and log in its folder.
 It is used
-    decode.py              Keep keys and values of past tokens while a model generates.
     sampling.py            Continue a prompt: encode it, generate ids, and decode them.
     hub.py                 Write a model as a folder that transformers loads, and read one as a run.
     hub_tokenizer.py       Give such a folder its tokenizer and its README.md.

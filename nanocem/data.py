@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import check
+from nanocem.errors import check
 from nanocem.files import read_json
 
 FORMAT = 1  # the version of meta.json
@@ -34,7 +34,7 @@ def checksums(path: str) -> list[int]:
 
 class TokenDataset:
     """Sequences of `length` tokens of a split. Sequence n of a shard begins at token n * length,
-    its targets one token later. A resumed run needs equal `must_match`. UserError if the split
+    its targets one token later. `identity` says which tokens it has. UserError if the split
     holds no sequence."""
     def __init__(self, folder: str, split: str, length: int):
         self.meta = read_meta(folder)
@@ -62,13 +62,13 @@ class TokenDataset:
             self.shards.append(mapped.numpy().view(dtype))
         # Find the index of the first sequence of each shard, and at the end their number
         self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
-        # Compute a checksum of 32 pieces of each shard, to recognize other data
-        fingerprint = 0
-        for tokens in self.shards:
-            for begin in np.linspace(0, len(tokens) - 4096, 32).clip(0).astype(int):
-                fingerprint = zlib.crc32(tokens[begin:begin + 4096].tobytes(), fingerprint)
-        self.must_match = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {
-            f'{split} tokens': sum(map(len, self.shards)), f'{split} fingerprint': fingerprint}
+        # What recognizes other data: the checksum of all blocks' checksums. Shards that another
+        # program wrote may have none, and are read once
+        sums = [shard.get('crc32') or checksums(os.path.join(folder, shard['file']))
+                for shard in self.described]
+        self.identity = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {
+            f'{split} tokens': sum(map(len, self.shards)),
+            f'{split} checksum': zlib.crc32(repr(sums).encode())}
         # Remember which blocks of each shard have been compared with their checksum
         self.intact = [set() for _ in self.shards]
 

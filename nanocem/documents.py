@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from configurator import check, fail
+from nanocem.errors import check, fail
 
 HUB = 'hf://datasets/'
 PACKED = {'.gz': 'gzip', '.zst': 'zstd', '.bz2': 'bz2'}  # what is read packed, and its name

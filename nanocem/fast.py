@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configurator import warn
 from model import Transformer, make_positions
+from nanocem.errors import warn
 from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
 from nanocem.same import find_edits
 
+Results = dict[str, Tensor]  # by name
 HAS_TRITON = importlib.util.find_spec('triton') is not None
 SHORT_CONTEXT = 256  # up to here, blockwise attention compiled for a CPU is faster than torch's
 BLOCK = 64  # the smallest block of queries in blockwise attention
@@ -54,7 +55,7 @@ TEXTS = {
     'CEMAttention.forward': 'ba44d6b6', 'CEMMLP.forward': '5f43e578',
     'LlamaAttention.forward': '97602449', 'LlamaMLP.forward': '7ba0946a',
     'Transformer.forward': '0955db84', 'Transformer.generate': 'c818fcd6',
-    'Transformer.hidden': 'ca238f3e', 'Transformer.loss': '2060a599',
+    'Transformer.hidden': '8d7bf03e', 'Transformer.loss': '2060a599',
     'Transformer.next_logits': '254fabf2', 'alibi_slopes': '6e1ec471', 'causal_mask': '58831617',
     'make_positions': 'f569aaef', 'previous': '46eee1b9'}
 
@@ -229,87 +230,101 @@ def two_at_a_time(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
     return LinearCrossEntropy.apply(x[0], model.head, targets[0], 2, True)
 
 
-# Trials of what depends on the machine: Triton, LLVM, ptxas and the driver may all be wrong
+# Trials at the start. Triton, LLVM, ptxas and the driver may all be wrong
 
 def parts_agree(model: Transformer) -> bool:
-    """Return whether the loss in parts is model.py's, with its gradients, for random inputs."""
-    W = model.head
-    random = torch.Generator().manual_seed(0)  # does not disturb the global one
+    """Return whether the loss in parts is model.py's, with its gradients, for random inputs. If
+    not, print a warning."""
+    W, random = model.head, torch.Generator().manual_seed(0)  # which disturbs no other numbers
     x = torch.randn(1, 5, W.shape[1], generator=random).to(W)
-    targets = torch.tensor([[0, 1, NO_TARGET, 2, 0]], device=W.device) % max(1, len(W))
+    targets = torch.randint(len(W), (1, 5), generator=random).to(W.device)
     targets[0, 2] = NO_TARGET
-    return agree('the loss in parts', partial(two_at_a_time, model), model.loss, [x, targets], [W],
-                 W.dtype)
+
+    def loss(function: Callable) -> Results:
+        return with_gradients(lambda x: function(x, targets), {'x': x}, {'the head': W})
+    wrong = find_error(lambda: loss(partial(two_at_a_time, model)), lambda: loss(model.loss),
+                       W.device, W.dtype)
+    if wrong:
+        warn(f'the loss in parts {wrong}: it is not used')
+    return not wrong
 
 
 def kernels_agree(model: Transformer, dtype: torch.dtype) -> bool:
-    """Return whether the Triton kernels attend as model.py does, with all gradients, for random
-    inputs and parameters of the first layer."""
-    random = torch.Generator().manual_seed(0)
-    layer = copy.deepcopy(model.blocks[0].attn).requires_grad_()
-    with torch.inference_mode(False), torch.no_grad():
-        for p in layer.parameters():  # zeros hide errors
-            p.add_((0.3 * torch.randn(p.shape, generator=random)).to(p))
-    slow = copy.deepcopy(layer).to('cpu', torch.float64)
-    device, K, D = layer.W_Q.device, layer.K, layer.cfg.d_model
-
-    def attend(layer: Any, function: Callable, q: Tensor, k: Tensor, u: Tensor, h: Tensor,
-               dtype: torch.dtype) -> Tensor:
-        pos = layer.add_match(h, make_positions(layer.cfg, h))
-        q, k = q.to(dtype), k.to(dtype)
-        return function(layer, q, k, k, pos, u, h)[0]
-
+    """Return whether the Triton kernels attend as model.py does in the first layer. If not, print a
+    warning."""
+    attn = model.blocks[0].attn
     # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off
-    for length in (300, 256) if device.type == 'cuda' else (150,):
-        q, k = torch.randn(2, 2, K, length, D // K, generator=random).to(dtype)
-        u, h = torch.randn(2, 2, length, D, generator=random)
-        ours = partial(attend, layer, triton_kernels, dtype=dtype)
-        theirs = partial(attend, slow, type(slow).attend, dtype=torch.float64)
-        if not agree('triton attention', ours, theirs, [x.to(device) for x in (q, k, u, h)],
-                     [*layer.parameters()], dtype, [x.double() for x in (q, k, u, h)],
-                     [*slow.parameters()]):
+    for length in (300, 256) if attn.W_Q.device.type == 'cuda' else (150,):
+        if wrong := find_kernel_error(attn, dtype, length):
+            warn(f'triton attention {wrong}: it is not used')
             return False
     return True
 
 
-def agree(what: str, ours: Callable, theirs: Callable, inputs: list[Tensor],
-          parameters: list[Tensor], dtype: torch.dtype, their_inputs: list[Tensor] | None = None,
-          their_parameters: list[Tensor] | None = None) -> bool:
-    """Return whether two functions give the same result and gradients but for rounding in dtype. If
-    not, print a warning."""
+def find_kernel_error(attn: Any, dtype: torch.dtype, length: int) -> str:
+    """Compare the kernels' output and gradients, for random inputs and parameters of this layer,
+    with its own lines in float64 on a CPU. Return a message about the first one that is wrong by
+    more than the rounding of dtype, or ''."""
+    random = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad():
+        layer = copy.deepcopy(attn).requires_grad_()
+        for p in layer.parameters():  # zeros hide errors
+            p.add_((0.3 * torch.randn(p.shape, generator=random)).to(p))
+    exact = copy.deepcopy(layer).to('cpu', torch.float64)
+    K, D, device = attn.K, attn.cfg.d_model, attn.W_Q.device
+    q, k = torch.randn(2, 2, K, length, D // K, generator=random).to(dtype)
+    u, h = torch.randn(2, 2, length, D, generator=random)
+    inputs = {'q': q, 'k': k, 'u': u, 'h': h}
+
+    def attend(layer: Any, function: Callable, inputs: Results) -> Results:
+        def output(q: Tensor, k: Tensor, u: Tensor, h: Tensor) -> Tensor:
+            pos = layer.add_match(h, make_positions(layer.cfg, h))
+            return function(layer, q, k, k, pos, u, h)[0]
+        return with_gradients(output, inputs, dict(layer.named_parameters()))
+    return find_error(
+        lambda: attend(layer, triton_kernels, {name: x.to(device) for name, x in inputs.items()}),
+        lambda: attend(exact, type(exact).attend, {name: x.double() for name, x in inputs.items()}),
+        device, dtype)
+
+
+def find_error(ours: Callable[[], Results], theirs: Callable[[], Results], device: torch.device,
+               dtype: torch.dtype) -> str:
+    """Return what is wrong with our results: the first one whose error is more than rounding in
+    dtype, or NaN, or that they do not run; or ''."""
     try:
-        with torch.inference_mode(False), torch.enable_grad(), \
-                torch.autocast(inputs[0].device.type, enabled=False):
-            found = results(ours, inputs, parameters)
-            right = results(theirs, their_inputs or inputs, their_parameters or parameters)
+        with (torch.inference_mode(False), torch.enable_grad(),
+              torch.autocast(device.type, enabled=False)):
+            found, right = ours(), theirs()
     except Exception as error:  # of many types
         reason = (str(error).strip() or 'no reason given').splitlines()[0]
-        warn(f'{what} does not run ({type(error).__name__}: {reason}): it is not used')
-        return False
-    limit = MOST_ERROR * epsilon(inputs[0].device, dtype)
-    error = max(largest_error(x, y) for x, y in zip(found, right, strict=True))
-    if not error <= limit:  # true for NaN
-        warn(f'{what} gives other numbers than model.py (off by {error:.2g}, at most '
-             f'{limit:.2g} is rounding): it is not used')
-    return error <= limit
+        return f'does not run ({type(error).__name__}: {reason})'
+    limit = MOST_ERROR * epsilon(device, dtype)
+    for name, expected in right.items():
+        error = largest_error(found[name], expected)
+        if not error <= limit:  # true for NaN
+            return (f'gives another {name} than the lines of model.py (off by {error:.2g}, at most '
+                    f'{limit:.2g} is rounding)')
+    return ''
 
 
-def results(function: Callable, inputs: list[Tensor], parameters: list[Tensor]) -> list[Tensor]:
+def with_gradients(function: Callable, inputs: Results, parameters: Results) -> Results:
     """Return a function's result, and the gradients of its inputs and of these parameters."""
-    inputs = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
-    y = function(*inputs)
-    leaves = [x for x in (*inputs, *parameters) if x.requires_grad]
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    y = function(*leaves.values())
+    leaves |= {name: p for name, p in parameters.items() if p.requires_grad}
     # Of a number: given the gradient of y, autograd would import SymPy, for half a second
-    weights = torch.linspace(0.5, 1.5, y.numel(), device=y.device).view(y.shape)
-    total = (y * weights.to(y)).sum()
-    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [y, *(torch.zeros_like(x) if g is None else g
-                 for x, g in zip(leaves, gradients, strict=True))]
+    weights = torch.linspace(-1, 1.5, y.numel(), device=y.device).view(y.shape)
+    gradients = torch.autograd.grad((y * weights.to(y)).sum(), list(leaves.values()),
+                                    allow_unused=True)
+    return {'output': y} | {
+        f'gradient of {name}': torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(leaves.items(), gradients, strict=True)}
 
 
 def largest_error(found: Tensor, right: Tensor) -> float:
     """Return the largest error of a row, relative to its right norm plus a typical row's."""
-    found, right = (x.detach().cpu().double() for x in (found, right))
+    found, right = (x.detach().cpu().double().reshape(-1, x.shape[-1] if x.dim() else 1)
+                    for x in (found, right))
     rows = right.norm(dim=-1)
     typical = rows.square().mean().sqrt() + 1e-30  # not 0
     return float(((found - right).norm(dim=-1) / (rows + typical)).max())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configurator import fail, warn
+from nanocem.errors import fail, warn
 from nanocem.process import finish_file
 
 LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, suffixes included

@@ -1,4 +1,5 @@
 """Weights and options of models in folders that Hugging Face's transformers loads: write, read."""
+import copy
 import shutil
 import zlib
 from pathlib import Path, PureWindowsPath
@@ -9,11 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from configurator import build, check, fail, warn
+from configurator import build
 from model import NORM_EPS, ModelConfig, Transformer
+from nanocem.errors import check, fail, warn
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
-from nanocem.probe import change_of_file, find_numbers
+from nanocem.same import definitions, differences, find_change, model_file, outputs
 from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -64,10 +66,21 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     checkpoint `state` names tokenizer and data. UserError if the folder is not empty."""
     finish_folder(folder, 'config.json')  # of a process that was killed
     check(not other_files(folder), f'to={folder} is not empty: give a new folder')
-    change = change_of_file(state, model.cfg)
-    check(not change, f'to={folder}: an export holds the classes of model.py, and {change}')
+    check_file(model, state, f'to={folder}: an export holds the classes of model.py, and')
     with fill_folder(folder, 'config.json') as inside:
         write_files(inside, model, state, dtype)
+
+
+def check_file(model: Transformer, state: dict[str, Any], what: str) -> None:
+    """UserError unless model.py's file computes what this model does, whose classes a script may
+    have replaced, and what it did when the weights were trained."""
+    change = state.get('change')
+    if not change:
+        copied = model_file().Transformer(model.cfg)
+        copied.load_state_dict(model.state_dict())
+        change = find_change(copied, outputs(model))
+        change = change and f'its file {change} than the classes that a script has put in place'
+    check(not change, f'{what} {change}')
 
 
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
@@ -105,8 +118,9 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
         del ids['pad_token_id']
     # The folder may be published: of a path on this machine, or on one with Windows, write the name
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
-    run |= {'options': vars(cfg), 'numbers': find_numbers(vars(cfg)),
-            'code': None if plain else checksum(path / 'model.py')}
+    rounded = copy.deepcopy(model).to(dtype).float()
+    run |= {'options': vars(cfg), 'outputs': outputs(rounded),
+            'code': None if plain else text_checksum(path / 'model.py')}
     data_dir = PureWindowsPath(run['data_dir'])  # it reads the paths of both
     if data_dir.anchor or '..' in data_dir.parts:
         run['data_dir'] = data_dir.name
@@ -146,20 +160,23 @@ def read_export(folder: str) -> dict[str, Any]:
               f'{run["data"]["vocab_size"]}; later ones, such as added chat tokens, have no text '
               'here', flush=True)
     code = Path(folder, 'model.py')
-    if code.is_file() and checksum(code) != run.get('code'):
+    if code.is_file() and text_checksum(code) != run.get('code'):
         warn(f'{code} was edited, and is not the model.py here, which computes these numbers; '
              'transformers runs the one in the folder')
+    if 'transformers_version' in config:  # it was saved there, and may have been trained on
+        run = {name: value for name, value in run.items() if name != 'outputs'}
     # The weights fit other options, too, but were not trained with them
     trained = vars(build(ModelConfig, run.get('options', vars(cfg))))
-    changed = [f'{name}={value} (exported: {trained[name]})' for name, value in vars(cfg).items()
-               if value != trained[name] and name not in MAY_CHANGE]
+    changed = differences({name: value for name, value in trained.items()
+                           if name not in MAY_CHANGE}, vars(cfg))
     if changed:
-        warn(f'{path} was edited, and its model has {", ".join(changed)}')
+        warn(f'{path} was edited: it was exported with {", ".join(changed)}')
     return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
 
 
-def checksum(path: Path) -> int:
-    return zlib.crc32(path.read_bytes())
+def text_checksum(path: Path) -> int:
+    """Return the checksum of what a model.py says, without its comments."""
+    return zlib.crc32(repr(definitions(path.read_text(encoding='utf-8'))).encode())
 
 
 def fixed_in_llama(d_model: int, n_head: int) -> dict[str, Any]:

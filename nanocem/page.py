@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from configurator import check, fail
 from model import ModelConfig, Transformer
+from nanocem.errors import check, fail
 from nanocem.files import write_atomic
+from nanocem.hub import check_file
 from nanocem.hub_tokenizer import convert_tokenizer
-from nanocem.probe import change_of_file
 from nanocem.tokenizers import tokenizer_of
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -52,8 +52,7 @@ def write_page(path: str, model: Transformer, state: dict[str, Any], prompt: str
 def make_page(model: Transformer, state: dict[str, Any], prompt: str = '') -> str:
     """Return the HTML of a page. UserError if the page cannot compute the model."""
     check_model(model)
-    change = change_of_file(state, model.cfg)
-    check(not change, f'page: a page computes the classes of model.py, and {change}')
+    check_file(model, state, 'page: a page computes the classes of model.py, and')
     content = dict(pack_model(model), tokenizer=pack_tokenizer(tokenizer_of(state)),
                    step=state.get('step'), prompt=prompt)
     # "<" is escaped: no text of a tokenizer or a prompt ends the script that holds it

@@ -9,18 +9,20 @@ import pickle
 import re
 import statistics
 import zipfile
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
 
-from configurator import UserError, build, check, fail, merge, warn
+import model as model_py
+from configurator import build, merge
 from model import ModelConfig, Transformer
+from nanocem.errors import UserError, check, fail, warn
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
 from nanocem.hub import WEIGHTS_FILE, read_export
-from nanocem.probe import find_change
+from nanocem.same import differences, differing, find_change
 from nanocem.tokenizers import MODEL_FILE
 
 # Options that must stay the same when a run is resumed; so must its model and its data
@@ -105,7 +107,7 @@ def override(saved: dict[str, Any], given: dict[str, Any], fixed: tuple[str, ...
     """Return the saved options overridden by the given ones. UserError if a given one that is fixed
     is not as `saved` in path."""
     must_match = {name: given[name] for name in fixed if name in given}
-    check_match(with_defaults(saved), must_match, path)
+    check_match(path, (with_defaults(saved), must_match))
     others = {name: value for name, value in given.items() if name not in fixed}
     return merge(saved, others, train, ModelConfig)
 
@@ -116,27 +118,47 @@ def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
     return asdict(build(ModelConfig, saved)) | saved
 
 
-def check_match(saved: dict[str, Any], must_match: dict[str, Any], path: str) -> None:
-    """UserError unless `saved`, from the run in `path`, has the values of `must_match`. Names that
-    `saved` lacks are not compared."""
-    different = [f'{name}={saved[name]} (now {value})' for name, value in must_match.items()
-                 if saved.get(name, value) != value]
-    check(not different, f'the run in {path} has {", ".join(different)}: expected the same; '
-          '--init_from=scratch with another --out_dir starts a new run')
+def check_match(path: str, *pairs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """UserError unless what was saved in `path` has the values of now, the other one of each pair.
+    Names that were not saved are not compared."""
+    different = [words for saved, now in pairs for words in differences(saved, now)]
+    check(not different, f'the run in {path} has {", ".join(dict.fromkeys(different))}: expected '
+          'the same; --init_from=scratch with another --out_dir starts a new run')
 
 
-def check_resumable(start: Start, must_match: dict[str, Any], steps: int, device: Any) -> None:
-    """UserError unless a run to resume began with these options and data, takes as many steps, and
-    this model.py computes what the one did that began it."""
-    began, path = start.state or start.config, start.out_dir
-    check('numbers' in began, f'the run in {path} was begun by an older train.py: '
+def check_resumable(start: Start, train: dict[str, Any], cfg: ModelConfig, data: dict[str, Any],
+                    steps: int) -> None:
+    """UserError unless a run to resume has this recipe, model and data, and takes as many steps."""
+    config, state, path = start.config, start.state or {}, start.out_dir
+    check('code' in config, f'the run in {path} was begun by an older train.py: '
           f'--init_from={path} with another --out_dir trains its weights on')
-    check_match(with_defaults(began['must_match']), must_match, path)
-    check(began['max_steps'] == steps, f'the run in {path} takes {began["max_steps"]:,} steps (now '
-          f'{steps:,}), and had the learning rates of that length: --init_from={path} with another '
-          '--out_dir trains its weights on')
-    change = find_change(start.config['model'], began['numbers'], device, training=True)
-    check(not change, f'{path} cannot be resumed: {change}')
+    check_match(path, (config['train'], {name: train[name] for name in RECIPE}),
+                (with_defaults(config['model']), asdict(cfg)), (config['data'], data),
+                (state.get('model_config', {}), asdict(cfg)), (state.get('data', {}), data))
+    took = state.get('max_steps', config['max_steps'])
+    check(took == steps, f'the run in {path} takes {took:,} steps (now {steps:,}), and had the '
+          f'learning rates of that length: --init_from={path} with another --out_dir trains its '
+          'weights on')
+
+
+def check_code(start: Start, model: Transformer, code: dict[str, str]) -> list[dict[str, Any]]:
+    """Compare model.py, whose definitions are `code`, with the one that has trained a run so far.
+    Return all edits since the run began, each with its step. UserError if the weights no longer
+    give what they gave."""
+    state, path = start.state, start.out_dir
+    names = differing(state['code'], code)
+    edit = f'{short_list(names)} differ; diff {path}/model.py {model_py.__file__}' if names else ''
+    change = describe_change(model, state)
+    check(not change, f'{path} cannot be resumed: {change}' + (f' ({edit})' if edit else ''))
+    if not names:
+        return state['edits']
+    warn(f'model.py was edited since step {state["step"]:,}: {edit}. The logits are as they were, '
+         'and the run goes on')
+    return [*state['edits'], {'after_step': state['step'], 'definitions': names}]
+
+
+def short_list(names: list[str]) -> str:
+    return ', '.join(names[:5]) + (', ...' if len(names) > 5 else '')
 
 
 # Folders
@@ -235,13 +257,31 @@ def lock_folder(out_dir: str) -> Any:
 
 # Checkpoints
 
-def say_change(state: dict[str, Any], path: str, device: Any) -> None:
+def warn_of_change(state: dict[str, Any], path: str) -> None:
     """Print a warning if this model.py computes something else than the one that made the
     checkpoint that was read from `path`."""
-    # An export says of which options its numbers are: another program may change those it has
-    options = state.get('options', state['model_config'])
-    if change := find_change(options, state.get('numbers'), device):
+    model = Transformer(build(ModelConfig, state['model_config']))
+    load_weights(model, state, path)
+    if change := describe_change(model, state):
         warn(f'{path}: {change}')
+
+
+def describe_change(model: Transformer, state: dict[str, Any]) -> str:
+    """Return how this model.py computes something else than the one that made the checkpoint whose
+    weights the model has, or ''."""
+    # An export says of which options its logits are: another program may change those it has
+    options = state.get('options', state['model_config'])
+    known = {field.name for field in fields(ModelConfig)}
+    unknown = [f'{name}={value}' for name, value in options.items() if name not in known]
+    lacks = f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
+    # A checkpoint of a loop of one's own may keep no logits
+    if 'outputs' not in state:
+        return lacks
+    change = find_change(model, state['outputs'])
+    if not change:  # an unknown option that changes nothing is no change
+        return ''
+    return (f'this model.py {change}' + (f'; {lacks}' if lacks else '') + '. An energy of your own '
+            'runs through the file that trained it, as docs/new_energy.py does')
 
 
 def load_weights(model: Transformer, state: dict[str, Any], path: str) -> None:
@@ -336,8 +376,10 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
     model = Transformer(build(ModelConfig, state['model_config'])).to(find_device(device))
-    say_change(state, path, model.head.device)
     load_weights(model, state, path)
+    state['change'] = describe_change(model, state)
+    if state['change']:
+        warn(f'{path}: {state["change"]}')
     return model.eval(), state
 
 

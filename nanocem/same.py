@@ -5,11 +5,15 @@ Is it the same? Three questions, which nobody else asks.
     Was model.py edited?                                     definitions, find_edits
     Are these plain values equal?                            differences
 
-This file needs torch alone.
+A checkpoint, an export and a web page keep some logits of their own weights, and whoever loads them
+compares. So an edit that computes something else is found, and so are damaged weights and other
+options. What no logit shows, a detach or a dropout, is told by the text of model.py.
 """
 import ast
 import copy
+import importlib.util
 import inspect
+import sys
 import textwrap
 import zlib
 from collections.abc import Iterable
@@ -19,40 +23,47 @@ from typing import Any
 
 import torch
 
-N_IDS, N_LOGITS = 64, 16  # ids that a model reads, and how many logits of a token are kept
-EVERY = 9  # of every 9th token
+import model as model_py
+
+N_IDS, EVERY = 64, 21  # ids that a model reads, and of every how many-th one logits are kept
+N_LOGITS = 16  # of a token, evenly spaced
 MOST_ERROR = 1e-6  # of the logits' norm; in float64 machines differ by 1e-12
 
 
 # Does this code with these weights give what it gave?
 
-@torch.no_grad()
-def outputs(model: Any) -> list[list[float]]:
-    """Return some logits that a model gives with its own weights for fixed ids, in float64."""
+def outputs(model: Any) -> list[str]:
+    """Return some logits that a model gives with its own weights for fixed ids, in float64: a line
+    of numbers for each token."""
     # A GPU of Apple has no float64
-    device = model.head.device if model.head.device.type == 'cuda' else 'cpu'
-    # Unlike to(dtype), double() leaves complex numbers alone, such as an edit's rotations
-    exact = copy.deepcopy(model).to(device).double().eval()
-    vocab_size, length = len(exact.head), min(N_IDS, model.cfg.context_length)
-    idx = torch.arange(length, device=device)[None] * 7919 % vocab_size
-    with torch.inference_mode(False), torch.autocast(exact.head.device.type, enabled=False):
-        logits = exact(idx)[0][0, ::EVERY, :N_LOGITS].nan_to_num()  # JSON has no NaN
-    return [[float(f'{x:.10g}') for x in row] for row in logits.tolist()]
+    device = 'cuda' if model.head.device.type == 'cuda' else 'cpu'
+    vocab_size, length = len(model.head), min(N_IDS, model.cfg.context_length)
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        # Unlike to(dtype), double() leaves complex numbers alone, such as an edit's rotations
+        exact = copy.deepcopy(model).to(device).double().eval()
+        idx = torch.arange(length, device=device)[None] * 7919 % vocab_size
+        kept = torch.linspace(0, vocab_size - 1, N_LOGITS, device=device).long()
+        logits = exact(idx)[0][0, ::EVERY, kept]
+    return [' '.join(f'{x:.10g}' for x in row) for row in logits.tolist()]
 
 
-def find_change(model: Any, kept: list[list[float]]) -> str:
+def find_change(model: Any, kept: list[str]) -> str:
     """Return how far the model's outputs are from those that its checkpoint keeps, or ''."""
     try:
-        found = torch.tensor(outputs(model), dtype=torch.float64)
+        found = as_numbers(outputs(model))
     except Exception as error:  # of an edit, which may raise any
         return f'does not run ({type(error).__name__}: {error})'
-    expected = torch.tensor(kept, dtype=torch.float64)
-    if found.shape != expected.shape:
-        return 'gives logits of another shape'
+    n = min(len(found), len(kept))  # a longer context has more
+    found, expected = found[:n], as_numbers(kept)[:n]
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
     if error <= MOST_ERROR:  # false for NaN
         return ''
     return f'gives other logits with these weights (off by {error:.1g} of their norm)'
+
+
+def as_numbers(lines: list[str]) -> torch.Tensor:
+    numbers = torch.tensor([[*map(float, line.split())] for line in lines], dtype=torch.float64)
+    return numbers.nan_to_num(1e9)  # two NaN are equal
 
 
 # Was model.py edited?
@@ -103,17 +114,29 @@ def checksum_of(function: Any) -> str:
         return ''
 
 
-def in_use(module: ModuleType) -> dict[str, str]:
-    """Return the definitions of a module's file, and those that a script has put in their place."""
-    found = definitions(Path(module.__file__).read_text(encoding='utf-8'))
+def in_use() -> dict[str, str]:
+    """Return the definitions of model.py, and those that a script has put in their place."""
+    found = definitions(model_text())
     for name in found:
-        value = module
+        value = model_py
         for part in name.split('.'):
             value = getattr(value, part, None)
         code = getattr(inspect.unwrap(value), '__code__', None) if callable(value) else None
-        if code and (code.co_filename, code.co_qualname) != (module.__file__, name):
+        if code and (code.co_filename, code.co_qualname) != (model_py.__file__, name):
             found[name] = checksum_of(value)
     return found
+
+
+def model_text() -> str:
+    return Path(model_py.__file__).read_text(encoding='utf-8')
+
+
+def model_file() -> ModuleType:
+    """Return model.py as its file has it, without classes that a script has put in their place."""
+    spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', model_py.__file__)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def find_edits(methods: Iterable[tuple[Any, str]], known: dict[str, str]) -> list[str]:
@@ -130,6 +153,12 @@ def find_edits(methods: Iterable[tuple[Any, str]], known: dict[str, str]) -> lis
 
 
 # Are these plain values equal?
+
+def differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the names whose values differ, or that one of the two lacks."""
+    return [name for name in {**saved, **now}
+            if (name in saved, saved.get(name)) != (name in now, now.get(name))]
+
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return in words which of the values `now` are not those saved. A name that was not saved is

@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 
-from configurator import check
+from nanocem.errors import check
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from configurator import UserError, check, fail
 from nanocem.data import read_meta
+from nanocem.errors import UserError, check, fail
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder

@@ -44,8 +44,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.interpolate import Akima1DInterpolator
 
-from configurator import PathStr, build, check, command_line, fail, read_options
+from configurator import PathStr, build, command_line, read_options
 from model import SIZES, ModelConfig, Transformer
+from nanocem.errors import check, fail
 from nanocem.files import (
     markdown_table,
     read_csv,
@@ -55,8 +56,8 @@ from nanocem.files import (
     write_atomic,
 )
 from nanocem.flops import flops_per_token
-from nanocem.probe import find_change
-from nanocem.runs import RECIPE, read_result, split_failed
+from nanocem.runs import RECIPE, load_model, read_result, short_list, split_failed
+from nanocem.same import differing, in_use
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = f'{ROOT}/results'
@@ -146,10 +147,10 @@ def print_todo(runs: list[Run], root: str) -> None:
         print(f'{start} train.py {options} --out_dir={folder}{resume}  # {hours}', flush=True)
 
 
-def name_data(size: str, folder: str, must_match: dict[str, Any]) -> str:
-    """Name what a run read by the fingerprints in its must_match, since other data may have the
-    same folder. Empty for the study's text at a size of the study. KeyError if one is missing."""
-    known = {name: must_match[name] for name in TEXTS[257]}
+def name_data(size: str, folder: str, data: dict[str, Any]) -> str:
+    """Name what a run read by the checksums of its data, since other data may have the same
+    folder. Empty for the study's text at a size of the study. KeyError if one is missing."""
+    known = {name: data[name] for name in TEXTS[257]}
     if size in STUDY_SIZES and known == TEXTS[configs(SIZE_OPTIONS[size])[1].vocab_size]:
         return ''
     return f'{folder} ({zlib.crc32(repr(known).encode()):08x})'
@@ -219,9 +220,12 @@ def read_run(folder: str) -> Results:
     same = [getattr(train, name) == getattr(named_train, name)
             for name in ('tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE)]
     check(all(same) and cfg == named_cfg, 'its config.json is that of another run')
-    change = find_change(config['model'], config.get('numbers'), training=True)
-    check(not change, change)
-    run = run._replace(data=name_data(run.size, train.data, config['must_match']))
+    if edited := differing(config.get('code', in_use()), in_use()):
+        # A text that computes the same is no other model: ask the weights
+        _, state = load_model(folder)
+        check(not state['change'],
+              f'{short_list(edited)} of model.py differ, and {state["change"]}')
+    run = run._replace(data=name_data(run.size, train.data, config['data']))
     # Read the loss
     row = {'panel': panel(run, train, cfg)}
     if result := read_result(folder, config):

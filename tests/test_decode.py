@@ -19,13 +19,6 @@ def logits_in_parts(model: Transformer, idx: torch.Tensor, ends: list[int]) -> t
     return torch.stack(found, dim=1)
 
 
-def numbers_a_token(cache: Cache, length: int) -> int:
-    """Return how many numbers a cache keeps for each of `length` tokens. Of half keys it keeps the
-    last one alone, which is no number a token."""
-    return sum(part.shape[-1] * (part.shape[1] if part.dim() == 4 else 1)
-               for part in cache.kept if part.shape[-2] >= length)
-
-
 @pytest.mark.parametrize('cfg', SETS, ids=describe)
 def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     """A prompt, single ids, and several at once."""
@@ -46,7 +39,7 @@ def test_what_a_cache_keeps(cfg: ModelConfig) -> None:
     needs_h = cfg.kq_diag != 'none' or cfg.match_bias != 'none'
     widths = 2 + needs_h if cfg.attn == 'llama' else 1 + (needs_h and cfg.positions == 'rope')
     uses = cfg.loops * cfg.attn_reuse * cfg.n_layer
-    assert numbers_a_token(cache, 9) == widths * cfg.d_model * uses
+    assert cache.numbers_a_token() == widths * cfg.d_model * uses
 
 
 @pytest.mark.parametrize('options', [

@@ -17,7 +17,7 @@ import evaluate
 from model import ModelConfig, Transformer, make_positions
 from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
-from nanocem.probe import find_numbers
+from nanocem.same import in_use
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from running import ROOT, edit_meta, write_data
 
@@ -51,7 +51,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
     config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg,
-              'must_match': {'val fingerprint': 1, 'test fingerprint': 1}}
+              'data': {'val checksum': 1, 'test checksum': 1}, 'code': in_use()}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
@@ -144,7 +144,7 @@ def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int, 
     h = first.norm(x)
     q = first.rotate(first.split_heads(F.linear(h, first.W_Q)), pos)
     k = first.rotate(first.split_heads(F.linear(h, first.W_K)), pos)
-    alpha = first.scores(q, k, pos, *([h, h] if model.cfg.attn == 'cem' else [])).softmax(dim=-1)
+    alpha = first.scores(q, k, pos, h, h).softmax(dim=-1)
     assert maps[0][0].allclose(alpha[0], atol=1e-6)
 
 
@@ -247,7 +247,7 @@ def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
     x = torch.ones(1, 3, 16)
     inputs = x, make_positions(model.cfg, x)
     monkeypatch.setattr(torch.Tensor, 'softmax', lambda *args, **options: 1 / 0)
-    monkeypatch.setattr(torch, 'softmax', lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', lambda *args, **options: 1 / 0)
     for fails in (lambda: evaluate.attention_maps(model, idx),
                   lambda: evaluate.measure_steps(attn, inputs, 2)):
         with pytest.raises(ZeroDivisionError):
@@ -298,9 +298,9 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     (bpe / 'log.jsonl').unlink()  # a run that has just begun
     assert len(evaluate.compare_runs(['out/run', 'out/bpe']).figure.axes[0].lines) == 2
     config = json.loads(Path('out/bpe/config.json').read_text())
-    for name in 'test fingerprint', 'val fingerprint':
-        known = config['must_match'] | {name: 2}
-        Path('out/bpe/config.json').write_text(json.dumps(config | {'must_match': known}))
+    for name in 'test checksum', 'val checksum':
+        known = config['data'] | {name: 2}
+        Path('out/bpe/config.json').write_text(json.dumps(config | {'data': known}))
         assert f'differ in {name}.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
 
 
@@ -316,10 +316,17 @@ def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
 def test_a_run_of_another_model_py_is_named(place: Path) -> None:
     write_run(place / 'out/edited', Path('data'), model_of())
     config = json.loads(Path('out/edited/config.json').read_text())
-    numbers = find_numbers(config['model'] | {'attn_step_size': 0.51})  # as if a line were edited
-    Path('out/edited/config.json').write_text(json.dumps(config | {'numbers': numbers}))
+    config['code']['CEMMLP.forward'] = 'another text'
+    Path('out/edited/config.json').write_text(json.dumps(config))
     rows = cells(evaluate.compare_runs(['out/run', 'out/edited']).text)
-    assert rows[2:] == [['model.py', 'this one', 'another']]
+    assert rows[2:] == [['model.py', 'this one', 'another: CEMMLP.forward']]
+
+
+def test_an_edit_in_the_middle_of_a_run_is_named(place: Path) -> None:
+    edits = [{'after_step': 1500, 'definitions': ['CEMMLP.forward', 'alibi_slopes']}]
+    Path('out/run/result.json').write_text(json.dumps({'tokens': 64, 'edits': edits}))
+    assert ('out/run: CEMMLP.forward, alibi_slopes of model.py were edited after step 1,500.'
+            in evaluate.compare_runs(['out/run']).text)
 
 
 def test_a_run_whose_name_looks_like_a_formula_is_drawn(place: Path) -> None:

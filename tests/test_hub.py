@@ -159,8 +159,8 @@ def test_generation_reads_only_new_tokens(
         right = transformers.GenerationMixin.generate(model, idx, **options)
         torch.manual_seed(number)
         assert torch.equal(model.generate(idx, **options), right) and right.shape[1] == 20
-    monkeypatch.setattr(Transformer, 'hidden', lambda self, new, past=0: (
-        read.append(new.shape[1]) or hidden(self, new, past)))
+    monkeypatch.setattr(Transformer, 'hidden', lambda self, new, cache=None: (
+        read.append(new.shape[1]) or hidden(self, new, cache)))
     model.generate(idx, do_sample=False, max_new_tokens=8, min_new_tokens=8)
     assert read[-8:] == [6, *[1] * 7]
 
@@ -187,8 +187,8 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize('line, other', [
-    ('a = self.scores(', 'a = 2 * self.scores('),
-    ('return (q / self.tau) @ k.mT', 'return 2 * (q / self.tau) @ k.mT')])  # seen on a GPU alone
+    ('scale=1 / self.tau', 'scale=2 / self.tau'),
+    ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)')])
 def test_an_edited_export_is_what_runs(line: str, other: str, tmp_path: Path) -> None:
     hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     code = tmp_path / 'hub' / 'model.py'
@@ -199,7 +199,6 @@ def test_an_edited_export_is_what_runs(line: str, other: str, tmp_path: Path) ->
 import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained('hub', trust_remote_code=True)
-assert 'attend' not in vars(model.model.blocks[0].attn)
 idx = torch.arange(6)[None]
 with torch.no_grad():
     right = model(idx).logits
@@ -210,7 +209,6 @@ assert new[0, -1] == right[0, -1].argmax()
     done = running.run_script(tmp_path / 'script.py', cwd=tmp_path, HF_HUB_OFFLINE='1',
                               HF_HOME=str(tmp_path / 'home'))
     assert done.returncode == 0, done.stderr
-    assert 'attention gives another output than the lines of model.py' in done.stderr
 
 
 # A plain Llama, which any program may change
@@ -320,21 +318,23 @@ def test_an_export_carries_what_it_computes(
         patch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
         for place in folder, trained:
             load_model(place)
-            said = f'Warning: {place}: this model.py gives another logit than the one that made it'
-            assert said in capsys.readouterr().err
+            said = f'Warning: {place}: this model.py gives other logits with these weights'
+            # What another program has trained on gives other logits anyway
+            assert (said in capsys.readouterr().err) == (place == folder)
         again, state = load_model(folder)
         with pytest.raises(ValueError, match='an export holds the classes of model'):
             hub.export(again, f'{tmp_path}/again', state)
-    with monkeypatch.context() as patch:  # a class whose numbers are the same
+    with monkeypatch.context() as patch:  # a class that computes the same
         patch.setattr('model.CEMMLP', type('Mine', (CEMMLP,), {}))
-        hub.export(*load_model(folder)[:1], f'{tmp_path}/mine', state)
+        model, state = load_model(folder)
+        hub.export(model, f'{tmp_path}/mine', state)
     # Another model with the same weights
     base = {'rope_theta': 9.0, 'rope_type': 'default'}
     save_config(Path(trained), **({'rope_parameters': base} if options else {'key_shift': 'half'}))
     capsys.readouterr()
     load_model(trained)
-    what = 'rope_theta=9.0 (exported: 10000.0)' if options else 'key_shift=half (exported: none)'
-    assert (f'Warning: {trained}/config.json was edited, and its model has {what}'
+    what = 'rope_theta=10000.0 (now 9.0)' if options else 'key_shift=none (now half)'
+    assert (f'Warning: {trained}/config.json was edited: it was exported with {what}'
             in capsys.readouterr().err)
     if not options:
         with open(f'{folder}/model.py', 'a') as file:
@@ -350,7 +350,7 @@ def test_pretrained_models_carry_what_they_compute(
     assert 'Warning' not in capsys.readouterr().err
     monkeypatch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
     load_model(str(running.ROOT / 'pretrained' / name))
-    assert 'this model.py gives another logit' in capsys.readouterr().err
+    assert 'this model.py gives other logits' in capsys.readouterr().err
 
 
 def test_another_program_s_model_is_refused_in_a_line(tmp_path: Path) -> None:

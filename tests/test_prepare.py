@@ -25,10 +25,10 @@ import pytest
 from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
 import prepare_slimpajama
-from configurator import UserError
 from nanocem import documents as docs
 from nanocem import prepare as prep
 from nanocem.data import TokenDataset
+from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
 from running import RESUME, ROOT, TINY, run_script, steps
 

@@ -15,7 +15,9 @@ REFUSED = """
 model               --size=7b                              size=7b: expected one of nano
 model               --d_model=0                            d_model=0: expected a whole
 model               --d_model=65                           multiple of n_head
-model               --exact_update --kq_diag=none          needs the diagonal
+model               --exact_update --kq_diag=none          needs a diagonal whose gradient
+model               --kq_diag=scaled --preconditioner=diag    sums over heads before P_k
+model               --attn=llama --kq_diag=shared --attn_steps=1          kq_diag=none or scaled
 model               --attn=llama --attn_steps=1 --kq_diag=shared   or else kq_diag=none
 model               config/llama.py --attn_steps=1 --mlp_steps=1 --residual=normed   for attn=cem or
 model               config/cem_t2.py config/llama.py   for attn=cem: set that, or else attn_steps=1

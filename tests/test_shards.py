@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configurator import UserError
 from nanocem.data import BatchSampler, TokenDataset, checksums, evenly_spaced
+from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer
 from running import LENGTH, edit_meta, write_data
 

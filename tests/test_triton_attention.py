@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.test_attention import SMALL, interpreted, loss_and_gradients
 from torch import Tensor
 
 from model import CEMAttention, ModelConfig, Transformer, make_positions
-from nanocem import fast, trial, triton_attention
+from nanocem import fast, triton_attention
 from nanocem.triton_attention import TILES, load_bias, settings, tl, triton
 from test_model import randomize
+from tests.test_fast import SMALL, interpreted, loss_and_gradients
 
 
 def layer(K: int, R: int, n_diagonals: int, alibi: bool, match: bool = False) -> CEMAttention:
@@ -52,7 +52,7 @@ def poisoned_memory() -> Iterator[None]:
     (40, 12, 16, 1, True, True)], ids=str)
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
-    assert trial.find_error(layer(*case[1:]), fast.triton_kernels, torch.float32, case[0]) == ''
+    assert fast.find_kernel_error(layer(*case[1:]), torch.float32, case[0]) == ''
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
 def test_whole_models_agree(options: dict) -> None:
     """Compare norms of whole tensors in float32, because single elements may cancel."""
     cfg = ModelConfig(**{**SMALL, **options})
-    slow, other = (loss_and_gradients(cfg, impl, torch.float32) for impl in ('readable', 'triton'))
+    slow, other = (loss_and_gradients(cfg, impl, torch.float32) for impl in ('sdpa', 'triton'))
     for a, b in zip(slow, other, strict=True):
         assert (b - a).norm() <= 2e-4 * a.norm()
 
@@ -192,7 +192,7 @@ def test_no_tile_reaches_beyond_the_bias() -> None:
 # The check before the kernels' first use on a GPU; here Triton's interpreter runs it
 
 def agree(model: Transformer) -> bool:
-    return trial.agrees(model, fast.triton_kernels, 'triton', torch.float16, (300, 256))
+    return fast.kernels_agree(model, torch.float16)
 
 
 @interpreted
@@ -230,14 +230,13 @@ def test_wrong_kernels_give_a_warning_and_are_not_used(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_kernels_equal_the_lines_of_the_model_on_a_gpu() -> None:
-    script = ('import torch\nfrom nanocem.trial import find_error\n'
-              'from nanocem.fast import triton_kernels\n'
+    script = ('import torch\nfrom nanocem.fast import find_kernel_error\n'
               'from tests.test_triton_attention import layer\n'
               'for case in ((12, 64, 1, True), (12, 72, 1, True), (8, 84, 8, True),\n'
               '             (12, 88, 0, True), (12, 64, 1, True, True), (12, 72, 1, True, True),\n'
               '             (8, 84, 0, True, True), (12, 88, 1, False, True)):\n'
               '    for length in 300, 256:\n'
               '        attn = layer(*case).cuda()\n'
-              '        wrong = find_error(attn, triton_kernels, torch.bfloat16, length)\n'
+              '        wrong = find_kernel_error(attn, torch.bfloat16, length)\n'
               '        assert not wrong, (case, length, wrong)\n')
     print(python('-c', script))
