@@ -293,10 +293,10 @@ class BaseAttention(nn.Module):
         """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), alpha = softmax_j(a_ijk), for q (B, K, I,
         R), k and v (B, K, J, R); and diagonal_update, (B, I, D), or None where it is no part of the
         update. u (B, I, D) and h (B, J, D) are for the diagonal."""
-        if self.whole_gradient:
-            # The weights are needed twice: compute them, (B, K, I, J)
+        if self.whole_gradient or q.shape[2] == 1:
+            # Compute the weights, (B, K, I, J): they are needed twice, or those of one query
             alpha = self.scores(q, k, pos, u, h).softmax(dim=-1).type_as(v)
-            return alpha @ v, self.diagonal_update(alpha, h)
+            return alpha @ v, self.diagonal_update(alpha, h) if self.whole_gradient else None
         # Torch's fused attention computes the same scores, and keeps few of them in memory
         b, R = self.bias(pos, u, h), q.shape[-1]
         if b is not None:
@@ -312,11 +312,11 @@ class BaseAttention(nn.Module):
         b = self.bias(pos, u, h)
         return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
 
-    def bias(self, pos: Positions, u: Tensor, h: Tensor) -> Tensor | None:
+    def bias(self, pos: Positions, u: Tensor | None, h: Tensor) -> Tensor | None:
         """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
         broadcasts: -inf where i may not attend to j, ALiBi's b_ijk = -m_k (i - j) + (b_self_k if
-        i = j else b_cross_k), add_match's products, weighted for each head, and the diagonal's
-        scores. None: torch's causal mask alone."""
+        i = j else b_cross_k), add_match's products, weighted for each head, and for u the
+        diagonal's scores. None: torch's causal mask alone."""
         b = pos.mask
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
@@ -327,7 +327,7 @@ class BaseAttention(nn.Module):
             b = b + self.match_weight[:, None, None] * pos.match[:, None]
         if pos.pair_match is not None:
             b = b + self.pair_weight[:, None, None] * pos.pair_match[:, None]
-        if self.kq_diag is not None:
+        if self.kq_diag is not None and u is not None:
             b = b + self.diagonal_scores(u, h)
         return b
 
@@ -459,12 +459,18 @@ class CEMAttention(BaseAttention):
         # With key_shift=half the first half of a query meets h_(j-1), the second half h_j
         halves = [W_K] if self.cfg.key_shift == 'none' else list(W_K.chunk(2, dim=1))
         parts = (q / self.tau).split([W.shape[1] for W in halves], dim=-1)
-        rows = torch.cat([part @ W for part, W in zip(parts, halves, strict=True)], dim=1)
-        products = (rows.flatten(1, 2) @ h.mT).unflatten(1, (-1, I)).split(self.K, dim=1)
+        rows = [part @ W for part, W in zip(parts, halves, strict=True)]  # (B, K, I, D) each
+        if self.kq_diag is not None:
+            d_u = self.scaled_diagonal(u)
+            if self.cfg.kq_diag == 'scaled':
+                d_u = self.diag_weight[:, None, None] * d_u
+            rows[-1] = rows[-1] + d_u
+        products = torch.cat(rows, dim=1).flatten(1, 2) @ h.mT
+        products = products.unflatten(1, (-1, I)).split(self.K, dim=1)
         *before, a = products                                    # (B, K, I, J) each
         for shifted in before:
             a = a + F.pad(shifted, (1, -1))
-        alpha = (a + self.bias(pos, u, h)).softmax(dim=-1).type_as(h)
+        alpha = (a + self.bias(pos, None, h)).softmax(dim=-1).type_as(h)
         # sum_j alpha_ij h_(j-1) is sum_j alpha_i(j+1) h_j
         weights = torch.cat([*(F.pad(alpha, (-1, 1)) for _ in before), alpha], dim=1)
         sums = (weights.flatten(1, 2) @ h).unflatten(1, (-1, I)).split(self.K, dim=1)

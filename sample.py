@@ -40,6 +40,7 @@ class SampleConfig:
     seed: int = 1337  # seed of the sampling
     attn_steps: int | None = None  # T of CEM attention; default: as trained
     mlp_steps: int | None = None  # T of the CEM MLP; default: as trained
+    use_cache: bool | None = None  # read each token once; default: unless model.py was edited
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> None:
         model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     # Generate text and print it
     text = sample_text(model, tokenizer_of(checkpoint), cfg.prompt, cfg.tokens, cfg.temperature,
-                       cfg.top_k, cfg.seed, cfg.num_samples)
+                       cfg.top_k, cfg.seed, cfg.num_samples, use_cache=cfg.use_cache)
     print(f'{text}\n---', flush=True)
 
 

@@ -46,8 +46,8 @@ LOSS = dict(model=('forward', 'loss'))
 CACHE = ATTENTION | dict(mlp=('forward',), model=('forward', 'hidden', 'next_logits', 'generate'))
 # The checksums of these texts (same.py); tests/test_fast.py prints those of today
 TEXTS = {
-    'BaseAttention.add_match': '4831617d', 'BaseAttention.attend': 'b8ac0c96',
-    'BaseAttention.bias': 'dd58f7b2', 'BaseAttention.diagonal_scores': '375695f0',
+    'BaseAttention.add_match': '4831617d', 'BaseAttention.attend': 'cab4d25b',
+    'BaseAttention.bias': 'ef371a76', 'BaseAttention.diagonal_scores': '375695f0',
     'BaseAttention.diagonal_update': 'a3519390', 'BaseAttention.merge_heads': '9a5967e0',
     'BaseAttention.rotate': '27f44a50', 'BaseAttention.scaled_diagonal': 'a8d9f165',
     'BaseAttention.scores': '48e5fada', 'BaseAttention.shift': '22b6afd5',
