@@ -261,9 +261,12 @@ class BaseAttention(nn.Module):
         ALiBi return x itself."""
         if self.cfg.positions == 'alibi':
             return x
-        a, b = x.chunk(2, dim=-1)
-        sin = -pos.sin if inverse else pos.sin
-        return torch.cat([a * pos.cos - b * sin, b * pos.cos + a * sin], dim=-1).type_as(x)
+        # Rotate as (B, I, K, R): so the numbers lie in memory, and attention needs no copy
+        a, b = x.transpose(1, 2).chunk(2, dim=-1)
+        cos, sin = pos.cos[:, None], pos.sin[:, None]
+        sin = -sin if inverse else sin
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return rotated.type_as(x).transpose(1, 2)
 
     def shift(self, k: Tensor, pos: Positions) -> Tensor:
         """With key_shift=half replace the first R / 2 features of each key (B, K, I, R) by those of
@@ -416,8 +419,8 @@ class CEMAttention(BaseAttention):
             k, h = self.recall(k, h, pos.cache)                  # (B, K, J, R), (B, J, D)
         # With match_bias, compare the token with those before the keys
         pos = self.add_match(h, pos)
-        # Fold the preconditioners into the output projection
-        W_O = self.output_weight()                               # (D, D), blocks W_k^Q P_k
+        # Fold the preconditioners and the step size into the output projection
+        W_O = self.output_weight()                               # (D, D), blocks eta W_k^Q P_k
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -430,16 +433,15 @@ class CEMAttention(BaseAttention):
                 o, dx_d = self.attend(q, k, k, pos, u, h)        # o_i <- sum_j alpha_ijk k_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
-            dx = self.merge_heads(o) @ W_O                       # dx_i <- sum_k P_k W_k^Q^T o_i
-            if dx_d is not None:                                 # ours: the diagonal's gradient
-                dx = dx + dx_d                                   # + sum_jk alpha_ijk d_k * h_j
-            x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
+            x = x + self.merge_heads(o) @ W_O                    # x_i += eta sum_k P_k W_k^Q^T o_i
+            if dx_d is not None:
+                x = x + self.eta * dx_d                          # ours: the diagonal's gradient
         return x
 
     def output_weight(self) -> Tensor:
-        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
-        the transpose of P_k W_k^Q^T, since P_k is symmetric."""
-        return self.P.fold(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
+        """Return eta times the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is
+        eta W_k^Q P_k, the transpose of eta P_k W_k^Q^T, since P_k is symmetric."""
+        return self.P.fold(self.W_Q.unflatten(0, (self.K, -1)), self.eta).flatten(0, 1)
 
     def recall(self, k: Tensor, h: Tensor, cache: Cache) -> tuple[Tensor | None, Tensor]:
         """Keep what later tokens need of new keys (B, K, I, R) and h (B, I, D). Return both of all
@@ -479,8 +481,8 @@ class CEMAttention(BaseAttention):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
-        for normed u and h of one shape. Without a preconditioner forward's dx is -d eps/du; with
-        kq_diag=shared or per_head it needs exact_update."""
+        for normed u and h of one shape. Without a preconditioner a step is -eta d eps/du; with
+        kq_diag=shared or per_head this needs exact_update."""
         require_one_shape(u, h)
         pos = self.add_match(h, make_positions(self.cfg, h))
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
@@ -528,8 +530,8 @@ class CEMMLP(nn.Module):
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
-        # Fold the preconditioner into the down projection
-        W_d = self.output_weight()                               # V P, the transpose of P V^T
+        # Fold the preconditioner and the step size into the down projection
+        W_d = self.output_weight()                               # eta V P
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -540,17 +542,18 @@ class CEMMLP(nn.Module):
             else:
                 g = gamma * torch.sigmoid(z * straight_through_sign(gamma))  # phi = softplus
             # Project down, and take one gradient step on the energy
-            x = x + self.eta * (g @ W_d)                         # x_i <- x_i + eta P V^T g
+            x = x + g @ W_d                                      # x_i += eta P V^T g
         return x
 
     def output_weight(self) -> Tensor:
-        """Return V P, the transpose of Eq. 15's P V^T, (D_v, D): P applied to each row of V."""
-        return self.P.fold(self.V[None])[0]
+        """Return eta V P, (D_v, D), eta times the transpose of Eq. 15's P V^T: P applied to each
+        row of V."""
+        return self.P.fold(self.V[None], self.eta)[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h of
         one shape. phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u)
-        and phi = softplus. Without a preconditioner forward's g @ W_d is -d xi/du."""
+        and phi = softplus. Without a preconditioner a step is -eta d xi/du."""
         require_one_shape(u, h)
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
@@ -582,13 +585,13 @@ class Preconditioner(nn.Module):
             self.right = nn.Parameter(torch.zeros(n, D, rank))
         self.folded: list[Tensor] | None = None  # of `fold`, while weights stay as they are
 
-    def fold(self, W: Tensor) -> Tensor:
-        """Apply each of the n matrices to its rows of a weight; inside fold_once only the first
-        time."""
+    def fold(self, W: Tensor, eta: float) -> Tensor:
+        """Return eta times each of the n matrices, applied to its rows of a weight; inside
+        fold_once it is computed the first time alone."""
         if self.folded is None:
-            return self(W)
+            return eta * self(W)
         if not self.folded:
-            self.folded.append(self(W))
+            self.folded.append(eta * self(W))
         return self.folded[0]
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -598,7 +601,10 @@ class Preconditioner(nn.Module):
             diagonal = F.softplus(self.diag * self.diag.shape[1] ** 0.5)
             out = rows * diagonal[:, None]
         if self.left is not None:
-            out = out + (rows @ self.left) @ self.right.mT + (rows @ self.right) @ self.left.mT
+            # Both low-rank parts in one product: [left, right] [right, left]^T
+            left_right = torch.cat([self.left, self.right], dim=-1)
+            right_left = torch.cat([self.right, self.left], dim=-1)
+            out = out + (rows @ left_right) @ right_left.mT
         return out
 
 
@@ -661,7 +667,7 @@ class Transformer(nn.Module):
     def hidden(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Map ids (B, I), which follow those in the cache, to the head's input, (B, I, D)."""
         x = F.embedding(idx, self.embedding)
-        pos = make_positions(self.cfg, x, cache)
+        pos = self.positions(x, cache)
         if cache is not None:
             cache.begin()
         for _ in range(self.cfg.loops):
@@ -670,6 +676,10 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length += idx.shape[1]
         return self.norm(x)
+
+    def positions(self, x: Tensor, cache: Cache | None = None) -> Positions:
+        """Return the positions of x (B, I, D), which follows the tokens in the cache."""
+        return make_positions(self.cfg, x, cache)
 
     def next_logits(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after ids (B, I), which follow those in the cache:

@@ -4,6 +4,7 @@ What is faster than lines of model.py on some machines, chosen once for a model:
     blockwise    attention on a CPU: a block of queries at a time, without the keys after it
     triton       attention on a GPU, by the kernels of triton_attention.py
     parts        the loss of many logits, by loss.py, which keeps none of them
+    tables       RoPE's cosines and sines as inputs of a graph that is compiled for a GPU
 
 Each takes the place of a method on one object, and stands for the definitions of model.py that it
 was written from. Where one of these has another text, by an edit, a subclass or a patch, model.py's
@@ -39,25 +40,27 @@ MOST_ERROR = 8
 ATTENTION = dict(
     attn=('forward', 'attend', 'scores', 'bias', 'rotate', 'shift', 'add_match', 'split_heads',
           'merge_heads', 'diagonal_scores', 'scaled_diagonal', 'diagonal_update'),
-    block=('forward',), model=('hidden',),
+    block=('forward',), model=('hidden', 'positions'),
     functions=('make_positions', 'causal_mask', 'previous', 'alibi_slopes'))
 LOSS = dict(model=('forward', 'loss'))
 # The cache is model.py's own. It is right where tokens meet in attention alone
-CACHE = ATTENTION | dict(mlp=('forward',), model=('forward', 'hidden', 'next_logits', 'generate'))
+CACHE = ATTENTION | dict(mlp=('forward',), model=('forward', 'hidden', 'positions', 'next_logits',
+                                                      'generate'))
 # The checksums of these texts (same.py); tests/test_fast.py prints those of today
 TEXTS = {
     'BaseAttention.add_match': '4831617d', 'BaseAttention.attend': 'cab4d25b',
     'BaseAttention.bias': 'ef371a76', 'BaseAttention.diagonal_scores': '375695f0',
     'BaseAttention.diagonal_update': 'a3519390', 'BaseAttention.merge_heads': '9a5967e0',
-    'BaseAttention.rotate': '27f44a50', 'BaseAttention.scaled_diagonal': 'a8d9f165',
+    'BaseAttention.rotate': '03f4c235', 'BaseAttention.scaled_diagonal': 'a8d9f165',
     'BaseAttention.scores': '48e5fada', 'BaseAttention.shift': '22b6afd5',
     'BaseAttention.split_heads': '9f9a6118', 'Block.forward': 'df9fe283',
-    'CEMAttention.forward': 'ba44d6b6', 'CEMMLP.forward': '5f43e578',
+    'CEMAttention.forward': '0dbb4b83', 'CEMMLP.forward': 'c9e8830c',
     'LlamaAttention.forward': '97602449', 'LlamaMLP.forward': '7ba0946a',
     'Transformer.forward': '0955db84', 'Transformer.generate': 'c818fcd6',
-    'Transformer.hidden': '8d7bf03e', 'Transformer.loss': '2060a599',
-    'Transformer.next_logits': '254fabf2', 'alibi_slopes': '6e1ec471', 'causal_mask': '58831617',
-    'make_positions': 'f569aaef', 'previous': '46eee1b9'}
+    'Transformer.hidden': '8731bf27', 'Transformer.loss': '2060a599',
+    'Transformer.next_logits': '254fabf2', 'Transformer.positions': '537c8c4b',
+    'alibi_slopes': '6e1ec471', 'causal_mask': '58831617', 'make_positions': 'f569aaef',
+    'previous': '46eee1b9'}
 
 
 def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.float32,
@@ -78,13 +81,15 @@ def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.f
     for block in model.blocks:
         if name != 'sdpa':
             block.attn.attend = partial(ATTEND[name], block.attn)
+    if compiled and device_of(model).type == 'cuda':
+        plug_tables(model)
     return name
 
 
 def unplug(model: Transformer) -> None:
     """Let model.py's own methods run again. A method that someone else has set stays."""
     for owner in (model, *(block.attn for block in model.blocks)):
-        for name in ('loss', 'attend'):
+        for name in ('loss', 'attend', 'positions'):
             if is_plug(owner, name):
                 delattr(owner, name)
 
@@ -92,7 +97,7 @@ def unplug(model: Transformer) -> None:
 def is_plug(owner: Any, name: str) -> bool:
     """Return whether what runs as the owner's method of this name was plugged in here."""
     function = getattr(vars(owner).get(name), 'func', None)
-    return function in (loss_in_parts, *ATTEND.values())
+    return function in (loss_in_parts, positions_by_tables, *ATTEND.values())
 
 
 def may_use_cache(model: Any) -> bool:
@@ -216,6 +221,29 @@ def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tens
 
 
 ATTEND = {'blockwise': blockwise, 'triton': triton_kernels}
+
+
+# RoPE
+
+def plug_tables(model: Transformer) -> None:
+    """Let a model with RoPE read its angles' cosines and sines from tables. Computed in the graph,
+    the compiler would write pow, cos and sin into each kernel that rotates, for each number."""
+    definitions = {'model': ('positions',), 'functions': ('make_positions', 'causal_mask')}
+    if model.cfg.positions == 'rope' and not find_edits(owners(model, definitions), TEXTS):
+        x = model.embedding.detach()[:1, None].expand(1, model.cfg.context_length, -1)
+        pos = make_positions(model.cfg, x)
+        model.positions = partial(positions_by_tables, model, pos.cos.clone(), pos.sin.clone())
+
+
+def positions_by_tables(model: Transformer, cos: Tensor, sin: Tensor, x: Tensor,
+                        cache: Any = None) -> Any:
+    """Return model.py's positions, with rows of the tables (J, R / 2) where these reach."""
+    pos = make_positions(model.cfg, x, cache)
+    past = 0 if cache is None else cache.length
+    end = past + x.shape[1]
+    if end > len(cos) or pos.cos.dtype != cos.dtype or x.device != cos.device:
+        return pos
+    return pos._replace(cos=cos[past:end], sin=sin[past:end])
 
 
 # The loss

@@ -23,6 +23,15 @@ Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j
     dS_ij = sum_heads w_k ds_ij         dw = sum_ij ds_ij S_ij
 
 dq, db and dw share a kernel, dbias and dS another, and dk has its own; each tile is one program.
+
+ALiBi takes m_k (i - j) off a score, whose other part is at most |q_i| |k_j| / tau, and at least
+minus that for a token's own key. So with no bias and no match, a key further back than
+
+    reach_ik = (20 + |q_i| (max_j |k_j| + |k_i|) / tau - b_k) / m_k
+
+weighs less than e^-20 of the row's largest weight, and all such keys together less than
+e^-20 / m_k < 1e-6. Kernels leave these tiles out. The bound is that of the numbers of each call.
+
 Nothing is added atomically, so results are the same to the bit: sums over rows are torch's. Scores
 are in base 2, because the hardware has exp2.
 
@@ -45,6 +54,8 @@ except ImportError:  # without Triton this file can still be imported
     triton = tl = SimpleNamespace(jit=lambda f: f, constexpr=lambda x: x)
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NOTHING = 20.0  # a weight of e^-20 of the largest is nothing
+WINDOW_TILE = 64  # rows of a tile in the forward and dq kernels, columns in the dk kernel
 GEMM_ROWS = 512  # rows per matrix product of the bias; columns above the diagonal are left out
 PAD = 128  # the bias's width is a multiple of this, so that no tile reaches beyond it
 
@@ -144,14 +155,16 @@ def score_bias(bias, S, i, j, origin, m, b, w, MATCH: tl.constexpr, ALIBI: tl.co
 
 
 @triton.jit
-def forward_kernel(Q, Keys, Bias, Match, B_k, W_k, O, LSE, J, width, scale, K: tl.constexpr,
+def forward_kernel(Q, Keys, Bias, Match, B_k, W_k, First, O, LSE, J, width, scale, K: tl.constexpr,
                    N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr,
                    BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, MATCH: tl.constexpr,
-                   ALIBI: tl.constexpr):
+                   ALIBI: tl.constexpr, WINDOW: tl.constexpr):
     """Compute o and the scores' log-sum-exp in base 2. Grid: heads, batch, blocks of rows, the
     longest first."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
+    block = tl.num_programs(2) - 1 - tl.program_id(2)
+    i0 = block * BM
+    first = tl.load(First + (batch * K + head) * tl.num_programs(2) + block) if WINDOW else 0
     D: tl.constexpr = K * R
     offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
@@ -165,7 +178,7 @@ def forward_kernel(Q, Keys, Bias, Match, B_k, W_k, O, LSE, J, width, scale, K: t
     row_sum = tl.zeros((BM,), tl.float32)
     acc = zero_rows(BM, BR, BT)
     for DIAGONAL in tl.static_range(2):  # the tiles left of the diagonal, then those on it
-        for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
+        for j0 in range(i0 if DIAGONAL else first, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
             S = load_bias(match, i[:, None], j[None, :], width, MATCH)
@@ -184,14 +197,16 @@ def forward_kernel(Q, Keys, Bias, Match, B_k, W_k, O, LSE, J, width, scale, K: t
 
 
 @triton.jit
-def dq_kernel(Q, Keys, Bias, Match, B_k, W_k, O, DO, LSE, Delta, DQ, DB, DW, J, width, scale,
+def dq_kernel(Q, Keys, Bias, Match, B_k, W_k, First, O, DO, LSE, Delta, DQ, DB, DW, J, width, scale,
               K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
               BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-              MATCH: tl.constexpr, ALIBI: tl.constexpr):
+              MATCH: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr):
     """Compute dq, each row's part of db and dw, and delta for the other two kernels. Grid: as the
     forward kernel's."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i0 = (tl.num_programs(2) - 1 - tl.program_id(2)) * BM
+    block = tl.num_programs(2) - 1 - tl.program_id(2)
+    i0 = block * BM
+    first = tl.load(First + (batch * K + head) * tl.num_programs(2) + block) if WINDOW else 0
     D: tl.constexpr = K * R
     offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
@@ -211,7 +226,7 @@ def dq_kernel(Q, Keys, Bias, Match, B_k, W_k, O, DO, LSE, Delta, DQ, DB, DW, J, 
     db = tl.zeros((BM,), tl.float32)
     dw = tl.zeros((BM,), tl.float32)
     for DIAGONAL in tl.static_range(2):  # the tiles left of the diagonal, then those on it
-        for j0 in range(i0 if DIAGONAL else 0, min(i0 + BM, J) if DIAGONAL else i0, BN):
+        for j0 in range(i0 if DIAGONAL else first, min(i0 + BM, J) if DIAGONAL else i0, BN):
             j = j0 + tl.arange(0, BN)
             s = load_bias(bias, i[:, None], j[None, :], width, BIAS)
             S = load_bias(match, i[:, None], j[None, :], width, MATCH)
@@ -232,14 +247,17 @@ def dq_kernel(Q, Keys, Bias, Match, B_k, W_k, O, DO, LSE, Delta, DQ, DB, DW, J, 
 
 
 @triton.jit
-def dk_kernel(Q, Keys, Bias, Match, B_k, W_k, DO, LSE, Delta, DK, J, width, scale,
+def dk_kernel(Q, Keys, Bias, Match, B_k, W_k, End, DO, LSE, Delta, DK, J, width, scale,
               K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr,
               BT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr,
-              MATCH: tl.constexpr, ALIBI: tl.constexpr):
+              MATCH: tl.constexpr, ALIBI: tl.constexpr, WINDOW: tl.constexpr):
     """Compute dk, as keys and as values. Scores are transposed, (j, i). Grid: heads, batch, blocks
     of keys, the longest first."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     j0 = tl.program_id(2) * BN
+    end = J
+    if WINDOW:
+        end = min(tl.load(End + (batch * K + head) * tl.num_programs(2) + tl.program_id(2)), J)
     D: tl.constexpr = K * R
     offset, row_offset = batch * J * D + head * R, (batch * K + head) * J
     bias = Bias + (batch * N + head % N) * width * width if BIAS else Bias
@@ -251,7 +269,7 @@ def dk_kernel(Q, Keys, Bias, Match, B_k, W_k, DO, LSE, Delta, DK, J, width, scal
     k = load_rows(Keys + offset, j, J, D, R, BR, BT)
     acc = zero_rows(BN, BR, BT)
     for BELOW in tl.static_range(2):  # the tiles on the diagonal, then those below it
-        for i0 in range(j0 + BN if BELOW else j0, J if BELOW else min(j0 + BN, J), BM):
+        for i0 in range(j0 + BN if BELOW else j0, end if BELOW else min(j0 + BN, J), BM):
             i = i0 + tl.arange(0, BM)
             s = load_bias(bias, i[None, :], j[:, None], width, BIAS)
             S = load_bias(match, i[None, :], j[:, None], width, MATCH)
@@ -338,13 +356,16 @@ def settings(kernel: Any, R: int, both: bool = False) -> dict[str, Any]:
 def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, match: Tensor | None,
            b: Tensor | None, w: Tensor | None, *args: Tensor | None, scale: float,
            n_head: int) -> None:
-    """Run a kernel over the tiles of q (B, J, D)."""
+    """Run a kernel over the tiles of q (B, J, D). Of all but dbias_kernel the first argument that
+    follows is the window, (B, K, blocks), or None."""
     B, J, D = q.shape
     N, width = 1 if bias is None else bias.shape[1], bias_width(J)
     R = D // n_head
     BIAS, MATCH = bias is not None, match is not None
     options = dict(settings(kernel, R, BIAS and MATCH), K=n_head, N=N, R=R, BIAS=BIAS, MATCH=MATCH,
                    ALIBI=b is not None)
+    if kernel is not dbias_kernel:
+        options['WINDOW'] = args[0] is not None
     rows, columns = triton.cdiv(J, options['BM']), triton.cdiv(J, options['BN'])
     if kernel is dbias_kernel:
         grid = columns, rows, B * N
@@ -352,6 +373,28 @@ def launch(kernel: Any, q: Tensor, k: Tensor, bias: Tensor | None, match: Tensor
         grid = n_head, B, columns if kernel is dk_kernel else rows
     with torch.cuda.device_of(q):
         kernel[grid](q, k, bias, match, b, w, *args, J, width, scale, **options)
+
+
+def window(q: Tensor, k: Tensor, n_head: int, scale: float, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first key that each block of queries reads, and the end of the queries that read
+    each block of keys, both (B, K, blocks), int32, for q and k (B, J, D)."""
+    J, n = q.shape[1], -(-q.shape[1] // WINDOW_TILE)
+    norms = []
+    for x in (q, k):  # the largest norm of each block, (B, K, n)
+        norm = x.detach().unflatten(-1, (n_head, -1)).float().square().sum(-1).sqrt()
+        norm = F.pad(norm, (0, 0, 0, n * WINDOW_TILE - J))
+        norms.append(norm.unflatten(1, (n, WINDOW_TILE)).amax(2).mT)
+    q_norm, k_norm = norms
+    m = 2.0 ** (-8 / max(8, n_head) * torch.arange(1, n_head + 1, device=q.device))[:, None]
+    largest = q_norm * (k_norm.amax(-1, keepdim=True) + k_norm) * scale
+    reach = (NOTHING + largest - b.detach()[:, None]) / m
+    # A block's first query is the one that reaches furthest back
+    block = torch.arange(n, device=q.device)
+    first = ((block * WINDOW_TILE - (WINDOW_TILE - 1) - reach) / WINDOW_TILE).ceil()
+    first = first.clamp(min=0).minimum(block)
+    reads = first[..., None] <= block  # (B, K, blocks of queries, blocks of keys)
+    end = torch.where(reads, block[:, None] + 1, 0).amax(-2)
+    return (first * WINDOW_TILE).int(), (end * WINDOW_TILE).int()
 
 
 def bias_width(J: int) -> int:
@@ -395,21 +438,23 @@ def diagonal_bias_backward(dbias: Tensor, du: Tensor, h: Tensor) -> tuple[Tensor
 # Two operators, which torch.compile leaves whole. There is no second derivative.
 
 def forward(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
-            match: Tensor | None, w: Tensor | None, n_head: int,
-            scale: float) -> tuple[Tensor, Tensor, Tensor]:
+            match: Tensor | None, w: Tensor | None, first: Tensor | None, end: Tensor | None,
+            n_head: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return o (B, J, D) and, for the backward pass, the scores' log-sum-exp (B, K, J) and the bias
     if it is shared, else an empty tensor."""
     q, k, match = q.contiguous(), k.contiguous(), padded(match)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[0], n_head, q.shape[1], dtype=torch.float32)
     bias = None if du is None else diagonal_bias(du.contiguous(), h.contiguous())
-    launch(forward_kernel, q, k, bias, match, b, w, o, lse, scale=scale, n_head=n_head)
+    first = None if first is None else first.contiguous()
+    launch(forward_kernel, q, k, bias, match, b, w, first, o, lse, scale=scale, n_head=n_head)
     shared = du is not None and du.shape[1] == 1
     return o, lse, bias if shared else q.new_empty(0)
 
 
 def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None,
-             b: Tensor | None, match: Tensor | None, w: Tensor | None, o: Tensor, lse: Tensor,
-             kept_bias: Tensor, n_head: int, scale: float,
+             b: Tensor | None, match: Tensor | None, w: Tensor | None, first: Tensor | None,
+             end: Tensor | None, o: Tensor, lse: Tensor, kept_bias: Tensor, n_head: int,
+             scale: float,
              ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of q, k, du, h, b, match, w; empty tensors for those that are None. o, lse
     and kept_bias are the forward pass's results."""
@@ -421,8 +466,9 @@ def backward(do: Tensor, q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | No
         recompute = kept_bias.numel() == 0
         bias = diagonal_bias(du.contiguous(), h.contiguous()) if recompute else kept_bias
     given, common = (q, k, bias, match, b, w), dict(scale=scale, n_head=n_head)
-    launch(dq_kernel, *given, o, do, lse, delta, dq, db_rows, dw_rows, **common)
-    launch(dk_kernel, *given, do, lse, delta, dk, **common)
+    first, end = (None if t is None else t.contiguous() for t in (first, end))
+    launch(dq_kernel, *given, first, o, do, lse, delta, dq, db_rows, dw_rows, **common)
+    launch(dk_kernel, *given, end, do, lse, delta, dk, **common)
     dbias, dmatch = (None if t is None else torch.empty_like(t) for t in (bias, match))
     if bias is not None or match is not None:
         launch(dbias_kernel, *given, do, lse, delta, dbias, dmatch, **common)
@@ -442,8 +488,8 @@ backward_op = torch.library.custom_op('nanocem::attention_backward', backward, m
 
 @attention_op.register_fake
 def _(q: Tensor, k: Tensor, du: Tensor | None, h: Tensor | None, b: Tensor | None,
-      match: Tensor | None, w: Tensor | None, n_head: int,
-      scale: float) -> tuple[Tensor, Tensor, Tensor]:
+      match: Tensor | None, w: Tensor | None, first: Tensor | None, end: Tensor | None,
+      n_head: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     B, J, _ = q.shape
     shared = du is not None and du.shape[1] == 1
     bias = q.new_empty((B, 1, bias_width(J), bias_width(J)) if shared else 0)
@@ -463,10 +509,10 @@ def save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Ten
 
 
 def gradients(ctx: Any, do: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    *inputs, o, lse, bias = ctx.saved_tensors
-    found = backward_op(do, *inputs, o, lse, bias, ctx.n_head, ctx.scale)
+    *inputs, first, end, o, lse, bias = ctx.saved_tensors
+    found = backward_op(do, *inputs, first, end, o, lse, bias, ctx.n_head, ctx.scale)
     present = [None if t is None else g for t, g in zip(inputs, found, strict=True)]
-    return *present, None, None
+    return *present, None, None, None, None
 
 
 attention_op.register_autograd(gradients, setup_context=save_for_backward)
@@ -483,4 +529,7 @@ def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None
     b = None if b is None else b.float()
     match = None if match is None else match.to(q.dtype)
     w = None if w is None else w.float()
-    return attention_op(q, k, du, h, b, match, w, n_head, scale)[0]
+    first = end = None
+    if b is not None and du is None and match is None:
+        first, end = window(q, k, n_head, scale, b)
+    return attention_op(q, k, du, h, b, match, w, first, end, n_head, scale)[0]

@@ -2,6 +2,7 @@
 not be there; and on a GPU, if any, in a process of its own, where they are not interpreted."""
 import contextlib
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -87,6 +88,7 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
                     torch.randn(2), torch.randn(2, J, J).mT, torch.randn(2),
                     ] if every_term else [None] * 5
         tensors = [None if t is None else t.requires_grad_() for t in (q, k, *optional)]
+        tensors += [None, None]  # no window
         torch.library.opcheck(triton_attention.attention_op, (*tensors, 2, 0.25))
         detached = [None if t is None else t.detach() for t in (do, *tensors)]
         once, again = (triton_attention.attention_op(*detached[1:], 2, 0.25) for _ in range(2))
@@ -132,6 +134,31 @@ def test_values_that_are_not_the_keys_are_attended_to(options: dict) -> None:
                                    attn.attend(q, k, values, pos, u, h), rtol=1e-4, atol=1e-4)
 
 
+@interpreted
+@pytest.mark.parametrize('size', [0.1, 1.0, 9.0])
+def test_a_window_leaves_out_keys_that_weigh_nothing(size: float) -> None:
+    """ALiBi's slopes are 1/2, 1/4 and 1/8, and scores small or large: the larger, the further a
+    query reaches. What is left out is below rounding, in the output and in all gradients."""
+    torch.manual_seed(4)
+    attn = layer(3, 16, 0, True)
+    with torch.no_grad():
+        attn.W_Q.mul_(size)
+        attn.b_self.normal_()
+    assert fast.find_kernel_error(attn, torch.float32, 300) == ''
+    h = torch.randn(1, 300, 48)
+    q, k = h @ attn.W_Q.mT, h @ attn.W_K.mT
+    first, end = triton_attention.window(q, k, 3, 1 / attn.tau, attn.b_self - attn.b_cross)
+    block = torch.arange(5)
+    left = (block + 1 - first / 64).sum() / (3 * 15)
+    assert (left < 0.85 if size < 9 else left > 0.9) and (end[..., -1] == 320).all()
+    # The weights of all keys that a block leaves out
+    pos = make_positions(attn.cfg, h)
+    alpha = attn.scores(attn.split_heads(q), attn.split_heads(k), pos, h, h).softmax(dim=-1)
+    for n, head in itertools.product(range(5), range(3)):
+        rows = alpha[0, head, 64 * n:64 * (n + 1)]
+        assert rows[:, :first[0, head, n]].sum() < 1e-6 * len(rows)
+
+
 # Compiled for GPUs
 
 def python(*arguments: str, interpret: str = '0') -> str:
@@ -152,8 +179,9 @@ def print_needs(arch: int, R: int, n_head: int = 12, match: bool = True) -> None
     for kernel in TILES:
         options = settings(kernel, R, both=match)
         launched = {n: options.pop(n) for n in ('num_warps', 'num_stages')}
-        constants = dict(K=n_head, N=1, R=R, BIAS=True, MATCH=match, ALIBI=True, **options)
-        known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32',
+        constants = dict(K=n_head, N=1, R=R, BIAS=True, MATCH=match, ALIBI=True, WINDOW=True,
+                         **options)
+        known = {'J': 'i32', 'width': 'i32', 'scale': 'fp32', 'First': '*i32', 'End': '*i32',
                  **dict.fromkeys(constants, 'constexpr'),
                  **dict.fromkeys(('B_k', 'W_k', 'LSE', 'Delta', 'DB', 'DW'), '*fp32')}
         types = {name: known.get(name, '*bf16') for name in kernel.arg_names}
