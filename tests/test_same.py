@@ -22,7 +22,7 @@ from test_model import randomize
 # Edits, and whether the logits tell them. The definitions tell all of them
 EDITS = {
     'SiLU -> GELU': (True, 'gamma * F.silu(z)', 'gamma * F.gelu(z)'),
-    'eta x 1.001': (True, 'self.eta * dx', '1.001 * self.eta * dx'),
+    'eta x 1.001': (True, 'return eta * self(W)', 'return 1.001 * eta * self(W)'),
     'tau x 1.01': (True, 'self.tau = math', 'self.tau = 1.01 * math'),
     'slopes x 1.01': (True, 'return 2.0 ** (-8', 'return 1.01 * 2.0 ** (-8'),
     'the diagonal': (True, 'self.kq_diag[:, None] / self.tau',
@@ -37,8 +37,7 @@ EDITS = {
                  'h = self.norm(x).detach()  #'),
     'a dropout': (False, 'x = F.embedding(idx, self.embedding)',
                   'x = F.dropout(F.embedding(idx, self.embedding), 0.1, self.training)'),
-    'another name': (False, 'dx = self.merge_heads(o) @ W_O',
-                     'dx = dy = self.merge_heads(o) @ W_O')}
+    'another name': (False, 'return x + g @ self.W_d', 'y = g @ self.W_d; return x + y')}
 NO_EDITS = {
     'a comment': ('# Attend to', '# Now attend to'),
     'a docstring': ('"""Take the steps of Algorithm 1, MHA', '"""Step as in Algorithm 1'),
