@@ -208,14 +208,6 @@ def print_help(classes: tuple[type, ...]) -> NoReturn:
     sys.exit(0)
 
 
-def convert_types(options: Any) -> None:
-    """Convert the value of every field of a dataclass to the field's type, in place. UserError if
-    that is not possible."""
-    hints = type_hints(type(options))
-    for name in hints:
-        setattr(options, name, parse_option(name, getattr(options, name), hints))
-
-
 def set_if_none(options: Any, **values: Any) -> None:
     """Set the fields that are None to these values, in place."""
     for name, value in values.items():

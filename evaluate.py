@@ -38,8 +38,9 @@ from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import text_documents
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
-from nanocem.files import markdown_table, read_json_lines, save_picture, short_name
+from nanocem.files import read_json_lines
 from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
+from nanocem.report import markdown_table, short_name
 from nanocem.runs import (
     check_match,
     load_model,
@@ -560,7 +561,7 @@ def show(report: Report) -> None:
     if report.figure is not None:
         report.figure.supxlabel(report.subject, fontsize=7, parse_math=False)
         os.makedirs('out/results', exist_ok=True)
-        save_picture(report.figure, f'out/results/{report.name}', dpi=100)
+        report.figure.savefig(f'out/results/{report.name}', dpi=100)
         print(f'out/results/{report.name}', flush=True)
 
 

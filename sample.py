@@ -13,7 +13,6 @@ from configurator import (
     PathStr,
     build,
     command_line,
-    convert_types,
     in_range,
     read_options,
     user_errors,
@@ -44,7 +43,6 @@ class SampleConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
-        convert_types(self)
         in_range(self, 1, 10**6, 'tokens num_samples top_k attn_steps mlp_steps')
         in_range(self, 0, 2**63 - 1, 'seed')
         check(self.temperature == 0 or 1e-3 <= self.temperature <= 1e3,

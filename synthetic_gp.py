@@ -38,8 +38,9 @@ from tqdm import tqdm
 
 from configurator import PathStr, build, command_line, in_range, read_options
 from nanocem.errors import check
-from nanocem.files import markdown_table, save_picture, short_name, write_atomic
+from nanocem.files import write_atomic
 from nanocem.process import process_of_a_run
+from nanocem.report import markdown_table, short_name
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
@@ -301,7 +302,7 @@ def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path
     for axes in (*panels[len(cfg.kernels):], last):
         axes.set_axis_off()
     last.legend(*panels[0].get_legend_handles_labels(), loc='center')
-    save_picture(figure, path, dpi=200)
+    figure.savefig(path, dpi=200)
 
 
 def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:

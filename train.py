@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import PathStr, build, command_line, convert_types, in_range, read_options
+from configurator import PathStr, build, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
@@ -94,7 +94,6 @@ class TrainConfig:
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
 
     def __post_init__(self) -> None:
-        convert_types(self)
         in_range(self, 1, 10**15, 'batch_size micro_batch_size tokens eval_tokens test_tokens')
         in_range(self, 1, 10**15, 'eval_interval log_interval checkpoint_interval stop_step')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip')

@@ -36,14 +36,8 @@ from nanocem.documents import (
     read_documents,
 )
 from nanocem.errors import UserError, check, fail
-from nanocem.files import (
-    fill_folder,
-    finish_folder,
-    other_files,
-    read_json,
-    short_name,
-    write_atomic,
-)
+from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_atomic
+from nanocem.report import short_name
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same

@@ -15,8 +15,6 @@ STOP_SIGNALS = ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU', 
 # How many tasks srun, Open MPI, MPICH and Intel MPI, and MVAPICH say that they have started
 TASKS = ('SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE', 'MV2_COMM_WORLD_SIZE')
 
-waiting: list[int] | None = None  # signals that came while a file is written; None: none is
-
 
 def check_launcher(env: Mapping[str, str]) -> None:
     """UserError if a launcher other than torchrun has started several tasks, each of which would
@@ -72,36 +70,6 @@ def process_of_a_run() -> Iterator[None]:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def wait(number: int, frame: Any) -> None:
-    """Let a signal wait until a file is written."""
-    if waiting is not None:
-        waiting.append(number)
-
-
-@contextlib.contextmanager
-def finish_file() -> Iterator[None]:
-    """Let signals that end the process at once, as a second SIGTERM does, wait until the block has
-    ended: half a file would stay. Only the main thread can do this."""
-    global waiting
-    if threading.current_thread() is not threading.main_thread() or waiting is not None:
-        yield
-        return
-    stop = [number for number in signal.Signals if number.name in STOP_SIGNALS]
-    for number in stop:
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, wait)
-    waiting = []
-    try:
-        yield
-    finally:
-        came, waiting = waiting, None
-        for number in stop:
-            if signal.getsignal(number) == wait:
-                signal.signal(number, signal.SIG_DFL)
-        for number in came:
-            signal.raise_signal(number)
-
-
 def note_signals() -> list[int]:
     """Return a list to which each of STOP_SIGNALS adds its number from now on. A second one of the
     same ends the process at once. Signals that are ignored stay so, such as SIGHUP with nohup. Only
@@ -110,7 +78,7 @@ def note_signals() -> list[int]:
 
     def note(number: int, frame: Any) -> None:
         noted.append(number)
-        signal.signal(number, signal.SIG_DFL if waiting is None else wait)
+        signal.signal(number, signal.SIG_DFL)
         if sys.__stderr__:  # without it, 2 may be the number of any file
             with contextlib.suppress(OSError):
                 os.write(2, b'\nstopping after this step; a second signal ends the process\n')

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import pickle
-import re
 import statistics
 import zipfile
 from dataclasses import asdict, fields
@@ -332,9 +331,6 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         fail(f'{path} is damaged ({" ".join(str(error).split()):.200})')
     check(isinstance(state, dict) and {'model', 'model_config'} <= {*state}, f'{path} is no '
           "checkpoint of train.py: expected one, which has the model's options beside its weights")
-    # Strip the prefixes that torch.compile and DDP put before the names of weights
-    state['model'] = {re.sub(r'^((_orig_mod|module)\.)+', '', name): w
-                      for name, w in state['model'].items()}
     # Remember the folder if it holds the tokenizer
     if os.path.exists(os.path.join(os.path.dirname(path), MODEL_FILE)):
         state['folder'] = os.path.dirname(path)

@@ -47,15 +47,9 @@ from scipy.interpolate import Akima1DInterpolator
 from configurator import PathStr, build, command_line, read_options
 from model import SIZES, ModelConfig, Transformer
 from nanocem.errors import check, fail
-from nanocem.files import (
-    markdown_table,
-    read_csv,
-    read_json,
-    read_json_lines,
-    save_picture,
-    write_atomic,
-)
+from nanocem.files import read_json, read_json_lines, write_atomic
 from nanocem.flops import flops_per_token
+from nanocem.report import markdown_table, read_csv
 from nanocem.runs import RECIPE, load_model, read_result, short_list, split_failed
 from nanocem.same import differing, in_use
 from train import MAX_SKIPPED, TrainConfig
@@ -676,7 +670,7 @@ def main(argv: list[str]) -> None:
             if points and all(math.isnan(p.perplexity) for p in points):
                 print(f'All runs of figure {figure} failed: it is not drawn\n', flush=True)
             elif points:
-                save_picture(draw_figure(figure, points), f'out/figures/{figure}.png', DPI)
+                draw_figure(figure, points).savefig(f'out/figures/{figure}.png', dpi=DPI)
                 print(f'out/figures/{figure}.png\n', flush=True)
             else:
                 print(f'Figure {figure} has no finished runs: --figure={figure} '
@@ -691,8 +685,8 @@ def main(argv: list[str]) -> None:
         claims = claim_rows(effects)
         print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
               f'and the interval over seeds.\n\n{claim_table(claims)}\n', flush=True)
-        save_picture(draw_verdicts(all_rows(effects)), 'out/results/rows.png', DPI)
-        save_picture(draw_verdicts(claims), 'out/results/claims.png', DPI)
+        draw_verdicts(all_rows(effects)).savefig('out/results/rows.png', dpi=DPI)
+        draw_verdicts(claims).savefig('out/results/claims.png', dpi=DPI)
         print('out/results/rows.png shows all effects, claims.png those of results/claims.csv',
               flush=True)
 

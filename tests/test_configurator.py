@@ -141,15 +141,9 @@ def test_a_config_file_is_found_here_then_beside_the_scripts(
     assert options_of('config/llama.py') == {'size': '86m'}
 
 
-@pytest.mark.parametrize('wrong, words', [
-    (dict(seed='1a'), 'seed=1a: expected a whole number'), (dict(seed=None), 'seed=None'),
-    (dict(tokens=1.5), 'tokens=1.5: expected a whole number, or None'),
-    (dict(tensorboard=1), 'tensorboard=1: expected True or False'),
-    (dict(data=1), 'data=1: expected a name or path'), (dict(device='tpu'), 'one of auto, cpu'),
-    (dict(batch_size=0), 'batch_size=0: expected 1')])
-def test_values_from_python_are_checked(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        TrainConfig(**wrong)
+def test_values_out_of_range_are_refused() -> None:
+    with pytest.raises(UserError, match='batch_size=0: expected 1'):
+        TrainConfig(batch_size=0)
 
 
 @pytest.mark.parametrize('wrong, words', [

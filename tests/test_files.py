@@ -1,28 +1,23 @@
-"""Files that are written completely or not at all, their names; JSON, tables and pictures."""
+"""Files that are written completely or not at all, their names; JSON and tables."""
 import math
 import os
 import shutil
 import subprocess
-import warnings
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
 from nanocem.files import (
-    LONGEST_NAME,
     fill_folder,
     finish_folder,
-    markdown_table,
     other_files,
     read_json,
     read_json_lines,
-    save_picture,
-    short_name,
     to_json,
     write_atomic,
 )
 from nanocem.prepare import PrepareConfig
+from nanocem.report import LONGEST_NAME, markdown_table, short_name
 from running import ROOT
 
 
@@ -104,27 +99,6 @@ def test_long_names_are_cut_and_stay_different(tmp_path: Path) -> None:
     # A text with a long name has a data folder, whose lock and partial folder have longer names
     folder = PrepareConfig(input='世' * 80 + '.txt').out_dir
     assert folder.startswith('data/世世') and len(folder.encode()) <= len('data/') + LONGEST_NAME
-
-
-def test_a_picture_has_one_line_for_all_glyphs_that_its_font_lacks(
-        tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """For each picture, also of the same characters. Other warnings remain."""
-    path = f'{tmp_path}/a.png'
-    for _ in range(2):
-        figure = Figure((2, 2), layout='constrained')
-        figure.subplots().set_xticks(range(3), ['世界', '世 a', 'b'])
-        with warnings.catch_warnings():
-            warnings.simplefilter('error')
-            save_picture(figure, path, dpi=50)
-        assert capsys.readouterr().err == (
-            f'Warning: boxes stand in {path} for characters that its font lacks: 世界\n')
-        assert os.path.getsize(path) > 0
-    class Odd:
-        def savefig(self, path: str, dpi: int) -> None:
-            warnings.warn('something else', stacklevel=1)
-    with pytest.warns(UserWarning, match='something else'):
-        save_picture(Odd(), path, dpi=50)
-    assert capsys.readouterr().err == ''
 
 
 def test_committed_text_is_bytes(tmp_path: Path) -> None:

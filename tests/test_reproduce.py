@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 from scipy.interpolate import Akima1DInterpolator
@@ -156,7 +157,7 @@ def test_rows_count_runs_of_the_studys_text_alone(
     keep(monkeypatch, LAST)
     folder = write_run(LAST, **data)
     if not counts:  # The picture is the one of the first case, which draws it.
-        monkeypatch.setattr(reproduce, 'save_picture', lambda *of: None)
+        monkeypatch.setattr(Figure, 'savefig', lambda *of, **options: None)
     reproduce.main([])
     found = reproduce.read_all()
     error = capsys.readouterr().err

@@ -9,7 +9,7 @@ from scipy.stats import t as student
 from scipy.stats import ttest_ind, ttest_rel
 
 import reproduce
-from nanocem.files import read_csv
+from nanocem.report import read_csv
 from nanocem.runs import split_failed
 from results.copies import tables
 from results.tokens import verdicts

@@ -29,7 +29,8 @@ from verdicts import (
     verdict_table,
 )
 
-from nanocem.files import markdown_table, read_csv, save_picture, write_atomic
+from nanocem.files import write_atomic
+from nanocem.report import markdown_table, read_csv
 
 SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... and both options',
          'attn-1-none': 'CEM attention', 'attn-1-copies': '... and both options'}
@@ -117,7 +118,7 @@ def main() -> None:
     write_atomic(f'{HERE}/effects.csv', effects_csv({'copies': verdicts}).encode())
     write_atomic(f'{HERE}/copying.csv', csv_text(copying))
     write_atomic(f'{HERE}/ablations.csv', csv_text(ablations))
-    save_picture(draw(copying), f'{HERE}/copies.png', 200)
+    draw(copying).savefig(f'{HERE}/copies.png', dpi=200)
 
 
 if __name__ == '__main__':

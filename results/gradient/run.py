@@ -35,8 +35,9 @@ import model as model_file
 import train
 from nanocem import runs
 from nanocem.data import TokenDataset
-from nanocem.files import read_csv, read_json, read_json_lines
+from nanocem.files import read_json, read_json_lines
 from nanocem.hardware import compile_for
+from nanocem.report import read_csv
 from nanocem.tokenizers import tokenizer_of
 from reproduce import loss_per_llama_token
 

@@ -1,0 +1,29 @@
+"""What was measured, for people: CSVs, tables of Markdown, and the names of pictures."""
+import csv
+import hashlib
+import os
+
+LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, suffixes included
+
+
+def read_csv(path: str) -> list[dict[str, str]]:
+    with open(path, encoding='utf-8', newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """Format a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, ['-' * width for width in widths], *rows]
+    return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
+
+
+def short_name(name: str) -> str:
+    """Return a file's name from options as it is, or if it is too long its beginning and a hash of
+    the whole, so that different names stay different."""
+    encoded = os.fsencode(name)
+    if len(encoded) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(encoded).hexdigest()[:12]
+    beginning = encoded[:LONGEST_NAME - 1 - len(digest)].decode(errors='ignore')
+    return f'{beginning}-{digest}'
