@@ -1,6 +1,7 @@
 """What was measured, for people: CSVs, tables of Markdown, and the names of pictures."""
 import csv
 import hashlib
+import io
 import os
 
 LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, suffixes included
@@ -9,6 +10,15 @@ LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, su
 def read_csv(path: str) -> list[dict[str, str]]:
     with open(path, encoding='utf-8', newline='') as file:
         return list(csv.DictReader(file))
+
+
+def csv_text(rows: list[dict[str, str]]) -> str:
+    """Format rows of the same names as a CSV."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

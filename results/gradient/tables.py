@@ -1,0 +1,142 @@
+"""
+What the runs of this study say, computed again from runs.csv and those of CEM that copies:
+
+    python results/gradient/tables.py
+
+The verdicts on all rows of verdicts.csv by RULE.md, how each model copies, by how often a pair
+stands in the training text, the weights of all heads, and the ablations are printed and written
+beside this file: effects.csv, copying.csv, counts.csv, heads.csv, ablations.csv.
+"""
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / 'tokens')]
+
+from verdicts import (
+    RULES,
+    TRIAL_SEEDS,
+    Row,
+    Run,
+    Tables,
+    effects_csv,
+    judge,
+    losses_by_size,
+    pooled_over_sizes,
+    read_published,
+    verdict_table,
+)
+
+from nanocem.files import write_atomic
+from nanocem.report import csv_text, markdown_table, read_csv
+
+COPIES = HERE.parent / 'copies'
+COUNTS = {'0 to 10': 0, '11 to 100': 1, '101 to 1,000': 2, 'more': 3}  # as run.py divides them
+
+
+def all_runs() -> list[Row]:
+    """Return the rows of this study's runs and of those of CEM that copies, without trials."""
+    rows = read_csv(f'{COPIES}/runs.csv') + read_csv(f'{HERE}/runs.csv')
+    return [row for row in rows if int(row['seed']) < TRIAL_SEEDS]
+
+
+def gradient_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
+    """RULE.md: noise by kinds, as in the third family, from the runs of this study, of CEM that
+    copies, and the study's of Llama with RoPE. Ablations have no word."""
+    rows = [row for row in all_runs() if not row['variant']]
+    rope = [row for run, row in read_published().items()
+            if run[0] in ('S', 'M') and run[1] == 'llama']
+    return pooled_over_sizes(folder, claims, losses_by_size(rope + rows))
+
+
+def mean(rows: list[Row], name: str) -> float:
+    return statistics.fmean(float(row[name]) for row in rows)
+
+
+def by_model(runs: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Return the runs of each size and model, ablations left out."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for run in runs:
+        if not run['variant']:
+            groups.setdefault((run['size'], run['model']), []).append(run)
+    return groups
+
+
+def copying_rows(runs: list[Row]) -> list[Row]:
+    """Return for each size and model its means over seeds: losses of repeated and of other targets
+    in nats per own token, and by how many per cent a second reading changes perplexity."""
+    found = []
+    for (size, model), of_model in by_model(runs).items():
+        again = statistics.fmean(math.expm1(float(run['read_again_loss'])
+                                            - float(run['read_once_loss'])) for run in of_model)
+        found.append({
+            'size': size, 'model': model, 'seeds': str(len(of_model)),
+            'parameters': of_model[0]['parameters'],
+            'flops_per_token': of_model[0]['flops_per_token'],
+            'perplexity per Llama token': f'{math.exp(mean(of_model, "y")):.2f}',
+            'repeated, nats': f'{mean(of_model, "repeated_loss"):.3f}',
+            'other, nats': f'{mean(of_model, "other_loss"):.3f}',
+            'read again, %': f'{100 * again:+.1f}'})
+    return sorted(found, key=lambda row: (row['size'], float(row['perplexity per Llama token'])))
+
+
+def count_rows(runs: list[Row]) -> list[Row]:
+    """Return the mean loss of repeated targets, by how often their pair stands in the training
+    text. The runs of CEM that copies have none."""
+    found = []
+    for (size, model), of_model in by_model([run for run in runs if run.get('by_count')]).items():
+        row = {'size': size, 'model': model, 'seeds': str(len(of_model))}
+        for words, n in COUNTS.items():
+            parts = [json.loads(run['by_count'])[n] for run in of_model]
+            row[f'{words} times: targets'] = f'{parts[0][0]}'
+            row[f'{words}: nats'] = f'{statistics.fmean(loss for _, loss in parts):.3f}'
+        found.append(row)
+    return sorted(found, key=lambda row: (row['size'], row['model']))
+
+
+def head_rows(runs: list[Row]) -> list[Row]:
+    """Return w_k and g_k of each layer and head of the runs of seed 1."""
+    found = []
+    for run in runs:
+        for name in ('w_k', 'g_k'):
+            if run['seed'] == '1' and not run['variant'] and run.get(name):
+                for layer, values in enumerate(json.loads(run[name]), 1):
+                    found.append({'size': run['size'], 'model': run['model'], 'weight': name,
+                                  'layer': str(layer), 'heads': ' '.join(map(str, values))})
+    return found
+
+
+def ablation_rows(runs: list[Row]) -> list[Row]:
+    """Return how much each ablation changes the perplexity of its model, in per cent, at seed 1 of
+    size S."""
+    same = {run['model']: run for run in runs
+            if (run['size'], run['seed'], run['variant']) == ('S', '1', '')}
+    found = []
+    for run in (run for run in runs if run['variant'] and 'by_count' in run):
+        change = math.expm1(float(run['y']) - float(same[run['model']]['y']))
+        found.append({'ablation': run['variant'], 'model': run['model'],
+                      'parameters': run['parameters'], 'perplexity, %': f'{100 * change:+.1f}',
+                      'repeated, nats': run['repeated_loss'], 'other, nats': run['other_loss']})
+    return sorted(found, key=lambda row: (row['model'], row['ablation']))
+
+
+def main() -> None:
+    runs = all_runs()
+    RULES[HERE] = gradient_rule
+    verdicts = judge(HERE)
+    print(f'{verdict_table(verdicts)}\n')
+    write_atomic(f'{HERE}/effects.csv', effects_csv({'gradient': verdicts}).encode())
+    models = {row['model'] for row in read_csv(f'{HERE}/models.csv')}
+    runs = [run for run in runs if run['model'] in models]
+    for name, rows in (('copying', copying_rows(runs)), ('counts', count_rows(runs)),
+                       ('heads', head_rows(runs)), ('ablations', ablation_rows(runs))):
+        if rows:
+            print(f'{markdown_table([*rows[0]], [[*row.values()] for row in rows])}\n')
+            write_atomic(f'{HERE}/{name}.csv', csv_text(rows).encode())
+
+
+if __name__ == '__main__':
+    main()
