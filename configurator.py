@@ -5,10 +5,12 @@ A dataclass declares a script's options: the name, type and default of each. The
 of its line is its --help text. Later config files override earlier ones, and flags override files.
 Config files assign plain values; they are parsed, never executed.
 
-Two class attributes of a dataclass, both optional, say which options depend on one another:
+Class attributes of a dataclass, all optional, say which options depend on one another, and which
+ones --help shows; --help=all shows all:
 
     EXCLUSIVE = (('text', 'data'),)    only one of the two is given; it replaces an earlier other
     RESETS = (('size', 'width'),)      giving the first drops earlier values of the others
+    FIRST = ('data', 'size')           the options that most people need
 """
 import ast
 import contextlib
@@ -30,6 +32,14 @@ from nanocem.errors import UserError, check, fail
 # The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
 PathStr = Annotated[str, 'path']
 UNITS = {'K': 3, 'M': 6, 'B': 9}  # powers of ten
+# nanoGPT's names of options, and what they are here
+NANOGPT = {'block_size': 'context_length', 'n_embd': 'd_model', 'dataset': 'data or text',
+           'max_iters': 'tokens, which are max_iters x batch_size x context_length',
+           'lr_decay_iters': 'tokens: the rate falls until they are read',
+           'warmup_iters': 'warmup, a fraction of the steps', 'min_lr': 'final_lr, a fraction',
+           'gradient_accumulation_steps': 'batch_size, of a step, and micro_batch_size, of a pass',
+           'eval_iters': 'eval_tokens', 'start': 'prompt', 'max_new_tokens': 'tokens',
+           'dropout': 'no option: each piece of text is read once', 'bias': 'no option: none has'}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          PathStr: 'a name or path'}
 
@@ -60,8 +70,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     """Read config files in their order, then --key=value flags. Later ones override earlier ones.
     Return the given options, which must be fields of `classes`. Raises UserError."""
-    if '--help' in argv or '-h' in argv:
-        print_help(classes)
+    if {'--help', '-h', '--help=all'} & {*argv}:
+        print_help(classes, everything='--help=all' in argv)
     hints = type_hints(*classes)
     given: dict[str, Any] = {}
     flags: dict[str, Any] = {}
@@ -137,7 +147,9 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
     if key not in hints:
         near = ', '.join(difflib.get_close_matches(key, hints, n=3))
         suggestion = f'; near: {near}' if near else ''
-        fail(f'{where}{key}: no such option{suggestion} (--help lists all)')
+        if key in NANOGPT:
+            suggestion = f'; nanoGPT has it, and here it is {NANOGPT[key]}'
+        fail(f'{where}{key}: no such option{suggestion} (--help=all lists all)')
     try:
         return parse_value(value, hints[key])
     except (TypeError, ValueError, ArithmeticError):
@@ -194,16 +206,24 @@ def describe(hint: Any) -> str:
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]
 
 
-def print_help(classes: tuple[type, ...]) -> NoReturn:
-    """Print the script's docstring and its options, and end the program."""
+def print_help(classes: tuple[type, ...], everything: bool) -> NoReturn:
+    """Print the script's docstring and its options, all or those that most people need, and end the
+    program."""
     lines = [inspect.getdoc(sys.modules['__main__']) or '']
+    left_out = 0
     for cls in classes:
+        # The comment at the end of an option's line is its help
         comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
-        hints = type_hints(cls)
+        hints, fields = type_hints(cls), dataclasses.fields(cls)
+        first = getattr(cls, 'FIRST', ())
+        shown = [field for field in fields if everything or not first or field.name in first]
+        left_out += len(fields) - len(shown)
         lines.append(f'\n{cls.__name__}: {inspect.getdoc(cls)}')
-        for field in dataclasses.fields(cls):
+        for field in shown:
             words = f'{comments[field.name]} [{describe(hints[field.name])}]'
             lines.append(f'  --{field.name}={field.default}\n        {words}')
+    if left_out:
+        lines.append(f'\n{left_out} more options: --help=all')
     print('\n'.join(lines))
     sys.exit(0)
 

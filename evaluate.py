@@ -373,16 +373,15 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
     steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
 
-    def attend(attn: BaseAttention, q: Tensor, k: Tensor, v: Tensor, *context: Any) -> tuple:
-        alpha = attn.scores(q, k, *context).softmax(dim=-1).type_as(v)
-        steps[attn].append(alpha[0].cpu())
-        h = context[-1]
-        return alpha @ v, attn.diagonal_update(alpha, h) if attn.whole_gradient else None
+    def attend(attn: BaseAttention, own: Callable, q: Tensor, k: Tensor, *context: Any) -> tuple:
+        _, *others = context  # the values
+        steps[attn].append(attn.scores(q, k, *others).softmax(dim=-1)[0].cpu())
+        return own(q, k, *context)
 
-    # Run the model with a function in place of its attention that keeps the weights
+    # Run the model with a function before its attention that keeps the weights
     plugged = [vars(block.attn).get('attend') for block in model.blocks]
     for block in model.blocks:
-        block.attn.attend = partial(attend, block.attn)
+        block.attn.attend = partial(attend, block.attn, block.attn.attend)
     try:
         model.hidden(idx)
     finally:

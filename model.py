@@ -63,6 +63,8 @@ class ModelConfig:
     values. ValueError for a bad value, or for CEM's options on Llama."""
     # For config files: a size drops the widths that an earlier file gave
     RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'd_mlp'),)
+    FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
+             'preconditioner', 'kq_diag')
     # The words of a Literal are the values that an option can have
     size: Literal[tuple(SIZES)] | None = None  # preset of the next four options; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
@@ -150,13 +152,16 @@ class Positions(NamedTuple):
 
 
 class Cache:
-    """What attention keeps of past tokens, so that `generate` reads each token once. In a forward
-    pass the sublayers ask for their parts in the same order each time. Only attention lets tokens
-    meet: if an edit lets them meet elsewhere, generate with use_cache=False.
+    """What attention keeps of past tokens, so that `generate` reads each token once. Sublayers ask
+    for their parts in the same order in each forward pass. An edit that lets tokens meet elsewhere
+    than in attention, or changes scores there alone, needs generate(use_cache=False).
 
-    Numbers kept a token and attention sublayer: Llama 2 D, keys and values. CEM D, the keys, which
-    are its values; with the diagonal or the match bias D, h in their place. RoPE then needs both,
-    and Llama keeps h, too. key_shift=half keeps the last key."""
+        numbers kept a token and sublayer         plain     with the diagonal or the match bias
+        Llama: keys and values                    2 D       3 D, h too
+        CEM, ALiBi: keys, which are its values    D         D, h in place of the keys
+        CEM, RoPE: keys                           D         2 D, h too
+
+    With key_shift=half the last key is kept, too."""
     def __init__(self) -> None:
         self.length = 0  # how many tokens have been read
         self.kept: list[Tensor] = []  # of all tokens
@@ -171,7 +176,7 @@ class Cache:
         """Keep new (..., I, n) behind that of past tokens. Return all, (..., J, n)."""
         n, J = self.next_kept, self.length + new.shape[-2]
         self.next_kept += 1
-        if n == len(self.kept):  # the first pass
+        if n == len(self.kept):  # the first pass: copied when there is more
             self.kept.append(new)
             return new
         if self.kept[n].shape[-2] < J:  # make room for as many tokens again
@@ -208,7 +213,8 @@ def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None) -> P
     options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
     distance = (i - torch.arange(past + I, device=x.device)).to(options['dtype'])
-    # Where nothing is added to the mask, torch's own needs no memory
+    # Where nothing is added to it the mask is None, and attend asks torch for its own causal mask,
+    # which needs no memory. Whoever adds to the mask makes it here
     mask = causal_mask(distance) if cfg.has_bias() or past > 0 else None
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
     return Positions(distance, mask, angle.cos(), angle.sin(), cache)
@@ -296,30 +302,31 @@ class BaseAttention(nn.Module):
         """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), alpha = softmax_j(a_ijk), for q (B, K, I,
         R), k and v (B, K, J, R); and diagonal_update, (B, I, D), or None where it is no part of the
         update. u (B, I, D) and h (B, J, D) are for the diagonal."""
-        if self.whole_gradient or q.shape[2] == 1:
-            # Compute the weights, (B, K, I, J): they are needed twice, or those of one query
-            alpha = self.scores(q, k, pos, u, h).softmax(dim=-1).type_as(v)
-            return alpha @ v, self.diagonal_update(alpha, h) if self.whole_gradient else None
-        # Torch's fused attention computes the same scores, and keeps few of them in memory
-        b, R = self.bias(pos, u, h), q.shape[-1]
-        if b is not None:
-            b, pad = b.to(q.dtype), -R % 8
-            if pad > 0:  # beside a bias a GPU's fused kernel takes widths that are multiples of 8
-                q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, b, scale=1 / self.tau, is_causal=b is None)
-        return o[..., :R], None
+        if not self.whole_gradient and q.shape[2] > 1:
+            # Training takes these lines: torch's fused attention computes softmax(scores) v, and
+            # keeps few scores in memory. Whoever edits `scores` edits this, too
+            b, R = self.bias(pos, u, h), q.shape[-1]
+            if b is not None:
+                b, pad = b.to(q.dtype), -R % 8
+                if pad > 0:  # beside a bias a GPU's kernel takes widths that are multiples of 8
+                    q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
+            o = F.scaled_dot_product_attention(q, k, v, b, scale=1 / self.tau, is_causal=b is None)
+            return o[..., :R], None
+        # With the whole gradient the weights are needed twice, and of one query they are few
+        alpha = self.scores(q, k, pos, u, h).softmax(dim=-1).type_as(v)
+        return alpha @ v, self.diagonal_update(alpha, h) if self.whole_gradient else None
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
-        """Return a_ijk = k_j . q_i / tau + bias, (B, K, I, J); -inf for keys after the query. The
-        energies use them. Training's attend asks for the bias alone: an edit is one of both."""
+        """Return a_ijk = k_j . q_i / tau + bias, (B, K, I, J); -inf for keys after the query. They
+        are those that torch computes in `attend`."""
         b = self.bias(pos, u, h)
         return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
 
     def bias(self, pos: Positions, u: Tensor | None, h: Tensor) -> Tensor | None:
         """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
         broadcasts: -inf where i may not attend to j, ALiBi's b_ijk = -m_k (i - j) + (b_self_k if
-        i = j else b_cross_k), add_match's products, weighted for each head, and for u the
-        diagonal's scores. None: torch's causal mask alone."""
+        i = j else b_cross_k), add_match's products, weighted for each head, and the diagonal's
+        scores, without u none. None: torch's causal mask alone."""
         b = pos.mask
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
@@ -455,11 +462,13 @@ class CEMAttention(BaseAttention):
 
     def attend_to_h(self, q: Tensor, pos: Positions, u: Tensor,
                     h: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Attend without keys, since k_j . q_i = h_j . (W_K^T q_i): returns what attend does. The
-        queries of all heads are rows of one matrix, so that h is read once."""
+        """Attend without keys, and return what attend does: k_j . q_i = h_j . (W_K^T q_i), so that
+        the scores, the diagonal's too, are products of h with one matrix for all heads, and h is
+        read once. An edit of the scores is one of these lines, too."""
         I, W_K = q.shape[2], self.W_K.unflatten(0, (self.K, -1))  # (K, R, D)
-        # With key_shift=half the first half of a query meets h_(j-1), the second half h_j
         halves = [W_K] if self.cfg.key_shift == 'none' else list(W_K.chunk(2, dim=1))
+        # Map each head's query to a row that meets h_j: W_K^T q_i / tau + d_k * u_i / tau. With
+        # key_shift=half its first half is a row of its own, which meets h_(j-1)
         parts = (q / self.tau).split([W.shape[1] for W in halves], dim=-1)
         rows = [part @ W for part, W in zip(parts, halves, strict=True)]  # (B, K, I, D) each
         if self.kq_diag is not None:
@@ -467,14 +476,15 @@ class CEMAttention(BaseAttention):
             if self.cfg.kq_diag == 'scaled':
                 d_u = self.diag_weight[:, None, None] * d_u
             rows[-1] = rows[-1] + d_u
+        # Multiply all rows by h, move the products with h_(j-1) to key j, and add the bias
         products = torch.cat(rows, dim=1).flatten(1, 2) @ h.mT
-        products = products.unflatten(1, (-1, I)).split(self.K, dim=1)
-        *before, a = products                                    # (B, K, I, J) each
-        for shifted in before:
-            a = a + F.pad(shifted, (1, -1))
+        *with_previous, a = products.unflatten(1, (-1, I)).split(self.K, dim=1)  # (B, K, I, J) each
+        for product in with_previous:
+            a = a + F.pad(product, (1, -1))
         alpha = (a + self.bias(pos, None, h)).softmax(dim=-1).type_as(h)
-        # sum_j alpha_ij h_(j-1) is sum_j alpha_i(j+1) h_j
-        weights = torch.cat([*(F.pad(alpha, (-1, 1)) for _ in before), alpha], dim=1)
+        # Sum h with these weights, and map the sums to values: sum_j alpha_ij h_(j-1) is
+        # sum_j alpha_i(j+1) h_j
+        weights = torch.cat([*(F.pad(alpha, (-1, 1)) for _ in with_previous), alpha], dim=1)
         sums = (weights.flatten(1, 2) @ h).unflatten(1, (-1, I)).split(self.K, dim=1)
         o = torch.cat([x @ W.mT for x, W in zip(sums, halves, strict=True)], dim=-1)
         return o, self.diagonal_update(alpha, h) if self.whole_gradient else None
@@ -588,11 +598,12 @@ class Preconditioner(nn.Module):
     def fold(self, W: Tensor, eta: float) -> Tensor:
         """Return eta times each of the n matrices, applied to its rows of a weight; inside
         fold_once it is computed the first time alone."""
-        if self.folded is None:
+        folded = self.folded  # another thread may end its fold_once
+        if folded is None:
             return eta * self(W)
-        if not self.folded:
-            self.folded.append(eta * self(W))
-        return self.folded[0]
+        if not folded:
+            folded.append(eta * self(W))
+        return folded[0]
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply each of the n matrices to its m rows: (..., n, m, D) -> (..., n, m, D)."""
@@ -648,15 +659,16 @@ class Transformer(nn.Module):
                 cache: Cache | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Without targets return the logits (B, I, vocabulary) of ids (B, I), with targets (B, I)
         their mean loss; the other of the two is None. Targets of -100 do not count (in nanoGPT -1).
-        With next_only return next_logits' alone, (B, vocabulary), of ids that follow those in the
-        cache, if there is one. ValueError for targets of another shape."""
+        With next_only return next_logits' alone, (B, vocabulary). With a cache the ids follow those
+        that it has. ValueError for targets of another shape."""
         if next_only:
             return self.next_logits(idx, cache), None
-        if targets is None:
-            return F.linear(self.hidden(idx), self.head), None
-        if targets.shape != idx.shape:
+        if targets is not None and targets.shape != idx.shape:
             raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
-        return None, self.loss(self.hidden(idx), targets)
+        x = self.hidden(idx) if cache is None else self.hidden(idx, cache)
+        if targets is None:
+            return F.linear(x, self.head), None
+        return None, self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy for x from `hidden`, (B, I, D), and targets (B, I)."""
@@ -684,7 +696,8 @@ class Transformer(nn.Module):
     def next_logits(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after ids (B, I), which follow those in the cache:
         (B, vocabulary)."""
-        return F.linear(self.hidden(idx, cache)[:, -1], self.head).float()
+        x = self.hidden(idx) if cache is None else self.hidden(idx, cache)
+        return F.linear(x[:, -1], self.head).float()
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,

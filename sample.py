@@ -2,7 +2,7 @@
 Generate text with a trained model.
 
     python sample.py                                         with the newest run
-    python sample.py --out_dir=out/RUN --prompt="def " --temperature=0.7 --attn_steps=4
+    python sample.py --out_dir=out/RUN --prompt="def " --temperature=0.7
     python sample.py --prompt_file=intro.txt                 continue the text in a file
 """
 import sys
@@ -18,8 +18,8 @@ from configurator import (
     user_errors,
 )
 from nanocem.documents import read_text
-from nanocem.errors import check
-from nanocem.fast import plug_in
+from nanocem.errors import check, warn
+from nanocem.fast import may_use_cache, plug_in
 from nanocem.runs import load_model, newest_run
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import tokenizer_of
@@ -36,7 +36,7 @@ class SampleConfig:
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
     top_k: int | None = None  # sample only from the k likeliest tokens
-    seed: int = 1337  # seed of the sampling
+    seed: int = 1  # seed of the sampling
     attn_steps: int | None = None  # T of CEM attention; default: as trained
     mlp_steps: int | None = None  # T of the CEM MLP; default: as trained
     use_cache: bool | None = None  # read each token once; default: unless model.py was edited
@@ -60,9 +60,17 @@ def main(argv: list[str]) -> None:
     plug_in(model)
     with user_errors():
         model.set_steps(cfg.attn_steps, cfg.mlp_steps)
+    for name in ('attn_steps', 'mlp_steps'):
+        T, trained = getattr(cfg, name), getattr(model.cfg, name)
+        if T and trained < T:
+            warn(f'{name}={T}: the model has learned to take {trained}. A step keeps its length, '
+                 'so that the total grows, and text gets worse (docs/options.md)')
+    use_cache = cfg.use_cache
+    if use_cache is None:
+        use_cache = may_use_cache(model, '--use_cache=True')
     # Generate text and print it
     text = sample_text(model, tokenizer_of(checkpoint), cfg.prompt, cfg.tokens, cfg.temperature,
-                       cfg.top_k, cfg.seed, cfg.num_samples, use_cache=cfg.use_cache)
+                       cfg.top_k, cfg.seed, cfg.num_samples, use_cache=use_cache)
     print(f'{text}\n---', flush=True)
 
 

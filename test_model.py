@@ -610,11 +610,11 @@ def test_energy_py_as_a_library() -> None:
         torch.testing.assert_close(gradients, torch.nn.functional.silu(z))
 
 
-@pytest.mark.parametrize('n', [None, 0, 64])
+@pytest.mark.parametrize('n', [None, 0, 256])
 def test_energy_py_says_what_text_it_needs(n: int | None, tmp_path: Path) -> None:
     path = tmp_path / 'a'
     path.mkdir() if n is None else path.write_bytes(b'x' * n)
-    with pytest.raises(SystemExit, match='a: expected a file of more than 64 bytes'):
+    with pytest.raises(SystemExit, match='a: expected a file of more than 256 bytes'):
         energy.main(str(path))
 
 

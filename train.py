@@ -44,7 +44,7 @@ from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run
-from nanocem.same import in_use, model_text, outputs
+from nanocem.same import in_use, model_text, outputs_to_keep
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
@@ -59,6 +59,8 @@ class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
     RESETS = (('data', 'tokenizer', 'separator'),)  # those of an earlier text
+    FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
+             'learning_rate', 'device', 'compile')
     data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
@@ -205,7 +207,8 @@ def main(argv: list[str]) -> int:
     peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     optimizers = make_optimizers(raw_model, cfg, dtype)
-    attention = plug_in(raw_model, cfg.attn_impl, dtype, compiled, cfg.loss_impl)
+    attention = plug_in(raw_model, cfg.attn_impl, dtype, compiled, cfg.loss_impl,
+                        flags=True)
     model = compile_for(device, raw_model, attention) if compiled else raw_model
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -244,8 +247,7 @@ def main(argv: list[str]) -> int:
                   'model': asdict(model_cfg), 'data': data_identity, 'max_steps': max_steps,
                   'code': code}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
-        if not resume or edits:  # keep the text, which a later resume compares
-            write_atomic(f'{out_dir}/model.py', model_text().encode())
+        runs.keep_text(out_dir, model_text(), step)
         if step < max_steps:  # an old result is not that of this run
             Path(out_dir, 'result.json').unlink(missing_ok=True)
         if tokenizer.path:
@@ -271,9 +273,10 @@ def main(argv: list[str]) -> int:
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
             'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
-            'precisions': precisions, 'max_steps': max_steps, 'outputs': outputs(raw_model),
-            'code': code, 'edits': edits, 'model_config': asdict(model_cfg), 'data': data_identity,
-            'data_dir': data_dir})
+            'precisions': precisions, 'max_steps': max_steps, 'code': code, 'edits': edits,
+            'recipe': {name: getattr(cfg, name) for name in runs.RECIPE},
+            'model_config': asdict(model_cfg), 'data': data_identity, 'data_dir': data_dir,
+            **outputs_to_keep(raw_model)})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
@@ -310,7 +313,8 @@ def main(argv: list[str]) -> int:
     # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
     started = time.monotonic()
-    last_logged, step_seconds = step, 0.0  # step of the last log line; seconds of the steps since
+    first_step = last_logged = step
+    step_seconds = 0.0  # of the steps since the last line of the log
     val_loss, stopped = None, False
     while step < stop_step and not stopped:
         # Set the learning rate of this step
@@ -366,11 +370,15 @@ def main(argv: list[str]) -> int:
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
             last_logged, step_seconds = step, 0.0
+        # Without a progress bar say early that it runs, and how long it takes
+        left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
+        if bar.disable and step == first_step + 10:
+            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | {tokens_per_s:,.0f} tok/s | '
+                  f'ETA {left}', flush=True)
 
         # Validate, and keep the best weights
         if step % cfg.eval_interval == 0 or is_last:
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
-            left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
             speed = f'{tokens_per_s:,.0f} tok/s'
             if math.isfinite(mfu):
                 speed += f', MFU {mfu:.1%}'

@@ -14,20 +14,22 @@ Shapes: B batch, I queries, D width, K heads, R = D / K.
 """
 import copy
 import importlib.util
+import itertools
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model import Transformer, make_positions
+from model import BaseAttention, Transformer, make_positions
 from nanocem.errors import warn
 from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
-from nanocem.same import find_edits
+from nanocem.same import DEFINITIONS, find_edits
 
 Results = dict[str, Tensor]  # by name
 HAS_TRITON = importlib.util.find_spec('triton') is not None
@@ -43,52 +45,90 @@ ATTENTION = dict(
     block=('forward',), model=('hidden', 'positions'),
     functions=('make_positions', 'causal_mask', 'previous', 'alibi_slopes'))
 LOSS = dict(model=('forward', 'loss'))
-# The cache is model.py's own. It is right where tokens meet in attention alone
-CACHE = ATTENTION | dict(mlp=('forward',), model=('forward', 'hidden', 'positions', 'next_logits',
-                                                      'generate'))
+TABLES = dict(model=('positions',), functions=('make_positions',))
+# The cache is model.py's own, and right where tokens meet in attention alone, as it is written
+CACHE = ATTENTION | dict(
+    attn=(*ATTENTION['attn'], 'recall', 'attend_to_h', 'output_weight'),
+    mlp=('forward', 'output_weight'), norm=('forward',), P=('forward', 'fold'),
+    cache=('begin', 'append', 'previous'),
+    model=('forward', 'hidden', 'positions', 'next_logits', 'generate', 'fold_once'))
+# What LlamaForCausalLM of transformers computes, too
+LLAMA = {name: CACHE[name] for name in ('attn', 'block', 'mlp', 'norm', 'functions')} | dict(
+    model=('hidden', 'positions'))
 # The checksums of these texts (same.py); tests/test_fast.py prints those of today
 TEXTS = {
-    'BaseAttention.add_match': '4831617d', 'BaseAttention.attend': 'cab4d25b',
+    'BaseAttention.add_match': '4831617d', 'BaseAttention.attend': 'd6762020',
     'BaseAttention.bias': 'ef371a76', 'BaseAttention.diagonal_scores': '375695f0',
     'BaseAttention.diagonal_update': 'a3519390', 'BaseAttention.merge_heads': '9a5967e0',
     'BaseAttention.rotate': '03f4c235', 'BaseAttention.scaled_diagonal': 'a8d9f165',
     'BaseAttention.scores': '48e5fada', 'BaseAttention.shift': '22b6afd5',
     'BaseAttention.split_heads': '9f9a6118', 'Block.forward': 'df9fe283',
-    'CEMAttention.forward': '0dbb4b83', 'CEMMLP.forward': 'c9e8830c',
-    'LlamaAttention.forward': '97602449', 'LlamaMLP.forward': '7ba0946a',
-    'Transformer.forward': '0955db84', 'Transformer.generate': 'c818fcd6',
-    'Transformer.hidden': '8731bf27', 'Transformer.loss': '2060a599',
-    'Transformer.next_logits': '254fabf2', 'Transformer.positions': '537c8c4b',
-    'alibi_slopes': '6e1ec471', 'causal_mask': '58831617', 'make_positions': 'f569aaef',
-    'previous': '46eee1b9'}
+    'CEMAttention.attend_to_h': '87644aff', 'CEMAttention.forward': '0dbb4b83',
+    'CEMAttention.output_weight': '8b2ce450', 'CEMAttention.recall': '53dc6499',
+    'CEMMLP.forward': 'c9e8830c', 'CEMMLP.output_weight': '5dea46ce', 'Cache.append': '932e1af2',
+    'Cache.begin': '6205591a', 'Cache.previous': 'ebfee3c8', 'LlamaAttention.forward': '97602449',
+    'LlamaMLP.forward': '7ba0946a', 'NORM_EPS': 'bdf7711f', 'Preconditioner.fold': '06cc1544',
+    'Preconditioner.forward': '3db317ab', 'RMSNorm.forward': '1536aa19',
+    'Transformer.fold_once': '88b873af', 'Transformer.forward': '6ce22b86',
+    'Transformer.generate': 'c818fcd6', 'Transformer.hidden': '8731bf27',
+    'Transformer.loss': '2060a599', 'Transformer.next_logits': 'b9cd6db5',
+    'Transformer.positions': '537c8c4b', 'alibi_slopes': '6e1ec471', 'causal_mask': '58831617',
+    'make_positions': 'f569aaef', 'previous': '46eee1b9'}
 
 
 def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.float32,
-            compiled: bool = False, loss: str = 'auto') -> str:
+            compiled: bool = False, loss: str = 'auto', flags: bool = False) -> str:
     """Plug attention and loss into a model that stays on its device, and whose products are in
-    dtype. Return the name of the attention that runs. With impl=sdpa and loss=whole these are
-    model.py's own; with another word but auto an edit of model.py is no reason against it."""
+    dtype. Return the name of the attention that runs: sdpa is model.py's own. An edit of what one
+    stands for is what runs, and a warning says so, unless impl or loss asks for one by its name;
+    with `flags` the warning names the flags of train.py for that."""
     unplug(model)
-    if loss == 'parts' or (loss == 'auto' and is_as_known(
-            model, LOSS, 'the loss in parts', '--loss_impl=parts') and parts_agree(model)):
-        model.loss = partial(loss_in_parts, model)
-    name = choose_attention(model, impl, dtype, compiled)
-    if impl == 'auto' and name != 'sdpa' and not is_as_known(
-            model, ATTENTION, f'{name} attention', f'--attn_impl={name}'):
-        return 'sdpa'
+    name, edits = choose_attention(model, impl, dtype, compiled), {}
+    # Let model.py's own lines run where they are others than those known
+    if name != impl:
+        found = find_edits(owners(model, ATTENTION), TEXTS)
+        own = own_attention(found) if found else name
+        edits['attention'] = found if own != name else []
+        name = own
+    edits['loss'] = find_edits(owners(model, LOSS), TEXTS) if loss == 'auto' else []
+    # Try what depends on the machine
     if name == 'triton' and not kernels_agree(model, dtype):
-        return 'sdpa'
+        name = 'sdpa'
+    in_parts = loss == 'parts' or (loss == 'auto' and not edits['loss'] and parts_agree(model))
+    # Put what is faster in place
+    if in_parts:
+        model.loss = partial(loss_in_parts, model)
     for block in model.blocks:
         if name != 'sdpa':
             block.attn.attend = partial(ATTEND[name], block.attn)
     if compiled and device_of(model).type == 'cuda':
         plug_tables(model)
+    warn_of_edits(edits, flags)
     return name
+
+
+def own_attention(edits: list[str]) -> str:
+    """Return how an edited model attends: by its own attend, or where that is as it was, and the
+    scores that it leaves to torch are not, by these."""
+    methods = {edit.rpartition('.')[2] for edit in edits}
+    return 'scores' if {'scores', 'causal_mask'} & methods and 'attend' not in methods else 'sdpa'
+
+
+def warn_of_edits(edits: dict[str, list[str]], flags: bool) -> None:
+    """Print a line that says which edits make model.py's own lines run, if any do."""
+    names = dict.fromkeys(name for found in edits.values() for name in found)
+    if not names:
+        return
+    kinds = ' and '.join(kind for kind, found in edits.items() if found)
+    insist = {'attention': '--attn_impl=blockwise (on a GPU triton)', 'loss': '--loss_impl=parts'}
+    how = ' or '.join(insist[kind] for kind, found in edits.items() if found)
+    warn(f'model.py was edited ({", ".join([*names][:3])}): {kinds} run as it has them, which is '
+         'slower or takes more memory' + (f'; {how} insists on the faster way' if flags else ''))
 
 
 def unplug(model: Transformer) -> None:
     """Let model.py's own methods run again. A method that someone else has set stays."""
-    for owner in (model, *(block.attn for block in model.blocks)):
+    for owner in (model, *(block.attn for block in model.blocks if hasattr(block, 'attn'))):
         for name in ('loss', 'attend', 'positions'):
             if is_plug(owner, name):
                 delattr(owner, name)
@@ -100,10 +140,21 @@ def is_plug(owner: Any, name: str) -> bool:
     return function in (loss_in_parts, positions_by_tables, *ATTEND.values())
 
 
-def may_use_cache(model: Any) -> bool:
-    """Return whether model.py's cache gives this model's own tokens: it does where tokens meet in
-    attention alone, as in model.py. If not, print a warning."""
-    return is_as_known(model, CACHE, "generation's cache", '--use_cache=True')
+def may_use_cache(model: Any, flag: str = '') -> bool:
+    """Return whether model.py's cache gives this model's own tokens: not if an edit could let
+    tokens meet elsewhere than in attention as it is written. If so, print a warning, which names
+    the flag that uses it all the same."""
+    edits = find_edits(owners(model, CACHE), TEXTS)
+    if edits:
+        warn(f'model.py was edited ({", ".join(edits[:3])}): text is generated without its cache, '
+             'and read again for each token' + (f'; {flag} uses the cache' if flag else ''))
+    return not edits
+
+
+def is_known_llama(model: Any) -> bool:
+    """Return whether the texts that a Llama runs are those that transformers computes, too."""
+    same_eps = DEFINITIONS['NORM_EPS'] == TEXTS['NORM_EPS']
+    return same_eps and not find_edits(owners(model, LLAMA), TEXTS)
 
 
 # Which attention
@@ -111,7 +162,10 @@ def may_use_cache(model: Any) -> bool:
 def choose_attention(model: Transformer, impl: str, dtype: torch.dtype, compiled: bool) -> str:
     """Return the name of the fastest attention that can run, or the wanted one if it can: sdpa is
     model.py's own, torch's fused attention."""
-    attn, device = model.blocks[0].attn, device_of(model)
+    layers, device = [getattr(block, 'attn', None) for block in model.blocks], device_of(model)
+    if not all(isinstance(attn, BaseAttention) for attn in layers):  # someone's own
+        return 'sdpa'
+    attn = layers[0]
     can_triton = fits_kernels(attn) and runs_triton(device, dtype, attn.cfg.d_model // attn.K)
     if impl in ('sdpa', 'blockwise') or (impl == 'triton' and can_triton):
         return impl
@@ -150,29 +204,28 @@ def runs_triton(device: torch.device, dtype: torch.dtype, head_width: int) -> bo
     return device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
 
 
-def is_as_known(model: Any, definitions: dict[str, tuple[str, ...]], what: str,
-                flag: str) -> bool:
-    """Return whether these definitions, as this model runs them, have the text that is known. If
-    not, print a warning that names them, and the flag that does without."""
-    edits = find_edits(owners(model, definitions), TEXTS)
-    if edits:
-        warn(f'{", ".join(edits[:3])}: not the text of model.py for which {what} stands, so '
-             f'its own lines run; {flag} insists')
-    return not edits
-
-
 def owners(model: Any, definitions: dict[str, tuple[str, ...]]) -> Iterator[tuple[Any, str]]:
     """Yield the owner and the name of each definition, as this model runs it."""
     module = sys.modules[Transformer.__module__]
-    objects = {'model': [model], 'block': list(model.blocks), 'functions': [module],
-               'attn': [block.attn for block in model.blocks],
-               'mlp': [block.mlp for block in model.blocks]}
+    blocks = list(model.blocks)
+    kinds = {'model': [model], 'block': blocks, 'functions': [module], 'cache': [module.Cache],
+             'attn': [getattr(block, 'attn', None) for block in blocks],
+             'mlp': [getattr(block, 'mlp', None) for block in blocks]}
+    sublayers = kinds['attn'] + kinds['mlp']
+    kinds['norm'] = [model.norm, *(getattr(sublayer, 'norm', None) for sublayer in sublayers)]
+    kinds['P'] = [getattr(sublayer, 'P', None) for sublayer in sublayers]
+    seen = set()
     for kind, names in definitions.items():
-        # Of objects of one class, which have no methods of their own, one is enough
-        different = {(type(o), *(id(vars(o)[n]) for n in names if n in vars(o))): o
-                     for o in objects[kind]}
-        for o in different.values():  # what is plugged in is asked for what it stands for
-            yield from ((type(o) if is_plug(o, name) else o, name) for name in names)
+        for o, name in itertools.product(filter(None, kinds[kind]), names):
+            owner = o
+            # A method that the object has not itself is its class's. What is plugged in is asked
+            # for what it stands for
+            is_object = not isinstance(o, type | ModuleType)
+            if is_object and (name not in vars(o) or is_plug(o, name)):
+                owner = type(o)
+            if (id(owner), name) not in seen and (hasattr(owner, name) or name == 'forward'):
+                seen.add((id(owner), name))
+                yield owner, name
 
 
 # Attention
@@ -203,6 +256,13 @@ def blockwise(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
     return torch.cat(outputs, dim=2), torch.cat(updates, dim=1) if updates else None
 
 
+def by_scores(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
+              h: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Attend by the layer's own scores, where they are edited: all of them are in memory."""
+    alpha = attn.scores(q, k, pos, u, h).softmax(dim=-1).type_as(v)
+    return alpha @ v, attn.diagonal_update(alpha, h) if attn.whole_gradient else None
+
+
 def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
                    h: Tensor) -> tuple[Tensor, Tensor | None]:
     """Attend to a whole sequence by the kernels of triton_attention.py, which read k alone."""
@@ -220,7 +280,7 @@ def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tens
     return attn.split_heads(o), None
 
 
-ATTEND = {'blockwise': blockwise, 'triton': triton_kernels}
+ATTEND = {'blockwise': blockwise, 'triton': triton_kernels, 'scores': by_scores}
 
 
 # RoPE
@@ -228,8 +288,7 @@ ATTEND = {'blockwise': blockwise, 'triton': triton_kernels}
 def plug_tables(model: Transformer) -> None:
     """Let a model with RoPE read its angles' cosines and sines from tables. Computed in the graph,
     the compiler would write pow, cos and sin into each kernel that rotates, for each number."""
-    definitions = {'model': ('positions',), 'functions': ('make_positions', 'causal_mask')}
-    if model.cfg.positions == 'rope' and not find_edits(owners(model, definitions), TEXTS):
+    if model.cfg.positions == 'rope' and not find_edits(owners(model, TABLES), TEXTS):
         x = model.embedding.detach()[:1, None].expand(1, model.cfg.context_length, -1)
         pos = make_positions(model.cfg, x)
         model.positions = partial(positions_by_tables, model, pos.cos.clone(), pos.sin.clone())

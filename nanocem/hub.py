@@ -13,9 +13,10 @@ from torch import Tensor
 from configurator import build
 from model import NORM_EPS, ModelConfig, Transformer
 from nanocem.errors import check, fail, warn
+from nanocem.fast import is_known_llama, may_use_cache
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
-from nanocem.same import definitions, differences, find_change, model_file, outputs
+from nanocem.same import differences, find_change, model_file, outputs, outputs_to_keep
 from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -36,16 +37,17 @@ OURS_ALONE = ('size', 'init_std')  # what a plain Llama's config.json says of ou
 MAY_CHANGE = (*OURS_ALONE, 'vocab_size', 'context_length')
 
 
-def is_plain_llama(cfg: ModelConfig) -> bool:
+def is_plain_llama(model: Transformer) -> bool:
     """Return whether transformers' own LlamaForCausalLM computes the same."""
-    return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope' and cfg.tie == 'none'
-            and cfg.key_shift == cfg.match_bias == 'none'
+    cfg = model.cfg
+    return (is_known_llama(model) and cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
+            and cfg.tie == cfg.key_shift == cfg.match_bias == cfg.kq_diag == 'none'
             and cfg.loops == cfg.attn_reuse == cfg.mlp_reuse == 1)
 
 
-def exported_name(name: str, cfg: ModelConfig) -> str:
-    """Return the name that one of our weights has in an export."""
-    if not is_plain_llama(cfg):
+def exported_name(name: str, plain: bool) -> str:
+    """Return the name that one of our weights has in an export, of a plain Llama or another."""
+    if not plain:
         return f'model.{name}'
     layer = ''
     if name.startswith('blocks.'):
@@ -54,10 +56,9 @@ def exported_name(name: str, cfg: ModelConfig) -> str:
     return f'{layer}{LLAMA_NAMES[name]}.weight'
 
 
-def convert_layout(name: str, w: Tensor, cfg: ModelConfig) -> Tensor:
+def convert_layout(name: str, w: Tensor, plain: bool) -> Tensor:
     """Convert a weight from our layout to an export's, or back. Only a plain Llama's differs."""
-    transposed = is_plain_llama(cfg) and name.endswith(('W_O', 'W_d'))
-    return w.T.contiguous() if transposed else w
+    return w.T.contiguous() if plain and name.endswith(('W_O', 'W_d')) else w
 
 
 def export(model: Transformer, folder: str, state: dict[str, Any],
@@ -74,20 +75,22 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
 def check_file(model: Transformer, state: dict[str, Any], what: str) -> None:
     """UserError unless model.py's file computes what this model does, whose classes a script may
     have replaced, and what it did when the weights were trained."""
-    change = state.get('change')
-    if not change:
-        copied = model_file().Transformer(model.cfg)
+    check(not state.get('change'), f'{what} {state.get("change")}')
+    copied = model_file().Transformer(model.cfg)
+    try:
         copied.load_state_dict(model.state_dict())
-        change = find_change(copied, outputs(model))
-        change = change and f'its file {change} than the classes that a script has put in place'
-    check(not change, f'{what} {change}')
+        same = not find_change(copied, outputs(model))
+    except RuntimeError:  # the weights of other layers, or an edit that does not run in float64
+        same = False
+    check(same, f'{what} its file does not compute what the classes do that a script has put in '
+          'place')
 
 
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
     """Write all files of an export."""
-    cfg, plain = model.cfg, is_plain_llama(model.cfg)
+    cfg, plain = model.cfg, is_plain_llama(model)
     # Write the weights. named_parameters lists a tied matrix once, by its first name
-    weights = {exported_name(name, cfg): convert_layout(name, w.detach().to(dtype), cfg)
+    weights = {exported_name(name, plain): convert_layout(name, w.detach().to(dtype), plain)
                for name, w in model.named_parameters()}
     (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
     # Write the tokenizer
@@ -108,7 +111,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
         auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
         config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
-                      **vars(cfg))
+                      read_once=may_use_cache(model), **vars(cfg))
     # BOS is EOS, too: generation stops where the next document would begin
     ids = dict(bos_token_id=tokenizer.bos, eos_token_id=tokenizer.bos,
                pad_token_id=find_pad(tokenizer))
@@ -119,8 +122,8 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     # The folder may be published: of a path on this machine, or on one with Windows, write the name
     run = {name: state[name] for name in ('step', 'data', 'data_dir')}
     rounded = copy.deepcopy(model).to(dtype).float()
-    run |= {'options': vars(cfg), 'outputs': outputs(rounded),
-            'code': None if plain else text_checksum(path / 'model.py')}
+    run |= {'options': vars(cfg), 'code': checksum_of_text(ROOT / 'model.py'),
+            **outputs_to_keep(rounded)}
     data_dir = PureWindowsPath(run['data_dir'])  # it reads the paths of both
     if data_dir.anchor or '..' in data_dir.parts:
         run['data_dir'] = data_dir.name
@@ -141,18 +144,19 @@ def read_export(folder: str) -> dict[str, Any]:
     # Find the name that each parameter has in the file. A tied matrix is there by its first name
     with torch.device('meta'):
         model = Transformer(cfg)
-    exported = {w: exported_name(name, cfg) for name, w in model.named_parameters()}
+    plain = kind == 'llama'
+    exported = {w: exported_name(name, plain) for name, w in model.named_parameters()}
     try:
         found = load_file(f'{folder}/{WEIGHTS_FILE}')
     except SafetensorError as error:  # of half a file, or of Git LFS's pointer to one
         fail(f'{folder}/{WEIGHTS_FILE} is damaged, or not downloaded: copy it again ({error})')
-    shapes = {exported[w]: convert_layout(name, w, cfg).shape
+    shapes = {exported[w]: convert_layout(name, w, plain).shape
               for name, w in model.named_parameters()}
     different = sorted(name for name in found.keys() | shapes.keys()
                        if name not in found or found[name].shape != shapes.get(name))
     check(not different, f'{folder} is not an export of a model of this version: config.json does '
           f'not describe the weights, or some are missing: {different[:3]}')
-    weights = {name: convert_layout(name, found[exported[w]].float(), cfg)
+    weights = {name: convert_layout(name, found[exported[w]].float(), plain)
                for name, w in model.named_parameters(remove_duplicate=False)}
     run = config['run']
     if cfg.vocab_size > run['data']['vocab_size']:
@@ -160,11 +164,15 @@ def read_export(folder: str) -> dict[str, Any]:
               f'{run["data"]["vocab_size"]}; later ones, such as added chat tokens, have no text '
               'here', flush=True)
     code = Path(folder, 'model.py')
-    if code.is_file() and text_checksum(code) != run.get('code'):
+    if code.is_file() and checksum_of_text(code) != run.get('code'):
         warn(f'{code} was edited, and is not the model.py here, which computes these numbers; '
              'transformers runs the one in the folder')
     if 'transformers_version' in config:  # it was saved there, and may have been trained on
         run = {name: value for name, value in run.items() if name != 'outputs'}
+        if not (is_plain_llama(model) if plain else checksum_of_text(ROOT / 'model.py')
+                == run.get('code')):
+            warn(f'{folder}: model.py here is not the one that was exported, and no logits were '
+                 'kept by which to tell whether it computes the same')
     # The weights fit other options, too, but were not trained with them
     trained = vars(build(ModelConfig, run.get('options', vars(cfg))))
     changed = differences({name: value for name, value in trained.items()
@@ -174,9 +182,9 @@ def read_export(folder: str) -> dict[str, Any]:
     return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
 
 
-def text_checksum(path: Path) -> int:
-    """Return the checksum of what a model.py says, without its comments."""
-    return zlib.crc32(repr(definitions(path.read_text(encoding='utf-8'))).encode())
+def checksum_of_text(path: Path) -> int:
+    """Return the checksum of a text file, whatever its line ends."""
+    return zlib.crc32(path.read_text(encoding='utf-8').encode())
 
 
 def fixed_in_llama(d_model: int, n_head: int) -> dict[str, Any]:

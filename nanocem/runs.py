@@ -9,6 +9,7 @@ import pickle
 import statistics
 import zipfile
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -131,9 +132,11 @@ def check_resumable(start: Start, train: dict[str, Any], cfg: ModelConfig, data:
     config, state, path = start.config, start.state or {}, start.out_dir
     check('code' in config, f'the run in {path} was begun by an older train.py: '
           f'--init_from={path} with another --out_dir trains its weights on')
-    check_match(path, (config['train'], {name: train[name] for name in RECIPE}),
-                (with_defaults(config['model']), asdict(cfg)), (config['data'], data),
-                (state.get('model_config', {}), asdict(cfg)), (state.get('data', {}), data))
+    recipe = {name: train[name] for name in RECIPE}
+    check_match(path, (config['train'], recipe), (state.get('recipe', {}), recipe),
+                (with_defaults(config['model']), asdict(cfg)),
+                (state.get('model_config', {}), asdict(cfg)),
+                (config['data'], data), (state.get('data', {}), data))
     took = state.get('max_steps', config['max_steps'])
     check(took == steps, f'the run in {path} takes {took:,} steps (now {steps:,}), and had the '
           f'learning rates of that length: --init_from={path} with another --out_dir trains its '
@@ -145,15 +148,29 @@ def check_code(start: Start, model: Transformer, code: dict[str, str]) -> list[d
     Return all edits since the run began, each with its step. UserError if the weights no longer
     give what they gave."""
     state, path = start.state, start.out_dir
-    names = differing(state['code'], code)
-    edit = f'{short_list(names)} differ; diff {path}/model.py {model_py.__file__}' if names else ''
+    names, edits = differing(state.get('code', code), code), state.get('edits', [])
+    edit = f'model.py was edited since step {state["step"]:,}: {short_list(names)}'
     change = describe_change(model, state)
-    check(not change, f'{path} cannot be resumed: {change}' + (f' ({edit})' if edit else ''))
+    check(not change, f'{path} cannot be resumed: {change}' + (f'. {edit}' if names else ''))
     if not names:
-        return state['edits']
-    warn(f'model.py was edited since step {state["step"]:,}: {edit}. The logits are as they were, '
-         'and the run goes on')
-    return [*state['edits'], {'after_step': state['step'], 'definitions': names}]
+        return edits
+    kept = 'The logits are as they were' if 'outputs' in state else 'There are no logits to compare'
+    warn(f'{edit}. {kept}, and the run goes on: diff {text_until(path, state["step"])} '
+         f'{model_py.__file__}')
+    return [*edits, {'after_step': state['step'], 'definitions': names}]
+
+
+def keep_text(out_dir: str, text: str, step: int) -> None:
+    """Keep a text of model.py in a run's folder, and the one until this step if it was another."""
+    path = Path(out_dir, 'model.py')
+    if path.exists() and path.read_text(encoding='utf-8') != text:
+        path.rename(text_until(out_dir, step))
+    if not path.exists():
+        write_atomic(str(path), text.encode())
+
+
+def text_until(out_dir: str, step: int) -> str:
+    return f'{out_dir}/model_until_{step}.py'
 
 
 def short_list(names: list[str]) -> str:
@@ -279,8 +296,8 @@ def describe_change(model: Transformer, state: dict[str, Any]) -> str:
     change = find_change(model, state['outputs'])
     if not change:  # an unknown option that changes nothing is no change
         return ''
-    return (f'this model.py {change}' + (f'; {lacks}' if lacks else '') + '. An energy of your own '
-            'runs through the file that trained it, as docs/new_energy.py does')
+    return (change + (f'; {lacks}' if lacks else '') + '. An energy of your own runs through the '
+            'file that trained it, as docs/new_energy.py does')
 
 
 def load_weights(model: Transformer, state: dict[str, Any], path: str) -> None:

@@ -1,31 +1,34 @@
 """
-Is it the same? Three questions, which nobody else asks.
+Is it the same? Three questions, asked here alone:
 
     Does this code with these weights give what it gave?     outputs, find_change
-    Was model.py edited?                                     definitions, find_edits
-    Are these plain values equal?                            differences
+    Was model.py edited?                                     definitions, in_use, find_edits
+    Are these plain values equal?                            differences, differing
 
 A checkpoint, an export and a web page keep some logits of their own weights, and whoever loads them
-compares. So an edit that computes something else is found, and so are damaged weights and other
-options. What no logit shows, a detach or a dropout, is told by the text of model.py.
+compares. So an edit that computes something else is found, and so are other options, and weights of
+the layers that have changed. What no logit shows, a detach or a dropout, is told by the text of
+model.py.
 """
 import ast
+import contextlib
 import copy
 import importlib.util
 import inspect
 import sys
 import textwrap
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
 import model as model_py
+from nanocem.errors import warn
 
-N_IDS, EVERY = 64, 21  # ids that a model reads, and of every how many-th one logits are kept
+N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and tokens whose logits are kept
 N_LOGITS = 16  # of a token, evenly spaced
 MOST_ERROR = 1e-6  # of the logits' norm; in float64 machines differ by 1e-12
 
@@ -38,27 +41,51 @@ def outputs(model: Any) -> list[str]:
     # A GPU of Apple has no float64
     device = 'cuda' if model.head.device.type == 'cuda' else 'cpu'
     vocab_size, length = len(model.head), min(N_IDS, model.cfg.context_length)
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+    tokens = [n for n in TOKENS if n < length] or [length - 1]
+    with fixed_numbers(device), torch.autocast(device, enabled=False):
         # Unlike to(dtype), double() leaves complex numbers alone, such as an edit's rotations
         exact = copy.deepcopy(model).to(device).double().eval()
         idx = torch.arange(length, device=device)[None] * 7919 % vocab_size
         kept = torch.linspace(0, vocab_size - 1, N_LOGITS, device=device).long()
-        logits = exact(idx)[0][0, ::EVERY, kept]
+        logits = exact(idx)[0][0, tokens][:, kept]
     return [' '.join(f'{x:.10g}' for x in row) for row in logits.tolist()]
+
+
+@contextlib.contextmanager
+def fixed_numbers(device: str) -> Iterator[None]:
+    """Inside there are no gradients, and the same random numbers each time, which those outside do
+    not notice."""
+    gpus = [torch.cuda.current_device()] if device == 'cuda' else []
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(gpus):
+        torch.manual_seed(0)
+        yield
+
+
+def outputs_to_keep(model: Any) -> dict[str, list[str]]:
+    """Return what a checkpoint keeps: the outputs, or nothing and a warning where an edit of
+    model.py does not run in float64 or cannot be copied. A run does not end for that."""
+    try:
+        return {'outputs': outputs(model)}
+    except Exception as error:  # of an edit, which may raise any
+        reason = (str(error).strip() or 'no reason given').splitlines()[0]
+        warn(f'this model.py cannot be checked ({type(error).__name__}: {reason:.150}): a '
+             'checkpoint keeps no logits by which a later edit would be told')
+        return {}
 
 
 def find_change(model: Any, kept: list[str]) -> str:
     """Return how far the model's outputs are from those that its checkpoint keeps, or ''."""
     try:
         found = as_numbers(outputs(model))
-    except Exception as error:  # of an edit, which may raise any
-        return f'does not run ({type(error).__name__}: {error})'
-    n = min(len(found), len(kept))  # a longer context has more
-    found, expected = found[:n], as_numbers(kept)[:n]
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    except Exception as error:
+        return f'it does not run ({type(error).__name__}: {error})'
+    expected = as_numbers(kept)
+    n = min(len(found), len(expected))  # a longer context has more
+    error = float((found[:n] - expected[:n]).norm() / expected[:n].norm().clamp(min=1e-30))
     if error <= MOST_ERROR:  # false for NaN
         return ''
-    return f'gives other logits with these weights (off by {error:.1g} of their norm)'
+    return (f'its logits are not those that were kept (off by {error:.1g} of their norm): model.py '
+            'or the weights have changed')
 
 
 def as_numbers(lines: list[str]) -> torch.Tensor:
@@ -67,6 +94,11 @@ def as_numbers(lines: list[str]) -> torch.Tensor:
 
 
 # Was model.py edited?
+
+def model_text() -> str:
+    """Return the text of model.py as it was when the program began."""
+    return TEXT
+
 
 def syntax(node: Any) -> Any:
     """Return what a part of a program says, without its comments, docstrings and line ends. All
@@ -104,51 +136,79 @@ def definitions(text: str) -> dict[str, str]:
     return found
 
 
+def codes_of(code: CodeType) -> dict[str, CodeType]:
+    """Return the compiled functions and methods of a program, by their names."""
+    found = {}
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            found[part.co_qualname] = part
+            found |= codes_of(part)
+    return found
+
+
+# The text that the program began with. Whoever saves model.py while it runs, runs the earlier one
+TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
+DEFINITIONS = definitions(TEXT)
+CODES = codes_of(compile(TEXT, model_py.__file__, 'exec'))
+
+
 def checksum_of(function: Any) -> str:
     """Return the checksum of the text of a function or method; '' for one without text, such as a
     partial, or one that was typed into a console."""
+    code = code_of(function)
+    if code is None:
+        return ''
+    if code == CODES.get(code.co_qualname):  # it is model.py's own
+        return DEFINITIONS.get(code.co_qualname, '')
     try:
-        text = inspect.getsource(inspect.unwrap(function))
-        return checksum(ast.parse(textwrap.dedent(text)).body[0])
+        return checksum(ast.parse(textwrap.dedent(inspect.getsource(code))).body[0])
     except (OSError, TypeError, SyntaxError, IndexError):
         return ''
 
 
+def code_of(function: Any) -> CodeType | None:
+    """Return the code of a function, without a decorator of torch or of Python. A wrapper of
+    anyone else's is another function, whatever it says that it wraps."""
+    while hasattr(function, '__wrapped__'):
+        file = getattr(getattr(function, '__code__', None), 'co_filename', '')
+        if file != contextlib.__file__ and '/torch/' not in file.replace('\\', '/'):
+            break
+        function = function.__wrapped__
+    return getattr(function, '__code__', None)
+
+
 def in_use() -> dict[str, str]:
     """Return the definitions of model.py, and those that a script has put in their place."""
-    found = definitions(model_text())
-    for name in found:
+    found = dict(DEFINITIONS)
+    for name in CODES.keys() & found.keys():
         value = model_py
         for part in name.split('.'):
             value = getattr(value, part, None)
-        code = getattr(inspect.unwrap(value), '__code__', None) if callable(value) else None
-        if code and (code.co_filename, code.co_qualname) != (model_py.__file__, name):
-            found[name] = checksum_of(value)
+        found[name] = checksum_of(value)
     return found
 
 
-def model_text() -> str:
-    return Path(model_py.__file__).read_text(encoding='utf-8')
-
-
-def model_file() -> ModuleType:
+def model_file(text: str = TEXT) -> ModuleType:
     """Return model.py as its file has it, without classes that a script has put in their place."""
     spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', model_py.__file__)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    exec(compile(text, model_py.__file__, 'exec'), vars(module))
     return module
 
 
 def find_edits(methods: Iterable[tuple[Any, str]], known: dict[str, str]) -> list[str]:
-    """Return those methods whose text is not the known one. Each is given by its owner, an object
-    or a module, and its name."""
+    """Return the names of those methods whose text is not the known one. Each method is given by
+    its owner, an object, a class or a module, and its name."""
     edits = {}
     for owner, name in methods:
-        method = getattr(owner, name)
-        qualified = getattr(inspect.unwrap(method), '__qualname__', '')
+        method = getattr(owner, name, None)
+        code = code_of(method)
+        qualified = code.co_qualname if code else ''
         if known.get(qualified) != checksum_of(method):
-            known_as = qualified.endswith(name)
-            edits[qualified if known_as else f'{type(owner).__name__}.{name}'] = None
+            if not qualified.endswith(name):
+                kind = owner if isinstance(owner, type) else type(owner)
+                qualified = name if isinstance(owner, ModuleType) else f'{kind.__name__}.{name}'
+            edits[qualified] = None
     return list(edits)
 
 

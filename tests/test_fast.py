@@ -1,7 +1,6 @@
 """nanocem/fast.py: each faster way against model.py's lines, and which one runs where."""
 import copy
 import functools
-import inspect
 import shutil
 import subprocess
 import sys
@@ -18,8 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model as model_py
 from model import CEMAttention, ModelConfig, Transformer, make_positions
-from nanocem import fast, triton_attention
-from nanocem.same import checksum_of
+from nanocem import fast, same, triton_attention
 from test_model import SETS, TINY, describe, randomize
 
 OLD = (fast.HAS_TRITON and triton_attention.triton.__version__.startswith('3.6.')
@@ -162,13 +160,13 @@ def test_a_wrong_loss_in_parts_is_not_used(monkeypatch: pytest.MonkeyPatch,
 def test_the_texts_are_model_pys() -> None:
     """Whoever changes one of these definitions looks whether what stands for it still does the
     same, and copies the new table into nanocem/fast.py."""
-    today = {}
+    today = {'NORM_EPS': same.DEFINITIONS['NORM_EPS']}
     for kind in ('llama', 'cem'):
         model = Transformer(ModelConfig(**SMALL, attn=kind, mlp=kind))
-        for definitions in (fast.ATTENTION, fast.LOSS, fast.CACHE):
+        for definitions in (fast.ATTENTION, fast.LOSS, fast.TABLES, fast.CACHE, fast.LLAMA):
             for owner, name in fast.owners(model, definitions):
-                method = inspect.unwrap(getattr(owner, name))
-                today[method.__qualname__] = checksum_of(method)
+                name = same.code_of(getattr(owner, name)).co_qualname
+                today[name] = same.DEFINITIONS[name]
     assert today == fast.TEXTS, '\n' + ', '.join(
         f'{name!r}: {text!r}' for name, text in sorted(today.items()))
 
@@ -181,7 +179,7 @@ def soft_cap(attend: Callable) -> Callable:
 
 
 def clamped(scores: Callable) -> Callable:
-    return lambda self, *args: scores(self, *args).clamp(max=10)
+    return lambda self, *args: scores(self, *args).clamp(max=0.1)
 
 
 def masked(bias: Callable) -> Callable:
@@ -238,26 +236,50 @@ def test_an_edit_is_what_runs(place: str, edit: str, options: dict, dtype: torch
         setattr(objects[-1], edit, bind(edited, objects[-1]))
     right, _ = model(idx)
     assert not torch.allclose(right, unedited)
-    assert fast.plug_in(model, dtype=dtype, compiled=True) == 'sdpa'
+    assert fast.plug_in(model, dtype=dtype, compiled=True, flags=True) == 'sdpa'
     line = capsys.readouterr().err
-    assert edit in line and '--attn_impl=blockwise insists' in line
+    assert edit in line and '--attn_impl=blockwise (on a GPU triton) insists' in line
     assert torch.equal(model(idx)[0], right)
     # The cache goes by text, too
     assert not fast.may_use_cache(model)
     assert edit in capsys.readouterr().err
 
 
-def test_an_edit_of_scores_is_one_of_two(capsys: pytest.CaptureFixture) -> None:
-    """torch computes the scores inside attend. So blockwise, which asks for them, stands for
-    neither when one is edited."""
-    model, idx = randomize(Transformer(ModelConfig(**SMALL)), seed=3), torch.arange(12)[None]
-    right = model(idx)[0]
+@pytest.mark.parametrize('kq_diag', ['none', 'shared'])
+@torch.no_grad()
+def test_an_edit_of_scores_is_followed(kq_diag: str, capsys: pytest.CaptureFixture) -> None:
+    """torch computes the scores inside attend. Where the layer's own are edited, these run."""
+    model = randomize(Transformer(ModelConfig(**SMALL, kq_diag=kq_diag)), seed=3)
+    idx = torch.arange(12)[None]
+    unedited = model(idx)[0]
     for block in model.blocks:
         block.attn.__class__ = type('Edited', (CEMAttention,),
                                     {'scores': clamped(CEMAttention.scores)})
-    assert fast.plug_in(model) == 'sdpa'
-    assert torch.equal(model(idx)[0], right)
+    assert fast.plug_in(model) == 'scores'
     assert 'scores' in capsys.readouterr().err
+    logits = model(idx)[0]
+    assert not torch.allclose(logits, unedited)
+    # The same as where model.py's own lines need the scores
+    fast.unplug(model)
+    for block in model.blocks:
+        block.attn.whole_gradient, block.attn.diagonal_update = True, lambda *of: torch.zeros(())
+    torch.testing.assert_close(logits, model(idx)[0])
+
+
+@torch.no_grad()
+def test_an_edited_mask_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of two tokens, by a mask. torch's own causal mask would leave it out."""
+    model = randomize(Transformer(ModelConfig(**SMALL, attn='llama')), seed=3)
+    mask = model_py.causal_mask
+    monkeypatch.setattr(model_py, 'causal_mask',
+                        lambda distance: mask(distance).masked_fill(distance > 1, -torch.inf))
+    idx = torch.arange(12)[None]
+    assert fast.plug_in(model) == 'scores'
+    other = idx.clone()
+    other[0, 4] = 40
+    changed = (model(idx)[0] != model(other)[0]).any(-1)[0]
+    n_layer = model.cfg.n_layer
+    assert changed.tolist() == [4 <= n <= 4 + n_layer for n in range(12)]
 
 
 @pytest.mark.parametrize('flag', ['auto', 'parts', 'whole'])
@@ -277,12 +299,12 @@ def test_an_edited_loss_is_what_trains(edit: str, flag: str,
         Edited.forward = forward
     model, idx = Edited(ModelConfig(**SMALL)), torch.arange(12)[None]
     right = model(idx, idx)[1]
-    fast.plug_in(model, loss=flag)
+    fast.plug_in(model, loss=flag, flags=True)
     line = capsys.readouterr().err
     assert ('--loss_impl=parts insists' in line and edit in line) == (flag == 'auto')
     assert ('loss' in vars(model)) == (flag == 'parts')
     if flag != 'parts':
-        assert torch.equal(model(idx, idx)[1], right)
+        torch.testing.assert_close(model(idx, idx)[1], right, rtol=1e-5, atol=0)
 
 
 def test_comments_and_docstrings_are_no_edit(tmp_path: Path) -> None:

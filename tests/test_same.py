@@ -68,7 +68,7 @@ def test_an_edit_is_told(edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     text = edited_text(*lines)
     other = load_text(text, tmp_path, monkeypatch).Transformer(model.cfg)
     other.load_state_dict(model.state_dict())
-    assert ('gives other logits' in same.find_change(other, kept)) == shown
+    assert ('are not those that were kept' in same.find_change(other, kept)) == shown
     assert same.differing(same.in_use(), same.definitions(text))
 
 
@@ -102,7 +102,7 @@ def test_rounding_is_no_change(residual: str) -> None:
     assert same.find_change(model, kept) == ''
     with torch.no_grad():
         model.blocks[0].mlp.V[3, 3] += 1e-3
-    assert 'gives other logits' in same.find_change(model, kept)
+    assert 'are not those that were kept' in same.find_change(model, kept)
 
 
 def test_damaged_weights_and_nan_are_told() -> None:
@@ -110,7 +110,7 @@ def test_damaged_weights_and_nan_are_told() -> None:
     kept = same.outputs(model)
     with torch.no_grad():
         model.embedding[7919 % 300] = math.nan
-    assert 'gives other logits' in same.find_change(model, kept)
+    assert 'are not those that were kept' in same.find_change(model, kept)
     model.blocks[0].mlp.W = None
     assert 'does not run (TypeError' in same.find_change(model, kept)
 
