@@ -318,7 +318,7 @@ def test_an_export_carries_what_it_computes(
         patch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
         for place in folder, trained:
             load_model(place)
-            said = f'Warning: {place}: this model.py gives other logits with these weights'
+            said = f'Warning: {place}: its logits are not those that were kept'
             # What another program has trained on gives other logits anyway
             assert (said in capsys.readouterr().err) == (place == folder)
         again, state = load_model(folder)
@@ -350,7 +350,7 @@ def test_pretrained_models_carry_what_they_compute(
     assert 'Warning' not in capsys.readouterr().err
     monkeypatch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
     load_model(str(running.ROOT / 'pretrained' / name))
-    assert 'this model.py gives other logits' in capsys.readouterr().err
+    assert 'its logits are not those that were kept' in capsys.readouterr().err
 
 
 def test_another_program_s_model_is_refused_in_a_line(tmp_path: Path) -> None:

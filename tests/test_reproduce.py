@@ -100,7 +100,7 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
         assert reproduce.read_own() == {}
-    said = 'CEMMLP.forward of model.py differ, and this model.py gives other logits'
+    said = 'its logits are not those that were kept'
     assert said in capsys.readouterr().err
     (good / 'config.json').write_text(config)
     (good / 'result.json').unlink()

@@ -180,9 +180,9 @@ def test_a_class_that_was_edited_in_place_is_said(
         shutil.copytree(halves[stop != 12], out)
     monkeypatch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
     if stop != 12:  # after its end nothing is resumed
-        with pytest.raises(SystemExit, match=r'cannot be resumed: this model.py gives'):
+        with pytest.raises(SystemExit, match=r'cannot be resumed: its logits are not'):
             train.main([f'--out_dir={out}', RESUME])
-    warning = f'Warning: {out}: this model.py gives other logits with these weights'
+    warning = f'Warning: {out}: its logits are not those that were kept'
     for options in [], ['--attn_steps=1']:  # other options are no other model.py
         monkeypatch.undo()
         tuned = [*TINY, *options, f'--init_from={out}', '--tokens=1']

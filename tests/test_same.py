@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -51,22 +50,15 @@ def edited_text(old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-def load_text(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    (tmp_path / 'model.py').write_text(text, encoding='utf-8')
-    with monkeypatch.context() as patch:
-        patch.setattr(model_py, '__file__', str(tmp_path / 'model.py'))
-        return same.model_file()
-
-
 @pytest.mark.parametrize('edit', EDITS)
-def test_an_edit_is_told(edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_is_told(edit: str) -> None:
     shown, *lines = EDITS[edit]
     rope = dict(positions='rope') if 'window' in edit else {}  # ALiBi weighs such distances as 0
     model = randomize(Transformer(ModelConfig(**OPTIONS | rope)), seed=3).float()
     kept = same.outputs(model)
     assert same.find_change(model, kept) == ''
     text = edited_text(*lines)
-    other = load_text(text, tmp_path, monkeypatch).Transformer(model.cfg)
+    other = same.model_file(text).Transformer(model.cfg)
     other.load_state_dict(model.state_dict())
     assert ('are not those that were kept' in same.find_change(other, kept)) == shown
     assert same.differing(same.in_use(), same.definitions(text))
@@ -163,13 +155,15 @@ def test_a_run_goes_on_with_an_edit_that_changes_no_logit(tmp_path: Path) -> Non
     (tmp_path / 'model.py').write_text(edited_text(*EDITS['SiLU -> GELU'][1:]))
     refused = train(tmp_path, '--out_dir=o', RESUME)
     assert refused.returncode == 1 and 'Traceback' not in refused.stderr
-    assert 'gives other logits with these weights' in refused.stderr
-    assert 'LlamaMLP.forward, CEMMLP.forward differ; diff o/model.py' in refused.stderr
+    assert 'its logits are not those that were kept' in refused.stderr
+    assert 'edited since step 2: LlamaMLP.forward, CEMMLP.forward' in refused.stderr
     # A dropout, and then the text of before
     (tmp_path / 'model.py').write_text(edited_text(*EDITS['a dropout'][1:]))
     resumed = train(tmp_path, '--out_dir=o', RESUME, '--stop_step=4')
-    assert resumed.returncode == 75 and 'Transformer.hidden differ' in resumed.stderr
+    assert resumed.returncode == 75 and 'step 2: Transformer.hidden. The' in resumed.stderr
+    assert 'diff o/model_until_2.py' in resumed.stderr
     assert 'F.dropout' in (tmp_path / 'o/model.py').read_text()
+    assert (tmp_path / 'o/model_until_2.py').read_text() == same.model_text()
     (tmp_path / 'model.py').write_text(same.model_text())
     ended = train(tmp_path, '--out_dir=o', RESUME)
     assert ended.returncode == 0 and 'edited since step 4' in ended.stderr, ended.stderr
