@@ -171,7 +171,7 @@ def main(argv: list[str]) -> int:
 
     # Compute the number of steps. A CEM model trains on as many tokens as the Llama of its size
     tokens_per_step = cfg.batch_size * length
-    max_steps = runs.count_steps(vars(cfg), model_cfg)
+    max_steps = count_steps(cfg, model_cfg)
 
     # Go on with a run if it is the same. One that has ended stays as it is
     if resume:
@@ -433,6 +433,15 @@ def main(argv: list[str]) -> int:
             print(text, flush=True)
             log(step, sample=text)
     return 0
+
+
+def count_steps(cfg: TrainConfig, model_cfg: ModelConfig) -> int:
+    """Return how many steps a run takes. Without `tokens` it reads tokens_per_param tokens for each
+    parameter of the Llama of the same shape."""
+    with torch.device('meta'):
+        llama_params = Transformer(model_cfg.llama()).num_params()
+    tokens = cfg.tokens or cfg.tokens_per_param * llama_params
+    return math.ceil(tokens / (cfg.batch_size * model_cfg.context_length))
 
 
 def divide_batch(cfg: TrainConfig, length: int, world_size: int) -> int:

@@ -32,8 +32,6 @@ RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_l
 WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
            'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
            'mlp_match')
-# Options that a new run's folder is named for, where they are not `none`
-IN_NAME = {'preconditioner': 'P', 'kq_diag': 'diagonal', 'key_shift': 'half', 'match_bias': 'match'}
 Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
 
@@ -201,24 +199,15 @@ def read_config(out_dir: str) -> dict[str, Any]:
     return config
 
 
-def count_steps(train: dict[str, Any], cfg: ModelConfig) -> int:
-    """Return how many steps a run of these training options takes. Without `tokens` it reads
-    tokens_per_param tokens for each parameter of the Llama of the same shape."""
-    with torch.device('meta'):
-        llama_params = Transformer(cfg.llama()).num_params()
-    tokens = train['tokens'] or train['tokens_per_param'] * llama_params
-    return math.ceil(tokens / (train['batch_size'] * cfg.context_length))
-
-
 def read_result(out_dir: str, config: dict[str, Any]) -> dict[str, Any]:
     """Read the result.json of a run with this config.json. {} if the run has not ended. UserError
-    if it is damaged, or that of fewer or more tokens; KeyError if it lacks them."""
+    if it is damaged, or that of fewer or more steps; KeyError if it lacks them."""
     result = read_json(f'{out_dir}/result.json')
     if result is None:
         return {}
-    train, cfg = config['train'], build(ModelConfig, config['model'])
-    tokens = count_steps(train, cfg) * train['batch_size'] * cfg.context_length
-    check(result['tokens'] == tokens, f'{out_dir}/result.json is that of {result["tokens"]:,} '
+    steps = config.get('max_steps', result['steps'])  # the config.json of an older run has none
+    tokens = steps * config['train']['batch_size'] * config['model']['context_length']
+    check(result['steps'] == steps, f'{out_dir}/result.json is that of {result["tokens"]:,} '
           f'tokens, and config.json asks for {tokens:,}: --init_from=resume ends the run')
     return result
 
@@ -232,6 +221,10 @@ def split_failed(y: Losses) -> tuple[Losses, set[str]]:
         if loss < min(math.inf, median + 0.5):
             finished[model, seed] = loss
     return finished, {model for model, seed in y if (model, seed) not in finished}
+
+
+# Options that a new run's folder is named for, where they are not `none`
+IN_NAME = {'preconditioner': 'P', 'kq_diag': 'diagonal', 'key_shift': 'half', 'match_bias': 'match'}
 
 
 def new_folder(out_dir: str | None, cfg: ModelConfig) -> str:

@@ -51,7 +51,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
     config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg,
-              'data': {'val checksum': 1, 'test checksum': 1}, 'code': in_use()}
+              'data': {'val checksum': 1, 'test checksum': 1}, 'max_steps': 2, 'code': in_use()}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
@@ -279,7 +279,8 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     bpe = write_run(place / 'out/bpe', Path('bpe'), model_of())
-    (bpe / 'result.json').write_text('{"test_loss": null, "parameters": 1234567, "tokens": 64}')
+    (bpe / 'result.json').write_text(
+        '{"test_loss": null, "parameters": 1234567, "steps": 2, "tokens": 64}')
     evaluate.main(['--compare=out/run,out/bpe'])
     assert Path('out/results/compare-run-bpe.png').exists()
     assert cells(capsys.readouterr().out) == [
@@ -291,7 +292,8 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     assert line.get_label() == 'run out/run'
     assert line.get_xydata().tolist() == [[1000, 5], [4000, 4]]
     assert 'compared' not in evaluate.compare_runs(['out/run', 'out/run']).text
-    (bpe / 'result.json').write_text('{"test_loss": 1.5, "tokens": 32}')  # of a shorter run
+    (bpe / 'result.json').write_text(  # of a shorter run
+        '{"test_loss": 1.5, "steps": 1, "tokens": 32}')
     text = evaluate.compare_runs(['out/run', 'out/bpe']).text
     assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
     (bpe / 'result.json').unlink()
@@ -324,7 +326,7 @@ def test_a_run_of_another_model_py_is_named(place: Path) -> None:
 
 def test_an_edit_in_the_middle_of_a_run_is_named(place: Path) -> None:
     edits = [{'after_step': 1500, 'definitions': ['CEMMLP.forward', 'alibi_slopes']}]
-    Path('out/run/result.json').write_text(json.dumps({'tokens': 64, 'edits': edits}))
+    Path('out/run/result.json').write_text(json.dumps({'steps': 2, 'tokens': 64, 'edits': edits}))
     assert ('out/run: CEMMLP.forward, alibi_slopes of model.py were edited after step 1,500.'
             in evaluate.compare_runs(['out/run']).text)
 

@@ -90,8 +90,8 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
         reproduce.read_own()
         assert 'is that of another run' in capsys.readouterr().err
     (good / 'config.json').write_text(config)
-    (good / 'result.json').write_text(whole)
-    (good / 'result.json').write_text(whole.replace('"tokens": 160', '"tokens": 80'))
+    shorter = whole.replace('"steps": 10,', '"steps": 5,').replace('"tokens": 160', '"tokens": 80')
+    (good / 'result.json').write_text(shorter)
     assert reproduce.read_own() == {} and 'is that of 80 tokens' in capsys.readouterr().err
     (good / 'result.json').write_text(whole)
     # Another text of model.py counts where it computes something else
@@ -119,11 +119,12 @@ def write_run(run: Run, root: str = 'out/reproduce', name: str | None = None,
     train, cfg = configs(run_options(run))
     text = reproduce.TEXTS[cfg.vocab_size] | data
     step = train.batch_size * cfg.context_length
+    steps = math.ceil(train.tokens / step)
     (folder / 'config.json').write_text(json.dumps({
         'train': asdict(train), 'model': asdict(cfg) | {'vocab_size': text['vocab_size']},
-        'data': text}))
+        'data': text, 'max_steps': steps}))
     (folder / 'result.json').write_text(json.dumps({
-        'tokens': math.ceil(train.tokens / step) * step, 'parameters': 9, 'test_loss': 2.0,
+        'steps': steps, 'tokens': steps * step, 'parameters': 9, 'test_loss': 2.0,
         'val_bits_per_byte': bits, 'test_bits_per_byte': bits}))
     return str(folder)
 
