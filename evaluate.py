@@ -438,33 +438,47 @@ def report_attention(run: 'Evaluated') -> Report:
 def compare_runs(folders: Sequence[str]) -> Report:
     """Report the results of runs and the options in which they differ, and plot their training
     losses. A line names what makes the losses incomparable. UserError if a folder has no run."""
+    configs = [read_config(folder) for folder in folders]
+    results, notes = compare_results(folders, configs)
+    parts = [results]
+    different = differing_options(configs)
+    if different:
+        parts.append(markdown_table(['option', *folders], different))
+    reasons = [name for name, *_ in different if name in MUST_AGREE]
+    if reasons:
+        notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
+    return Report('Runs', '\n\n'.join([*parts, *notes]), plot_training_losses(folders),
+                  picture_name('compare', *folders))
+
+
+def compare_results(folders: Sequence[str],
+                    configs: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+    """Format the results of runs, which have these config.json. Return the table, and notes on
+    results that do not count and on edits of model.py in the middle of a run."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
              'test_bits_per_byte', 'seconds')
-    rows = []
-    all_options = []
-    notes = []
-    figure = Figure((7, 4), layout='constrained')
-    axes = figure.subplots()
-    axes.set(xlabel='tokens', ylabel='training loss, nats a token')
-    for folder in folders:
-        config = read_config(folder)
-        options = config['train'] | with_defaults(config['model'])
-        options |= {name: config.get('data', {}).get(name) for name in CHECKSUMS}
-        edited = differing(config.get('code', {}), in_use())
-        options['model.py'] = f'another: {short_list(edited)}' if edited else 'this one'
-        all_options.append(options)
-        # Add a row of results. There are none before the run ends
+    rows, notes = [], []
+    for folder, config in zip(folders, configs, strict=True):
+        # Before a run ends it has no result, and its row is empty
         result = {}
         try:
             result = read_result(folder, config)
         except UserError as error:
             notes.append(f'No result of {folder}: {error}.')
+        cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
+        rows.append([folder, *cells])
         for edit in result.get('edits', []):
             notes.append(f'{folder}: {short_list(edit["definitions"])} of model.py were edited '
                          f'after step {edit["after_step"]:,}.')
-        cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
-        rows.append([folder, *cells])
-        # Plot the training loss
+    return markdown_table(['run', *names], rows), notes
+
+
+def plot_training_losses(folders: Sequence[str]) -> Figure:
+    """Plot the training loss of each run over the tokens that it has read."""
+    figure = Figure((7, 4), layout='constrained')
+    axes = figure.subplots()
+    axes.set(xlabel='tokens', ylabel='training loss, nats a token')
+    for folder in folders:
         lines = []  # of a run that has just begun
         if os.path.exists(f'{folder}/log.jsonl'):
             lines = read_json_lines(f'{folder}/log.jsonl')
@@ -473,17 +487,30 @@ def compare_runs(folders: Sequence[str]) -> Report:
                   label=f'run {folder}')
     for label in axes.legend(fontsize=7).get_texts():
         label.set_parse_math(False)
-    text = markdown_table(['run', *names], rows)
-    # Find the options in which the runs differ. Some of them make losses incomparable
-    shared = [name for name in all_options[0] if all(name in options for options in all_options)]
-    values = [[name, *(str(options[name]) for options in all_options)] for name in shared]
-    different = [row for row in values if len(set(row[1:])) > 1 and row[0] != 'out_dir']
-    if different:
-        text += f'\n\n{markdown_table(["option", *folders], different)}'
-    reasons = [name for name, *_ in different if name in MUST_AGREE]
-    if reasons:
-        notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
-    return Report('Runs', '\n\n'.join([text, *notes]), figure, picture_name('compare', *folders))
+    return figure
+
+
+def differing_options(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return the options in which runs with these config.json differ, each with its value in every
+    run. The checksums of the data, and the text of model.py, count as options."""
+    # Collect the options of each run
+    all_options = []
+    for config in configs:
+        options = config['train'] | with_defaults(config['model'])
+        for name in CHECKSUMS:
+            options[name] = config.get('data', {}).get(name)
+        edited = differing(config.get('code', {}), in_use())
+        options['model.py'] = f'another: {short_list(edited)}' if edited else 'this one'
+        all_options.append(options)
+    # Compare those that all have: an older run lacks some
+    different = []
+    for name in all_options[0]:
+        if name == 'out_dir' or not all(name in options for options in all_options):
+            continue
+        values = [str(options[name]) for options in all_options]
+        if len(set(values)) > 1:
+            different.append([name, *values])
+    return different
 
 
 # The command line
