@@ -3,10 +3,8 @@ import contextlib
 import glob
 import io
 import itertools
-import math
 import os
 import pickle
-import statistics
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -32,7 +30,6 @@ RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_l
 WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
            'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
            'mlp_match')
-Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
 
 # What a run starts from
@@ -210,17 +207,6 @@ def read_result(out_dir: str, config: dict[str, Any]) -> dict[str, Any]:
     check(result['steps'] == steps, f'{out_dir}/result.json is that of {result["tokens"]:,} '
           f'tokens, and config.json asks for {tokens:,}: --init_from=resume ends the run')
     return result
-
-
-def split_failed(y: Losses) -> tuple[Losses, set[str]]:
-    """Return the losses of runs that did not fail, and the models with failed runs. A run fails if
-    y is not finite, or 0.5 nats above the median of the model's seeds."""
-    finished = {}
-    for (model, seed), loss in y.items():
-        median = statistics.median(other for (name, _), other in y.items() if name == model)
-        if loss < min(math.inf, median + 0.5):
-            finished[model, seed] = loss
-    return finished, {model for model, seed in y if (model, seed) not in finished}
 
 
 # Options that a new run's folder is named for, where they are not `none`

@@ -8,9 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -22,28 +22,35 @@ from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
 
 import reproduce
+import study
 from model import SIZES, Transformer
-from reproduce import FAMILIES, FIGURES, FIRST, MODELS, STUDY_SIZES, Run, configs, run_options
+from nanocem.report import read_csv
 from results.tokens import verdicts
 from running import ROOT, write_data
+from study import FIRST, RESULTS, HeldOut, Result, Run, configs, load_study, run_options
+
+STUDY = load_study()
+FAMILIES, FIGURES = STUDY.families, STUDY.figures
 
 
 def test_options_are_those_of_the_published_runs() -> None:
     cells = (f'{folder}/cells.csv' for folder in FAMILIES[1:])
-    runs = reproduce.read_runs(*cells, *(f'{folder}/runs.csv' for folder in FAMILIES))
-    for (size, model), row in {run[:2]: row for run, row in runs.items()}.items():
+    runs = study.read_runs(*cells, *(f'{folder}/runs.csv' for folder in FAMILIES))
+    rows = {(run.size, run.model): row for run, row in runs.items()}
+    for (size, model), row in rows.items():
         _, cfg = configs(run_options(Run(size, model, 0.01, 1)))
         with torch.device('meta'):
             parameters = Transformer(cfg).num_params()
         assert int(row.get('parameters', parameters)) == parameters, model
         special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1 or cfg.loops > 1
-        assert (MODELS[model]['mlp'] != 'plain') == special, model
+        assert (STUDY.models[model]['mlp'] != 'plain') == special, model
+    assert get_args(reproduce.FigureName) == (*FIGURES, 'all')
     for figure, size in itertools.product(FIGURES, ('nano', 'XS', '86m', '256m')):
         for run in reproduce.planned(figure, size):
             configs(run_options(run))
     for size in ('xs', 's'):
         assert configs(f'config/{size}.py --learning_rate=1') == configs(
-            f'{STUDY_SIZES[size.upper()]["options"]} --learning_rate=1')
+            f'{STUDY.options[size.upper()]} --learning_rate=1')
 
 
 def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -51,7 +58,7 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Then it is read; folders that are none, damaged or other runs are not."""
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path / 'data')
-    monkeypatch.setitem(reproduce.SIZE_OPTIONS, 'XS', (
+    monkeypatch.setitem(STUDY.options, 'XS', (
         '--n_layer=1 --d_model=8 --d_mlp=8 --n_head=1 --context_length=8 --batch_size=2 '
         '--tokens=160 --data=data --vocab_size=257 --compile=False --tensorboard=False'))
     run = Run('XS', 'cem-1-twice', 0.014, 1)
@@ -61,17 +68,18 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     reproduce.print_todo([run], 'out/reproduce')
     assert '--init_from=resume' in capsys.readouterr().out
     # It read another text than the study's. Then this text is the study's
-    ((found, result),) = reproduce.read_own().items()
-    assert found[:4] == run[:4] and found.data.startswith('data (')
-    assert result['y'] == result['test_loss'] and result['panel'].endswith('; per token')
-    data = json.loads(Path(result['folder'], 'config.json').read_text())['data']
-    text = {name: data[name] for name in reproduce.TEXTS[257]}
-    monkeypatch.setitem(reproduce.TEXTS, 257, text)
-    ((found, result),) = reproduce.read_own().items()
-    val, test = reproduce.read_csv(f'{FIRST}/text.csv')
-    bits = sum(result[f'{row["split"]}_bits_per_byte'] * int(row['bytes']) for row in (val, test))
+    ((found, result),) = study.read_own().items()
+    assert astuple(found)[:4] == astuple(run)[:4] and found.data.startswith('data (')
+    written = json.loads(Path(result.folder, 'result.json').read_text())
+    assert result.y == written['test_loss'] and str(result.held_out).endswith('; per token')
+    data = json.loads(Path(result.folder, 'config.json').read_text())['data']
+    text = {name: data[name] for name in STUDY.texts[257]}
+    monkeypatch.setitem(STUDY.texts, 257, text)
+    ((found, result),) = study.read_own().items()
+    val, test = read_csv(f'{FIRST}/text.csv')
+    bits = sum(written[f'{row["split"]}_bits_per_byte'] * int(row['bytes']) for row in (val, test))
     tokens = int(val['llama_tokens']) + int(test['llama_tokens'])
-    assert found == run and result['y'] == pytest.approx(math.log(2) * bits / tokens)
+    assert found == run and result.y == pytest.approx(math.log(2) * bits / tokens)
     # Leave strange folders out, and take a run that train.py has given up as failed
     (good,) = Path('out/reproduce/XS').iterdir()
     config, whole = ((good / name).read_text() for name in ('config.json', 'result.json'))
@@ -81,33 +89,33 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
             (good.name, 'result.json', '{"tokens": 1}'), (good.name, 'result.json', '{')):
         (good.parent / name).mkdir(exist_ok=True)
         (good.parent / name / file).write_text(content)
-        reproduce.read_own()
+        study.read_own()
         assert f'{good.parent}/{name} is left out: ' in (error := capsys.readouterr().err)
     assert 'left out: no size XS has a model cem-9 here' in error
     for option in '"test_tokens": 10000000', '"init_from": "scratch"':
         other = config.replace(option, option.replace('10000000', '300').replace('scratch', 'run'))
         (good / 'config.json').write_text(other)
-        reproduce.read_own()
+        study.read_own()
         assert 'is that of another run' in capsys.readouterr().err
     (good / 'config.json').write_text(config)
     shorter = whole.replace('"steps": 10,', '"steps": 5,').replace('"tokens": 160', '"tokens": 80')
     (good / 'result.json').write_text(shorter)
-    assert reproduce.read_own() == {} and 'is that of 80 tokens' in capsys.readouterr().err
+    assert study.read_own() == {} and 'is that of 80 tokens' in capsys.readouterr().err
     (good / 'result.json').write_text(whole)
     # Another text of model.py counts where it computes something else
     (good / 'config.json').write_text(config.replace('"CEMMLP.forward": "', '"CEMMLP.forward": "x'))
-    assert len(reproduce.read_own()) == 1
+    assert len(study.read_own()) == 1
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
-        assert reproduce.read_own() == {}
+        assert study.read_own() == {}
     said = 'its logits are not those that were kept'
     assert said in capsys.readouterr().err
     (good / 'config.json').write_text(config)
     (good / 'result.json').unlink()
-    assert reproduce.read_own() == {}
+    assert study.read_own() == {}
     log = [json.dumps({'step': n, 'event': 'skipped'}) for n in range(11)]
     (good / 'log.jsonl').write_text('\n'.join(log))
-    assert math.isinf(reproduce.read_own()[run]['y'])
+    assert math.isinf(study.read_own()[run].y)
 
 
 def write_run(run: Run, root: str = 'out/reproduce', name: str | None = None,
@@ -117,7 +125,7 @@ def write_run(run: Run, root: str = 'out/reproduce', name: str | None = None,
     folder = Path(root, run.size, name or f'{run.model}_rate={run.rate:g}_seed={run.seed}')
     folder.mkdir(parents=True, exist_ok=True)
     train, cfg = configs(run_options(run))
-    text = reproduce.TEXTS[cfg.vocab_size] | data
+    text = STUDY.texts[cfg.vocab_size] | data
     step = train.batch_size * cfg.context_length
     steps = math.ceil(train.tokens / step)
     (folder / 'config.json').write_text(json.dumps({
@@ -130,10 +138,10 @@ def write_run(run: Run, root: str = 'out/reproduce', name: str | None = None,
 
 
 def test_the_studys_text_is_that_of_text_csv() -> None:
-    for row in reproduce.read_csv(f'{FIRST}/text.csv'):
+    for row in read_csv(f'{FIRST}/text.csv'):
         name = f'{row["split"]} tokens'
-        assert reproduce.TEXTS[2048][name] == int(row['bpe2048_tokens'])
-        assert reproduce.TEXTS[257][name] == int(row['bytes']) + int(row['documents'])
+        assert STUDY.texts[2048][name] == int(row['bpe2048_tokens'])
+        assert STUDY.texts[257][name] == int(row['bytes']) + int(row['documents'])
 
 
 LAST = Run('S', 'attn-1-none', 0.0157, 4)  # a run of the second family
@@ -141,10 +149,10 @@ LAST = Run('S', 'attn-1-none', 0.0157, 4)  # a run of the second family
 
 def keep(monkeypatch: pytest.MonkeyPatch, *left_out: Run) -> None:
     """Publish all runs but these."""
-    for script in reproduce, verdicts:
-        kept = {run: row for run, row in script.read_published().items()
-                if run[:4] not in {each[:4] for each in left_out}}
-        monkeypatch.setattr(script, 'read_published', lambda kept=kept: kept)
+    rows = study.read_published_rows
+    for script in study, verdicts:
+        monkeypatch.setattr(script, 'read_published_rows', lambda families: {
+            run: row for run, row in rows(families).items() if run not in left_out})
 
 
 @pytest.mark.parametrize(('data', 'counts'), [
@@ -160,7 +168,7 @@ def test_rows_count_runs_of_the_studys_text_alone(
     if not counts:  # The picture is the one of the first case, which draws it.
         monkeypatch.setattr(Figure, 'savefig', lambda *of, **options: None)
     reproduce.main([])
-    found = reproduce.read_all()
+    found = study.read_all()
     error = capsys.readouterr().err
     own = {}
     assert Path('out/reproduce/runs.csv').exists() == counts
@@ -168,15 +176,15 @@ def test_rows_count_runs_of_the_studys_text_alone(
         verdicts.main(['--runs=out/reproduce/runs.csv'])
         assert 'reproduce.py --effects=out/reproduce/effects.csv draws' in capsys.readouterr().out
         reproduce.main(['--effects=out/reproduce/effects.csv'])
-        own = verdicts.read_runs(Path('out/reproduce/runs.csv'))
-        assert reproduce.read_csv('out/reproduce/effects.csv') == list(csv.DictReader(
+        own = study.read_runs('out/reproduce/runs.csv')
+        assert read_csv('out/reproduce/effects.csv') == list(csv.DictReader(
             io.StringIO(verdicts.effects_csv({folder.name: verdicts.judge(folder, own)
                                               for folder in verdicts.RULES}))))
     (effect,) = [effect for claim, effects, _ in verdicts.judge(verdicts.STUDY / 'second', own)
                  if claim['id'] == 'a1' for effect in effects if effect.size == 'S']
     assert list(effect.by_seed) == ([1, 2, 3, 4] if counts else [1, 2, 3])
     assert (f'{folder} is left out: it read data/english (' in error) == (not counts)
-    assert (LAST in reproduce.finished(found)) == counts
+    assert (LAST in study.finished(found)) == counts
 
 
 def test_figures_average_no_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -185,12 +193,12 @@ def test_figures_average_no_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.chdir(tmp_path)
     for model in 'llama', 'attn-1-none':
         run = next(run for run in reproduce.planned('2a', 'S') if run.model == model)
-        write_run(run._replace(seed=5), 'out/figures', **{'val checksum': 1})
+        write_run(replace(run, seed=5), 'out/figures', **{'val checksum': 1})
         for seed in 1, 2:
             write_run(Run('nano', model, 0.016, seed), 'out/figures', **{'test tokens': seed})
-    found = reproduce.read_all()
+    found = study.read_all()
     points = reproduce.collect('2a', 'S', found)
-    seeds = {(p.model, p.panel.startswith('English manuals')): p.seeds for p in points}
+    seeds = {(p.model, p.held_out.data == 'English manuals'): p.seeds for p in points}
     assert seeds['llama', True] == '1 2 3 4' and seeds['llama', False] == '5'
     table = reproduce.figure_table('2a', points, found)
     assert table.count('| English manuals, vocabulary 2,048') == 3
@@ -208,23 +216,23 @@ def test_each_run_that_is_left_out_has_a_line(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.chdir(tmp_path)
     keep(monkeypatch, LAST)
     first = write_run(LAST, 'out/figures')
-    copied = LAST._replace(seed=1)
-    y = reproduce.read_published()[copied]['y']
-    rows = reproduce.read_csv(f'{FIRST}/text.csv')
+    copied = replace(LAST, seed=1)
+    y = study.read_published()[copied].y
+    rows = read_csv(f'{FIRST}/text.csv')
     n_bytes, n_tokens = (sum(int(row[name]) for row in rows) for name in ('bytes', 'llama_tokens'))
     lines = {
         write_run(LAST, bits=1.6): f'{first} is the same run',
         write_run(LAST, name='attn-1-none_rate=1.57e-2_seed=4'): f'{first} is the same run',
         write_run(copied): f'the run is published with a loss of {y:.4f}; here it is '
                            f'{math.log(2) * 1.5 * n_bytes / n_tokens:.4f}',
-        write_run(LAST._replace(seed=102)): 'seeds from 101 on choose learning rates',
-        write_run(LAST._replace(rate=0.03)): 'no row has its model at its size, rate and seed'}
-    found = reproduce.read_all()
+        write_run(replace(LAST, seed=102)): 'seeds from 101 on choose learning rates',
+        write_run(replace(LAST, rate=0.03)): 'no row has its model at its size, rate and seed'}
+    found = study.read_all()
     reproduce.leave_out_of_rows(found)
     error = capsys.readouterr().err
     for folder, reason in lines.items():
         assert error.count(f'{folder} is left out: {reason}\n') == 1, (folder, error)
-    assert error.count('\n') == len(lines) and found[LAST]['folder'] == first
+    assert error.count('\n') == len(lines) and found[LAST].folder == first
     # A picture of bars has one rate of each model
     points = reproduce.collect('2c', 'S', found)
     assert len({p.model for p in points}) == len(points)
@@ -234,24 +242,24 @@ def test_each_run_that_is_left_out_has_a_line(monkeypatch: pytest.MonkeyPatch, t
     assert '_rate=0.03_seed=4 is left out: figure 2c has its model at the rate 0.0157' in error
     assert '_seed=102 is left out: at S figure 2c has the seeds below 101 alone' in error
     write_run(Run('S', 'cem-2', 0.0125, 6))
-    reproduce.collect('3a', 'S', reproduce.read_all())
+    reproduce.collect('3a', 'S', study.read_all())
     assert 'seed=6 is left out: at S figure 3a has the seeds from 101 alone' in (
         capsys.readouterr().err)
 
 
 def test_a_run_is_published_once() -> None:
-    folders = *FAMILIES, reproduce.FIGURE_DATA
+    folders = *FAMILIES, RESULTS / 'figures'
     paths = [f'{FIRST}/more_seeds.csv', *(f'{folder}/runs.csv' for folder in folders)]
-    rows = [row for path in paths for row in reproduce.read_csv(path)]
-    assert len(rows) == len(reproduce.read_published())
+    rows = [row for path in paths for row in read_csv(path)]
+    assert len(rows) == len(study.read_published())
 
 
 def test_a_model_has_one_rate_at_a_size() -> None:
     """Of two rates the later line of a CSV would count. One model has two, by mistake."""
-    runs = [*reproduce.planned_cells(FAMILIES), *reproduce.read_runs(f'{FIRST}/more_seeds.csv')]
+    runs = [*study.planned_cells(FAMILIES), *study.read_runs(f'{FIRST}/more_seeds.csv')]
     rates: dict[tuple[str, str], set[float]] = {}
     for run in runs:
-        if run.seed < reproduce.TRIAL_SEEDS:
+        if run.seed < study.TRIAL_SEEDS:
             rates.setdefault((run.size, run.model), set()).add(run.rate)
     assert [cell for cell, values in rates.items() if len(values) > 1] == [('XS', 'cem-2-normed')]
 
@@ -259,15 +267,15 @@ def test_a_model_has_one_rate_at_a_size() -> None:
 def test_the_claims_picture() -> None:
     """It has the rows of claims.csv, which are in the page's table: the last family's if it has
     an interval; no text is cut off or small."""
-    effects = reproduce.read_csv(f'{FIRST}/effects.csv')
+    effects = read_csv(f'{FIRST}/effects.csv')
     rows = reproduce.claim_rows(effects)
     page = (ROOT / 'results/README.md').read_text(encoding='utf-8')
-    assert len(rows) == len(reproduce.read_csv(f'{reproduce.RESULTS}/claims.csv')) <= 24
+    assert len(rows) == len(read_csv(f'{RESULTS}/claims.csv')) <= 24
     for row in rows:
         assert f'{row.effect:+.1f} ({row.low:+.1f} to {row.high:+.1f})' in page, row.label
     # With two seeds of each model at M the third family decides on the headline
-    M = {(*run[:3], 2): row | {'seed': '2'} for run, row in verdicts.read_published().items()
-         if run[0] == 'M'}
+    M = {replace(run, seed=2): row | {'seed': '2'}
+         for run, row in study.read_published_rows(FAMILIES).items() if run.size == 'M'}
     later = {folder.name: verdicts.judge(folder, M) for folder in verdicts.RULES}
     decided = {(claim['A'], claim['B']): effects[-1] for claim, effects, _ in later['third']
                if effects}
@@ -293,9 +301,9 @@ def test_the_claims_picture() -> None:
 # The paper's figures
 
 def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> None:
-    found = reproduce.read_published()
-    rows = [row for folder in (*FAMILIES, reproduce.FIGURE_DATA)
-            for row in reproduce.read_csv(f'{folder}/runs.csv')]
+    found = study.read_published()
+    rows = [row for folder in (*FAMILIES, RESULTS / 'figures')
+            for row in read_csv(f'{folder}/runs.csv')]
     for figure in FIGURES:
         for point in reproduce.collect(figure, 'XS', found):
             cell = ('XS', point.model, point.rate)
@@ -312,11 +320,14 @@ def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> N
         assert (math.log(star[0]), star[1]) == pytest.approx((best.x, best.fun), abs=2e-3)
 
 
+def text(data: str) -> HeldOut:
+    return HeldOut(data, 257, 128, 10_000_000)
+
+
 def draw_sweep(*runs: tuple[float, float]) -> tuple[list, list, str]:
     """Draw one model's curve of (rate, perplexity), where an infinite one is a failed run. Return
     the lines and the stars of the picture, and the legend's text."""
-    found = {Run('nano', 'llama', rate, 1):
-             {'y': math.log(perplexity), 'panel': 'a; per token', 'parameters': 1.0, 'tokens': 1.0}
+    found = {Run('nano', 'llama', rate, 1): Result(math.log(perplexity), 1.0, 1.0, text('a'))
              for rate, perplexity in runs}
     axes = reproduce.draw_figure('3a', reproduce.collect('3a', 'nano', found)).axes[0]
     curves = [line.get_xydata() for line in axes.lines if len(line.get_xydata()) > 100]
@@ -359,7 +370,7 @@ def test_a_star_between_two_near_neighbours() -> None:
 
 def test_a_curve_has_equal_seeds_and_no_failed_run() -> None:
     """A mean over other seeds, or over those that did not fail, is no point of a curve."""
-    points = reproduce.collect('3a', 'XS', reproduce.read_published())
+    points = reproduce.collect('3a', 'XS', study.read_published())
     curve = [p for p in points if p.model == 'llama']
     n = min(range(len(curve)), key=lambda n: curve[n].perplexity)
     assert reproduce.segments(curve) == [curve]
@@ -369,7 +380,7 @@ def test_a_curve_has_equal_seeds_and_no_failed_run() -> None:
 
 
 def test_both_llamas_are_drawn_and_planned_once() -> None:
-    found = reproduce.read_published()
+    found = study.read_published()
     for figure, row in FIGURES.items():
         points = reproduce.collect(figure, None, found)
         assert {(p.size, p.x) for p in points if p.model == 'llama-alibi'} >= {
@@ -390,14 +401,14 @@ def test_both_llamas_are_drawn_and_planned_once() -> None:
 def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                              capsys: pytest.CaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
-    found = {Run('nano', model, 0.016, seed, panel):
-             {'y': y, 'panel': f'{panel}; per token', 'parameters': 1.0, 'tokens': 1.0}
-             for model, seed, y, panel in (
+    found = {Run('nano', model, 0.016, seed, data): Result(y, 1.0, 1.0, text(data))
+             for model, seed, y, data in (
                  ('llama', 1, 4.0, 'a'), ('attn-1-none', 1, 4.1, 'a'), ('llama', 2, 5.0, 'b'),
                  ('attn-1-none', 2, 5.1, 'b'), ('attn-1-plain', 1, math.inf, 'a'))}
     points = reproduce.collect('2a', 'nano', found)
     picture = reproduce.draw_figure('2a', points)
-    assert [ax.get_title() for ax in picture.axes] == ['2a: a; per token', '2a: b; per token']
+    assert [ax.get_title() for ax in picture.axes] == [
+        f'2a: {data}, vocabulary 257, context 128, 10 M test tokens; per token' for data in 'ab']
     table = reproduce.figure_table('2a', points, found)
     assert re.search(r'attn-1-plain .* nan +\| failed: 1 ', table)
     failed = Run('nano', 'attn-1-plain', 0.016, 1, 'a')  # alone it has a table, but no picture

@@ -1,6 +1,7 @@
 """results/tokens/verdicts.py: the rules, and the words and numbers that were published."""
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,13 +9,12 @@ import pytest
 from scipy.stats import t as student
 from scipy.stats import ttest_ind, ttest_rel
 
-import reproduce
 from nanocem.report import read_csv
-from nanocem.runs import split_failed
 from results.copies import tables
 from results.tokens import verdicts
 from results.tokens.verdicts import RULES, Effect, compare, decide, judge, noise_by_kind
 from running import ROOT
+from study import Run, load_study, read_published_rows, read_runs, split_failed
 
 
 @pytest.mark.parametrize(('kinds', 'means_of_seeds'), [
@@ -119,9 +119,8 @@ def test_published_words_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_each_family_has_a_rule_and_is_planned() -> None:
     """A later family's noise is that of the models of its claims."""
-    assert [str(folder) for folder in RULES
-            if verdicts.STUDY in (folder, folder.parent)] == reproduce.FAMILIES
-    assert verdicts.TRIAL_SEEDS == reproduce.TRIAL_SEEDS
+    assert [folder for folder in RULES
+            if verdicts.STUDY in (folder, folder.parent)] == load_study().families
     for folder in [*RULES][1:]:
         claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
         tables = RULES[folder](folder, claims, {})
@@ -130,23 +129,22 @@ def test_each_family_has_a_rule_and_is_planned() -> None:
             assert tables['perplexity', size].noise.keys() == models
 
 
-def row_of(run: verdicts.Run, y: float) -> dict[str, str]:
-    size, model, _, seed = run
-    return {'size': size, 'model': model, 'seed': str(seed), 'y': str(y)}
+def row_of(run: Run, y: float) -> dict[str, str]:
+    return {'size': run.size, 'model': run.model, 'seed': str(run.seed), 'y': str(y)}
 
 
 def test_runs_of_ones_own_count_where_they_are_planned() -> None:
     """An unplanned one, one of a trial, or another of a published run changes nothing."""
-    third, published = verdicts.STUDY / 'third', verdicts.read_published()
+    third, published = verdicts.STUDY / 'third', read_published_rows(load_study().families)
     words = [(effects, word) for _, effects, word in judge(third)]
-    M = next(run for run in published if run[:2] == ('M', 'llama'))
-    for run in M, (*M[:3], 9), (*M[:3], 101), (M[0], M[1], 0.5, M[3]):
+    M = next(run for run in published if (run.size, run.model) == ('M', 'llama'))
+    for run in M, replace(M, seed=9), replace(M, seed=101), replace(M, rate=0.5):
         own = {run: row_of(run, 9.5)}
         assert [(effects, word) for _, effects, word in judge(third, own)] == words
-    planned = verdicts.read_runs(third / 'cells.csv')
+    planned = read_runs(f'{third}/cells.csv')
     missing = {run: row_of(run, math.inf) for run in planned if run not in published}
     if missing:
-        failed = {run[1] for run in missing if run[0] == 'M'}
+        failed = {run.model for run in missing if run.size == 'M'}
         for claim, effects, word in judge(third, missing):
             if {claim['A'], claim['B']} & failed and 'M' in claim['sizes'].split():
                 assert math.isinf(effects[-1].d) and word == 'does not hold'

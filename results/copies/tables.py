@@ -13,14 +13,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / 'tokens')]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'tokens')]
 
 from matplotlib.figure import Figure
+
+from nanocem.files import write_atomic
+from nanocem.report import markdown_table, read_csv
+from study import TRIAL_SEEDS, Row, Run
 from verdicts import (
     RULES,
-    TRIAL_SEEDS,
-    Row,
-    Run,
     Tables,
     effects_csv,
     judge,
@@ -28,9 +29,6 @@ from verdicts import (
     pooled_over_sizes,
     verdict_table,
 )
-
-from nanocem.files import write_atomic
-from nanocem.report import markdown_table, read_csv
 
 SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... and both options',
          'attn-1-none': 'CEM attention', 'attn-1-copies': '... and both options'}

@@ -39,7 +39,7 @@ from nanocem.files import read_json, read_json_lines
 from nanocem.hardware import compile_for
 from nanocem.report import read_csv
 from nanocem.tokenizers import tokenizer_of
-from reproduce import loss_per_llama_token
+from study import loss_per_llama_token
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
            'seconds', 'val_bits_per_byte', 'test_bits_per_byte', 'y', 'repeated_targets',

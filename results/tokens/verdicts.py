@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 STUDY = Path(__file__).resolve().parent
-sys.path.insert(0, str(STUDY.parents[1]))  # configurator.py is two folders above
+# configurator.py is two folders above, study.py one
+sys.path[:0] = [str(STUDY.parents[1]), str(STUDY.parent)]
 
 import numpy as np
 from scipy.stats import t as student
@@ -36,14 +37,21 @@ from scipy.stats import t as student
 from configurator import PathStr, build, command_line, read_options
 from nanocem.files import write_atomic
 from nanocem.report import markdown_table, read_csv
-from nanocem.runs import Losses, split_failed
+from study import (
+    TRIAL_SEEDS,
+    Losses,
+    Row,
+    Run,
+    load_study,
+    planned_cells,
+    read_published_rows,
+    read_runs,
+    split_failed,
+)
 
 EFFECTS = STUDY / 'effects.csv'
-TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 COLUMNS = ('family', 'id', 'claim', 'A', 'B', 'unit', 'size', 'seeds', 'effect_%', 'low_%',
            'high_%', 'above_%', 'below_%', 'verdict')  # of effects.csv
-Row = dict[str, str]  # of a CSV
-Run = tuple[str, str, float, int]  # size, model, learning rate, seed
 
 
 # The interval of a paired difference
@@ -208,27 +216,11 @@ def losses_by_size(rows: Iterable[Row]) -> dict[str, Losses]:
     return y
 
 
-def read_runs(path: Path) -> dict[Run, Row]:
-    """Read a CSV that has a run in each row."""
-    return {(row['size'], row['model'], float(row['rate']), int(row['seed'])): row
-            for row in read_csv(str(path))}
-
-
-def read_published() -> dict[Run, Row]:
-    """Read the published runs of the families in this folder, which count each other's."""
-    paths = 'more_seeds.csv', 'runs.csv', 'second/runs.csv', 'third/runs.csv'
-    return {run: row for path in paths for run, row in read_runs(STUDY / path).items()}
-
-
 def planned_rows(folders: list[Path], own: dict[Run, Row]) -> list[Row]:
     """Return the rows of the runs that the first and these later families plan. Each may have been
     published by any family in this folder, or be one of the own runs."""
-    first, *later = folders
-    planned = [*read_runs(first / 'runs.csv')]
-    for folder in later:
-        planned += read_runs(folder / 'cells.csv')
-    planned += read_runs(STUDY / 'more_seeds.csv')
-    known = own | read_published()
+    planned = [*planned_cells(folders), *read_runs(f'{STUDY}/more_seeds.csv')]
+    known = own | read_published_rows(load_study().families)
     return [known[run] for run in planned if run in known]
 
 
@@ -308,7 +300,7 @@ class VerdictsConfig:
 @command_line
 def main(argv: list[str]) -> None:
     cfg = build(VerdictsConfig, read_options(argv, VerdictsConfig))
-    own = read_runs(Path(cfg.runs)) if cfg.runs else {}
+    own = read_runs(cfg.runs) if cfg.runs else {}
     families = {folder.name: judge(folder, own) for folder in RULES}
     print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
           'the interval over seeds, and each seed alone.\n')

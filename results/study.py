@@ -1,0 +1,316 @@
+"""
+The study: its sizes, models and text, the runs that were published, and your own runs in out/.
+
+The scripts of this folder import what they share from here; load_study() reads the files when it
+is first called. Each family of claims has a folder with its rule, claims, models, planned and
+finished runs: results/tokens has the first, and its folders second and third have later ones.
+
+Runs of the sizes of results/tokens that read its text have a loss y in nats per Llama token of the
+held-out text, validation and test together. Other runs have one in nats per token of the test text,
+and stand in no row. A run that is left out has a line on stderr.
+"""
+import glob
+import math
+import re
+import statistics
+import sys
+import zlib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from configurator import build, read_options
+from model import SIZES, ModelConfig
+from nanocem.errors import check, fail
+from nanocem.files import read_json, read_json_lines
+from nanocem.report import read_csv
+from nanocem.runs import RECIPE, load_model, read_result, short_list
+from nanocem.same import differing, in_use
+from train import MAX_SKIPPED, TrainConfig
+
+RESULTS = Path(__file__).resolve().parent
+FIRST = RESULTS / 'tokens'  # the first family's folder, which has the text and the sizes, too
+TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
+Row = dict[str, str]  # of a CSV
+Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
+
+
+# What is studied
+
+@dataclass
+class Study:
+    """What the files of the study say."""
+    families: list[Path]  # the folder of each family of claims, in the order of asking
+    sizes: dict[str, Row]  # sizes of the study
+    models: dict[str, Row]  # what all families say of a model
+    texts: dict[int, dict[str, Any]]  # what identifies the study's text, by size of vocabulary
+    figures: dict[str, Row]  # the paper's figures
+    series: list[Row]  # what is drawn in each figure
+    options: dict[str, str]  # train.py's options for each size of the paper, a laptop, the study
+
+
+@cache
+def load_study() -> Study:
+    """Read the files of the study, once."""
+    families = [FIRST, FIRST / 'second', FIRST / 'third']
+    sizes = {row['size']: row for row in read_csv(f'{FIRST}/sizes.csv')}
+    # Join what the families say of a model: a later one may add a column
+    models: dict[str, Row] = {}
+    for folder in families:
+        for row in read_csv(f'{folder}/models.csv'):
+            models.setdefault(row['model'], {}).update(row)
+    # The text was prepared twice: as 2,048 byte-pair tokens, and as bytes
+    texts = {}
+    for name in 'text.json', 'english_bytes.json':
+        text = read_json(f'{FIRST}/{name}')
+        texts[text['vocab_size']] = text
+    # Figures are drawn in the order in which these sizes stand here
+    options = {size: f'--size={size}' for size in SIZES}
+    for size in 'nano', 'mini':
+        options[size] = f'config/{size}.py --vocab_size=257'
+    for size, row in sizes.items():
+        options[size] = row['options']
+    figures = {row['figure']: row for row in read_csv(f'{RESULTS}/figures/figures.csv')}
+    series = read_csv(f'{RESULTS}/figures/series.csv')
+    return Study(families, sizes, models, texts, figures, series, options)
+
+
+# Runs and their results
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """One training run. `data` is empty for a planned run, and for one of the study's text at a
+    size of the study. Other runs name what they read."""
+    size: str
+    model: str
+    rate: float
+    seed: int
+    data: str = ''
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The text that a loss is measured on. Only losses of the same text share a picture."""
+    data: str  # the study's text, or what else a run read
+    vocab_size: int
+    context_length: int
+    test_tokens: int | None  # None: all of the text, validation and test, in Llama tokens
+
+    @property
+    def unit(self) -> str:
+        return 'per Llama token' if self.test_tokens is None else 'per token'
+
+    def __str__(self) -> str:
+        """Return such as 'English manuals, vocabulary 257, context 128, 10 M test tokens; per
+        token'."""
+        amount = 'all held-out text'
+        if self.test_tokens is not None:
+            amount = f'{self.test_tokens / 1e6:g} M test tokens'
+        return (f'{self.data}, vocabulary {self.vocab_size:,}, context {self.context_length:,}, '
+                f'{amount}; {self.unit}')
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run ended with. A failed run has an infinite y, and NaN parameters and tokens."""
+    y: float  # loss in nats, in the unit of `held_out`
+    parameters: float
+    tokens: float  # that it was trained on
+    held_out: HeldOut
+    folder: str | None = None  # of an own run; None: it is published
+    # What runs.csv has, too. Of own runs alone, unless they failed
+    flops_per_token: float | None = None
+    seconds: float | None = None
+    val_bits_per_byte: float | None = None
+    test_bits_per_byte: float | None = None
+
+
+Results = dict[Run, Result]
+
+
+def run_options(run: Run) -> str:
+    """Return train.py's options for a run."""
+    study = load_study()
+    model = study.models[run.model]
+    options = f'{study.options[run.size]} {model["options"]}'
+    if column := model.get('d_mlp'):  # the width that gives as many weights as another model has
+        options += f' --d_mlp={study.sizes[run.size][column]}'
+    if run.size == '256m' and run.model.startswith('cem'):
+        options += ' --n_layer=16 --tokens=5.1B'  # two more layers, and the tokens of the Llama
+    options += f' --learning_rate={run.rate:g} --seed={run.seed}'
+    # Of an option that is given twice keep the later value
+    kept = {}
+    for option in options.split():
+        kept[option.partition('=')[0]] = option
+    return ' '.join(kept.values())
+
+
+@cache
+def configs(options: str) -> tuple[TrainConfig, ModelConfig]:
+    """Return what train.py makes of these options."""
+    given = read_options(options.split(), TrainConfig, ModelConfig)
+    return build(TrainConfig, given), build(ModelConfig, given)
+
+
+def held_out_of(run: Run, train: TrainConfig, model: ModelConfig) -> HeldOut:
+    """Return what the loss of a run is measured on."""
+    in_the_study = run.size in load_study().sizes and not run.data
+    return HeldOut(run.data or 'English manuals', model.vocab_size, model.context_length,
+                   None if in_the_study else train.test_tokens)
+
+
+def planned_cells(families: list[Path]) -> list[Run]:
+    """Return the runs that count in these families, finished or not. The first family's are those
+    that it has published."""
+    paths = [f'{folder}/{"runs" if folder == FIRST else "cells"}.csv' for folder in families]
+    return list(read_runs(*paths))
+
+
+def finished(found: Results) -> set[Run]:
+    """Return the planned runs that are done: at the study's sizes those of its text, at others
+    those of any data."""
+    sizes = load_study().sizes
+    return {run if run.size in sizes else replace(run, data='') for run in found}
+
+
+# Read runs
+
+def read_runs(*paths: str) -> dict[Run, Row]:
+    """Read CSVs that have a run in each row."""
+    runs = {}
+    for path in paths:
+        for row in read_csv(path):
+            runs[Run(row['size'], row['model'], float(row['rate']), int(row['seed']))] = row
+    return runs
+
+
+def read_published_rows(families: list[Path]) -> dict[Run, Row]:
+    """Read the published runs of these families. Some of the first one's came later, in a file of
+    their own."""
+    return read_runs(f'{FIRST}/more_seeds.csv', *(f'{folder}/runs.csv' for folder in families))
+
+
+def read_published() -> Results:
+    """Read the published runs of all families and of the figures. All read the study's text."""
+    study = load_study()
+    published = {}
+    for run, row in read_published_rows([*study.families, RESULTS / 'figures']).items():
+        held_out = held_out_of(run, *configs(study.options[run.size]))
+        published[run] = Result(float(row['y']), float(row['parameters']), float(row['tokens']),
+                                held_out)
+    return published
+
+
+def read_own() -> Results:
+    """Read the finished runs in out/. Folders that are no run, another one than their name says, or
+    a second copy of one, are left out."""
+    own: Results = {}
+    for folder in sorted(glob.glob('out/reproduce/*/*') + glob.glob('out/figures/*/*')):
+        try:
+            ended = read_run(folder)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            leave_out(folder, error)
+            continue
+        if ended is None:
+            continue
+        run, result = ended
+        if run in own:
+            leave_out(folder, f'{own[run].folder} is the same run')
+        else:
+            own[run] = result
+    return own
+
+
+def read_all() -> Results:
+    """Read published and own runs. Own copies of published runs are left out."""
+    published, own = read_published(), read_own()
+    for run, result in own.items():
+        if run in published:
+            leave_out(result.folder, 'the run is published with a loss of '
+                      f'{published[run].y:.4f}; here it is {result.y:.4f}')
+    return own | published
+
+
+def leave_out(folder: str | None, reason: Any) -> None:
+    """Say on stderr why a folder does not count. A published run has none."""
+    if folder is not None:
+        print(f'{folder} is left out: {reason}', file=sys.stderr, flush=True)
+
+
+def read_run(folder: str) -> tuple[Run, Result] | None:
+    """Return a run with its result, whose y is infinite if it failed; None if it has not ended.
+    UserError, ValueError, TypeError or KeyError if it is damaged, or another run than its name."""
+    # Find out from the folder's name which run it is
+    study = load_study()
+    match = (re.fullmatch(r'out/\w+/(.+)/(.+)_rate=(.+)_seed=(\d+)', folder)
+             or fail('expected SIZE/MODEL_rate=0.01_seed=1'))
+    check(match[1] in study.options and match[2] in study.models,
+          f'no size {match[1]} has a model {match[2]} here: expected those of models.csv')
+    run = Run(match[1], match[2], float(match[3]), int(match[4]))
+
+    # Compare it with what was trained
+    config = read_json(f'{folder}/config.json') or fail('it has no config.json')
+    train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
+    named_train, named_cfg = configs(f'{run_options(run)} --vocab_size={cfg.vocab_size}')
+    names = 'tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE
+    same = all(getattr(train, name) == getattr(named_train, name) for name in names)
+    check(same and cfg == named_cfg, 'its config.json is that of another run')
+
+    # Ask the weights about another text of model.py: if it computes the same, it is no other model
+    if edited := differing(config.get('code', in_use()), in_use()):
+        _, state = load_model(folder)
+        check(not state['change'],
+              f'{short_list(edited)} of model.py differ, and {state["change"]}')
+
+    # Read the loss
+    run = replace(run, data=name_data(run.size, train.data, config['data']))
+    held_out = held_out_of(run, train, cfg)
+    if result := read_result(folder, config):
+        y = float(result['test_loss'])
+        if held_out.test_tokens is None:
+            y = loss_per_llama_token(result)
+        others = {name: result.get(name) for name in (
+            'flops_per_token', 'seconds', 'val_bits_per_byte', 'test_bits_per_byte')}
+        return run, Result(y, result['parameters'], result['tokens'], held_out, folder, **others)
+
+    # train.py ends a run after more than MAX_SKIPPED consecutive steps without a finite loss
+    log = read_json_lines(f'{folder}/log.jsonl')
+    skipped = [line['step'] for line in log if line.get('event') == 'skipped'][-MAX_SKIPPED - 1:]
+    if len(skipped) <= MAX_SKIPPED or skipped[-1] - skipped[0] > MAX_SKIPPED:
+        return None
+    return run, Result(math.inf, math.nan, math.nan, held_out, folder)
+
+
+def name_data(size: str, folder: str, data: dict[str, Any]) -> str:
+    """Name what a run read by the checksums of its data, since other data may have the same
+    folder. Empty for the study's text at a size of the study. KeyError if one is missing."""
+    study = load_study()
+    known = {name: data[name] for name in study.texts[257]}
+    if size in study.sizes and known == study.texts[configs(study.options[size])[1].vocab_size]:
+        return ''
+    return f'{folder} ({zlib.crc32(repr(known).encode()):08x})'
+
+
+def loss_per_llama_token(result: dict[str, Any]) -> float:
+    """Convert bits per byte of both splits of the study's text to nats per Llama token."""
+    bits, llama_tokens = 0.0, 0
+    for row in read_csv(f'{FIRST}/text.csv'):
+        bits += result[f'{row["split"]}_bits_per_byte'] * int(row['bytes'])
+        llama_tokens += int(row['llama_tokens'])
+    return math.log(2) * bits / llama_tokens
+
+
+# Which runs failed
+
+def split_failed(y: Losses) -> tuple[Losses, set[str]]:
+    """Return the losses of runs that did not fail, and the models with failed runs. A run fails if
+    y is not finite, or 0.5 nats above the median of the model's seeds."""
+    ended, failed = {}, set()
+    for (model, seed), loss in y.items():
+        median = statistics.median(other for (name, _), other in y.items() if name == model)
+        if loss < min(math.inf, median + 0.5):
+            ended[model, seed] = loss
+        else:
+            failed.add(model)
+    return ended, failed
