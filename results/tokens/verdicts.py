@@ -19,6 +19,7 @@ to effects.csv, beside this file or beside your own runs; `python results/reprod
 """
 import csv
 import io
+import itertools
 import math
 import statistics
 import sys
@@ -234,33 +235,53 @@ def judge(folder: Path, own: Mapping[Run, Row] | None = None) -> list[Verdict]:
     not published."""
     claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
     tables = RULES[folder](folder, claims, {**(own or {})})
-    words = {row['size']: row['word'] for row in read_csv(f'{STUDY}/sizes.csv')}
     verdicts = []
     for claim in claims:
-        # Compare its two models at each size
-        unit, sizes, effects = claim['unit'], claim['sizes'].split(), []
-        for size in sizes:
-            m = sum(row['unit'] == unit and size in row['sizes'].split() for row in claims)
-            y, noise = tables.get((unit, size), Table({}, {}))
-            # A side may name two models, of which the trials chose one: the other has no runs
-            effects += [effect for A in claim['A'].split('/') for B in claim['B'].split('/')
-                        if (effect := compare(y, A, B, size, m, noise))]
-        # Decide by the largest size with an interval, or by all sizes where sizes.csv says so
-        above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
-        decided = [word for effect in effects if (word := decide(effect, above, below))]
-        if not sizes:
-            word = 'see results/gp'
-        elif unit == 'failed runs':
-            failed = set().union(*(split_failed(tables['perplexity', size].y)[1] for size in sizes))
-            word = 'does not hold' if any('cem' in model for model in failed) else 'holds'
-        elif not decided:
-            word = 'one seed' if effects else 'not run'
-        elif words[sizes[0]] == 'largest size' or decided == decided[:1] * len(sizes):
-            word = decided[-1]
-        else:
-            word = 'undecided'
-        verdicts.append((claim, effects, word))
+        effects = find_effects(claim, claims, tables)
+        verdicts.append((claim, effects, find_word(claim, effects, tables)))
     return verdicts
+
+
+def find_effects(claim: Row, claims: list[Row], tables: Tables) -> list[Effect]:
+    """Compare the two models of a claim, which is one of `claims`, at each size that has both."""
+    effects = []
+    for size in claim['sizes'].split():
+        # Count the comparisons of the same unit at this size
+        alike = [row for row in claims if row['unit'] == claim['unit']]
+        m = sum(size in row['sizes'].split() for row in alike)
+        # A side may name two models, of which the trials chose one: the other has no runs
+        y, noise = tables.get((claim['unit'], size), Table({}, {}))
+        for A, B in itertools.product(claim['A'].split('/'), claim['B'].split('/')):
+            effect = compare(y, A, B, size, m, noise)
+            if effect is not None:
+                effects.append(effect)
+    return effects
+
+
+def find_word(claim: Row, effects: list[Effect], tables: Tables) -> str:
+    """Return the word for a claim with these effects."""
+    # A claim on kernels has no size, and one on failed runs no effect
+    sizes = claim['sizes'].split()
+    if not sizes:
+        return 'see results/gp'
+    if claim['unit'] == 'failed runs':
+        failed = set()
+        for size in sizes:
+            failed |= split_failed(tables['perplexity', size].y)[1]
+        return 'does not hold' if any('cem' in model for model in failed) else 'holds'
+
+    # Decide at each size with an interval
+    above, below = float(claim['above_%'] or '-inf'), float(claim['below_%'] or 'inf')
+    words = [decide(effect, above, below) for effect in effects]
+    words = [word for word in words if word]
+    if not words:
+        return 'one seed' if effects else 'not run'
+
+    # The largest size counts, or where sizes.csv says so all sizes, which then must agree
+    all_agree = len(words) == len(sizes) and len(set(words)) == 1
+    if all_agree or load_study().sizes[sizes[0]]['word'] == 'largest size':
+        return words[-1]
+    return 'undecided'
 
 
 def verdict_table(verdicts: list[Verdict]) -> str:
