@@ -14,24 +14,20 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / 'tokens')]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'tokens')]
 
+from nanocem.files import write_atomic
+from nanocem.report import csv_text, markdown_table, read_csv
+from study import TRIAL_SEEDS, Row, Run, load_study, read_published_rows
 from verdicts import (
     RULES,
-    TRIAL_SEEDS,
-    Row,
-    Run,
     Tables,
     effects_csv,
     judge,
     losses_by_size,
     pooled_over_sizes,
-    read_published,
     verdict_table,
 )
-
-from nanocem.files import write_atomic
-from nanocem.report import csv_text, markdown_table, read_csv
 
 COPIES = HERE.parent / 'copies'
 COUNTS = {'0 to 10': 0, '11 to 100': 1, '101 to 1,000': 2, 'more': 3}  # as run.py divides them
@@ -47,8 +43,8 @@ def gradient_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Table
     """RULE.md: noise by kinds, as in the third family, from the runs of this study, of CEM that
     copies, and the study's of Llama with RoPE. Ablations have no word."""
     rows = [row for row in all_runs() if not row['variant']]
-    rope = [row for run, row in read_published().items()
-            if run[0] in ('S', 'M') and run[1] == 'llama']
+    rope = [row for run, row in read_published_rows(load_study().families).items()
+            if run.size in ('S', 'M') and run.model == 'llama']
     return pooled_over_sizes(folder, claims, losses_by_size(rope + rows))
 
 
