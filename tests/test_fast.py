@@ -214,12 +214,12 @@ EDITS = {'attend': (CEMAttention, soft_cap), 'bias': (CEMAttention, masked),
 @pytest.mark.parametrize('options', [dict(), dict(positions='rope'), dict(kq_diag='shared')],
                          ids=str)
 @pytest.mark.parametrize('edit', EDITS)
-@pytest.mark.parametrize('place', ['subclass', 'class', 'object', 'partial'])
+@pytest.mark.parametrize('place', ['subclass', 'class', 'wraps', 'object', 'partial'])
 def test_an_edit_is_what_runs(place: str, edit: str, options: dict, dtype: torch.dtype,
                               monkeypatch: pytest.MonkeyPatch,
                               capsys: pytest.CaptureFixture) -> None:
-    """A method is another one in a subclass, in the class itself, or on one object alone. A line
-    names it, and the flag that does without."""
+    """A method is another one in a subclass, in the class itself, there with the name of the old
+    one, or on one object alone. A line names it, and the flag that does without."""
     model = randomize(Transformer(ModelConfig(**{**SMALL, **options})), seed=3).to(dtype)
     idx = torch.randint(5, (2, 12), generator=torch.Generator().manual_seed(1))
     unedited, _ = model(idx)
@@ -231,6 +231,8 @@ def test_an_edit_is_what_runs(place: str, edit: str, options: dict, dtype: torch
             owner.__class__ = type('Edited', (kind,), {edit: edited})
     elif place == 'class':
         monkeypatch.setattr(kind, edit, edited)
+    elif place == 'wraps':
+        monkeypatch.setattr(kind, edit, functools.wraps(getattr(kind, edit))(edited))
     else:
         bind = MethodType if place == 'object' else functools.partial
         setattr(objects[-1], edit, bind(edited, objects[-1]))

@@ -22,7 +22,7 @@ import evaluate
 import export
 import running
 import sample
-from model import CEMMLP, Transformer
+from model import CEMMLP, LlamaMLP, Transformer
 from nanocem import hub
 from nanocem.hub import WEIGHTS_FILE
 from nanocem.hub_tokenizer import convert_tokenizer
@@ -163,6 +163,8 @@ def test_generation_reads_only_new_tokens(
         read.append(new.shape[1]) or hidden(self, new, cache)))
     model.generate(idx, do_sample=False, max_new_tokens=8, min_new_tokens=8)
     assert read[-8:] == [6, *[1] * 7]
+    model.generate(idx, do_sample=False, max_new_tokens=3, min_new_tokens=3, use_cache=False)
+    assert read[-3:] == [6, 7, 8]
 
 
 def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> None:
@@ -188,8 +190,11 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize('line, other', [
     ('scale=1 / self.tau', 'scale=2 / self.tau'),
-    ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)')])
-def test_an_edited_export_is_what_runs(line: str, other: str, tmp_path: Path) -> None:
+    ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)'),
+    # An MLP that looks back, which a cache cannot
+    ('g = gamma * F.silu(z)', 'g = gamma * F.silu(z + z.roll(1, 1))')])
+def test_an_edited_export_is_what_runs(line: str, other: str, tmp_path: Path,
+                                       capsys: pytest.CaptureFixture) -> None:
     hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
     code = tmp_path / 'hub' / 'model.py'
     edited = code.read_text().replace(line, other)
@@ -201,14 +206,26 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained('hub', trust_remote_code=True)
 idx = torch.arange(6)[None]
 with torch.no_grad():
-    right = model(idx).logits
-    new = model.generate(idx, do_sample=False, max_new_tokens=1)
-assert new[0, -1] == right[0, -1].argmax()
+    for new in model.generate(idx, do_sample=False, max_new_tokens=6, min_new_tokens=6)[0, 6:]:
+        right = model(idx).logits[0, -1, :256].argmax()  # BOS ends a text
+        assert new == right
+        idx = torch.cat([idx, right[None, None]], dim=1)
 """
     (tmp_path / 'script.py').write_text(script)
     done = running.run_script(tmp_path / 'script.py', cwd=tmp_path, HF_HUB_OFFLINE='1',
                               HF_HOME=str(tmp_path / 'home'))
     assert done.returncode == 0, done.stderr
+    # Here model.py's own classes run
+    load_model(str(tmp_path / 'hub'))
+    assert 'hub/model.py was edited, and is not the model.py here' in capsys.readouterr().err
+
+
+def test_an_edited_llama_is_exported_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LlamaForCausalLM would compute something else."""
+    model = model_of(**LLAMA_MODEL)
+    assert hub.is_plain_llama(model)
+    monkeypatch.setattr(LlamaMLP, 'forward', lambda self, x: x)
+    assert not hub.is_plain_llama(model)
 
 
 # A plain Llama, which any program may change

@@ -103,8 +103,18 @@ def test_damaged_weights_and_nan_are_told() -> None:
     with torch.no_grad():
         model.embedding[7919 % 300] = math.nan
     assert 'are not those that were kept' in same.find_change(model, kept)
+    assert same.find_change(model, same.outputs(model)) == ''  # NaN as before
     model.blocks[0].mlp.W = None
     assert 'does not run (TypeError' in same.find_change(model, kept)
+
+
+def test_a_checkpoint_of_an_edit_that_cannot_be_copied_keeps_no_logits(
+        capsys: pytest.CaptureFixture) -> None:
+    model = Transformer(ModelConfig(**OPTIONS))
+    model.embedded = [weight * 1 for weight in model.parameters()]  # copy.deepcopy raises
+    assert same.outputs_to_keep(model) == {}
+    assert 'cannot be checked (RuntimeError: Only Tensors created explicitly' in (
+        capsys.readouterr().err)
 
 
 def test_outputs_disturb_nothing_and_are_alike_in_any_precision_and_mode() -> None:
