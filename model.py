@@ -141,7 +141,7 @@ class RMSNorm(nn.Module):
 
 
 class Positions(NamedTuple):
-    """Positions i of the queries and j of the keys, in the forms that attention needs."""
+    """What attention needs to know of queries i and keys j beside their vectors."""
     distance: Tensor  # i - j, (I, J): below 0 for keys after the query
     mask: Tensor | None  # 0 where i may attend to j, -inf elsewhere, (I, J); None: torch's causal
     cos: Tensor  # cosines of RoPE's angles at the queries, (I, R / 2)

@@ -122,8 +122,8 @@ def warn_of_edits(edits: dict[str, list[str]], flags: bool) -> None:
     kinds = ' and '.join(kind for kind, found in edits.items() if found)
     insist = {'attention': '--attn_impl=blockwise (on a GPU triton)', 'loss': '--loss_impl=parts'}
     how = ' or '.join(insist[kind] for kind, found in edits.items() if found)
-    warn(f'model.py was edited ({", ".join([*names][:3])}): {kinds} run as it has them, which is '
-         'slower or takes more memory' + (f'; {how} insists on the faster way' if flags else ''))
+    warn(f'model.py was edited ({", ".join([*names][:3])}): its own lines compute {kinds}, which '
+         'is slower or takes more memory' + (f'; {how} insists on the faster way' if flags else ''))
 
 
 def unplug(model: Transformer) -> None:

@@ -146,7 +146,7 @@ def check_code(start: Start, model: Transformer, code: dict[str, str]) -> list[d
     names, edits = differing(state.get('code', code), code), state.get('edits', [])
     edit = f'model.py was edited since step {state["step"]:,}: {short_list(names)}'
     change = describe_change(model, state)
-    check(not change, f'{path} cannot be resumed: {change}' + (f'. {edit}' if names else ''))
+    check(not change, f'{path} cannot be resumed: {f"{edit}; " if names else ""}{change}')
     if not names:
         return edits
     kept = 'The logits are as they were' if 'outputs' in state else 'There are no logits to compare'

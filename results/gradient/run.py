@@ -6,6 +6,7 @@ Train the models of this study, and measure how they copy.
     nice -n 19 python results/gradient/run.py               the cells without a row in runs.csv
     nice -n 19 python results/gradient/run.py --at_once=2   two at a time, on a core each
     OUT=/tmp/try python results/gradient/run.py --tokens=40K      every command once, elsewhere
+    python results/gradient/run.py pretrained               how the models of pretrained/ copy
 
 RULE.md has the rule, cells.csv the order. Each cell is a process of its own with one thread, which
 goes on where it was stopped: S takes 20 to 30 minutes, M some 90. When it ends its row goes to
@@ -188,6 +189,27 @@ def train_cell(size: str, name: str, seed: str, variant: str, *options: str) -> 
     print(json.dumps({'row': [str(value) for value in row], 'losses': curve}), flush=True)
 
 
+def measure_pretrained() -> None:
+    """Write pretrained.csv: for each model of pretrained/, all of size M, its targets that are not
+    repeated, and those that are by how often their pair stands in the training text."""
+    rows = []
+    for folder in sorted((ROOT / 'pretrained').glob('*/config.json')):
+        model, state = runs.load_model(str(folder.parent))
+        state['data_dir'] = 'data/english'  # an export keeps the folder's name alone
+        tokenizer = tokenizer_of(state)
+        ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, state['data_dir'],
+                                         tokenizer, model.cfg.context_length)
+        other = evaluate.copying(model, ids, tokenizer.bos)['other']
+        other = other[~other.isnan()]
+        parts = [[len(other), round(float(other.mean()), 6)],
+                 *by_count(model, state, ids, tokenizer.bos)]
+        rows += [[folder.parent.name, kind, *part] for kind, part in
+                 zip(('not repeated', *COUNTS), parts, strict=True)]
+        print(folder.parent.name, parts, flush=True)
+    (HERE / 'pretrained.csv').unlink(missing_ok=True)
+    append(HERE / 'pretrained.csv', ['model', 'pair_in_training_from', 'targets', 'loss'], rows)
+
+
 # All cells
 
 def append(path: Path, header: list[str], rows: list[list[str]]) -> None:
@@ -240,6 +262,8 @@ def main(at_once: int, options: list[str]) -> None:
 if __name__ == '__main__':
     if sys.argv[1:2] == ['cell']:
         train_cell(*sys.argv[2:])
+    elif sys.argv[1:] == ['pretrained']:
+        measure_pretrained()
     elif '--help' in sys.argv:
         print(__doc__)
     else:
