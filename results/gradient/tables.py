@@ -5,7 +5,8 @@ What the runs of this study say, computed again from runs.csv and those of CEM t
 
 The verdicts on all rows of verdicts.csv by RULE.md, how each model copies, by how often a pair
 stands in the training text, the weights of all heads, and the ablations are printed and written
-beside this file: effects.csv, copying.csv, counts.csv, heads.csv, ablations.csv.
+beside this file: effects.csv, copying.csv, counts.csv, heads.csv, ablations.csv. gaps.csv has what
+run.py measured in the models of pretrained/, and curves.png when a model falls behind.
 """
 import json
 import math
@@ -15,6 +16,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'tokens')]
+
+from matplotlib.figure import Figure
 
 from nanocem.files import write_atomic
 from nanocem.report import csv_text, markdown_table, read_csv
@@ -30,6 +33,10 @@ from verdicts import (
 )
 
 COPIES = HERE.parent / 'copies'
+# Drawn in curves.png, at S, over Llama with all three
+CURVES = {'cem-1-three': 'plain all-CEM, one step', 'cem-1-three-wide': "... Llama's weights",
+          'attn-1-three': 'CEM attention', 'attn-1-three-wide': "... Llama's weights",
+          'attn-1-both-wide': "... Llama's weights, without the diagonal"}
 COUNTS = {'0 to 10': 0, '11 to 100': 1, '101 to 1,000': 2, 'more': 3}  # as run.py divides them
 
 
@@ -119,6 +126,56 @@ def ablation_rows(runs: list[Row]) -> list[Row]:
     return sorted(found, key=lambda row: (row['model'], row['ablation']))
 
 
+def gap_rows() -> list[Row]:
+    """Return where the models of pretrained/ lose to Llama with ALiBi: for each kind of target the
+    difference in nats, and its share of the whole difference."""
+    losses: dict[str, dict[str, tuple[int, float]]] = {}
+    for row in read_csv(f'{HERE}/pretrained.csv'):
+        kinds = losses.setdefault(row['model'], {})
+        kinds[row['pair_in_training_from']] = int(row['targets']), float(row['loss'])
+    llama = losses.pop('llama_alibi')
+    all_targets = sum(targets for targets, _ in llama.values())
+    found = []
+    for model, kinds in losses.items():
+        whole = sum(targets * (loss - llama[kind][1]) for kind, (targets, loss) in kinds.items())
+        for kind, (targets, loss) in kinds.items():
+            over = loss - llama[kind][1]
+            found.append({'model': model, 'pair in training, from': kind,
+                          'targets, %': f'{100 * targets / all_targets:.1f}',
+                          'over Llama, nats': f'{over:+.3f}',
+                          'share of the difference, %': f'{100 * targets * over / whole:.0f}'})
+    return found
+
+
+def draw_curves() -> Figure:
+    """Draw the training loss of models at S less that of Llama with all three, the mean of seeds
+    that both have."""
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for row in read_csv(f'{HERE}/losses.csv'):
+        if row['size'] == 'S' and not row['variant']:
+            of_run = losses.setdefault((row['model'], row['seed']), {})
+            of_run[int(row['step'])] = float(row['loss'])
+    figure = Figure((8.3, 4), layout='constrained')
+    axes = figure.subplots()
+    for n, (model, label) in enumerate(CURVES.items()):
+        seeds = [seed for name, seed in losses
+                 if name == model and ('llama-alibi-three', seed) in losses]
+        steps = [*losses[model, '1']]
+        over = [statistics.fmean(losses[model, seed][step] - losses['llama-alibi-three', seed][step]
+                                 for seed in seeds) for step in steps]
+        # Each point is the mean of four, which are of 50 steps each
+        points = [statistics.fmean(over[i - 4:i]) for i in range(4, len(over) + 1, 4)]
+        style = '--' if label.startswith('...') else '-'
+        axes.plot(steps[3::4], points, style, color=f'C{(0, 0, 1, 1, 2)[n]}', label=label)
+    axes.axhline(0, color='0.6', lw=1)
+    axes.set_xlabel('step')
+    axes.set_ylabel('training loss over Llama, nats')
+    axes.set_title("With Llama's weights CEM catches up in the second half (S, all with ALiBi,\n"
+                   'half keys, the match bias and, but for one, the scaled diagonal)', fontsize=10)
+    axes.legend(fontsize=8, loc='lower right', bbox_to_anchor=(0.95, 0))
+    return figure
+
+
 def main() -> None:
     runs = all_runs()
     RULES[HERE] = gradient_rule
@@ -128,10 +185,12 @@ def main() -> None:
     models = {row['model'] for row in read_csv(f'{HERE}/models.csv')}
     runs = [run for run in runs if run['model'] in models]
     for name, rows in (('copying', copying_rows(runs)), ('counts', count_rows(runs)),
-                       ('heads', head_rows(runs)), ('ablations', ablation_rows(runs))):
+                       ('heads', head_rows(runs)), ('ablations', ablation_rows(runs)),
+                       ('gaps', gap_rows())):
         if rows:
             print(f'{markdown_table([*rows[0]], [[*row.values()] for row in rows])}\n')
             write_atomic(f'{HERE}/{name}.csv', csv_text(rows).encode())
+    draw_curves().savefig(HERE / 'curves.png', dpi=200)
 
 
 if __name__ == '__main__':
