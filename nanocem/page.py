@@ -20,6 +20,9 @@ from nanocem.tokenizers import tokenizer_of
 
 TEMPLATE = Path(__file__).with_name('page.html')
 PLACEHOLDER = 'MODEL GOES HERE'  # in the template
+# The text that shows copying. No model has read its two names
+COPYING = ('The Zorblax function returns a tuple. The Quimby module reads a file. If the Zorblax '
+           'function fails, call the Quimby')
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
 LOGIT_ERROR = 1e-4  # of their norm; GELU in place of SiLU is 0.7%
 PROBE_PRODUCTS = 100_000_000  # so many a browser computes in less than a second
