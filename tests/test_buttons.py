@@ -248,3 +248,77 @@ def test_an_exported_page_opens_its_prompt_and_writes(wide: Browser, tmp_path: P
     open_play(wide, path)
     assert given(wide) == 'See the '
     assert wide.run('text.tokens.length') > 20
+
+
+# train.html
+
+TRAIN = ROOT / 'docs/train.html'
+
+
+def wait_until_learned(browser: Browser) -> None:
+    browser.wait('!running && all.length == STEPS')
+
+
+def test_train_learns_while_the_page_stays_alive(wide: Browser) -> None:
+    """It begins by itself. The page draws many times while it learns, and nothing moves."""
+    wide.open(TRAIN)
+    frames, places, seen = wide.run('''(async () => {
+        let frames = 0;
+        const places = new Set(), seen = new Set();
+        while (all.length < STEPS) {
+            await new Promise(resolve => requestAnimationFrame(resolve));
+            frames++;
+            seen.add($('invented').textContent);
+            places.add(JSON.stringify(['stop', 'losses', 'energies', 'maps'].map(id =>
+                [id, ...Object.values($(id).getBoundingClientRect().toJSON())])));
+        }
+        return [frames, [...places], seen.size];
+    })()''')
+    assert frames > 30 and len(places) == 1 and seen > 5
+    wait_until_learned(wide)
+    assert wide.run('means().pop()') < 2.3 < 3 < wide.run('all[0]')
+    status = wide.text('#status')
+    assert status.startswith('Step 700 of 700: loss ') and status.endswith(' s).')
+    energies = wide.run('last.energies')
+    assert all(sorted(values, reverse=True) == values for values in energies)
+    # Invent more, and look into another word
+    before = wide.run("$('invented').children.length")
+    wide.click('#more')
+    wide.wait(f"$('invented').children.length == Math.min(60, {before} + 8)")
+    wide.type('#word', '\ue009a')
+    wide.type('#word', 'ab')
+    wide.wait('last.seen == "ab" && last.maps[0].length == 9')
+    wide.type('#word', 'Z')
+    wide.wait("$('unknown').textContent == 'No word of the list has the letter “Z”.'")
+    assert wide.errors() == []
+
+
+def test_train_stops_goes_on_and_starts_again(wide: Browser) -> None:
+    wide.open(TRAIN)
+    wide.wait('all.length > 5')
+    wide.click('#stop')
+    wide.wait("!running && $('stop').textContent == 'Go on'")
+    steps = wide.run('new Promise(r => setTimeout(() => r(all.length), 300))')
+    assert 5 < steps < 700
+    assert wide.run('new Promise(r => setTimeout(() => r(all.length), 300))') == steps
+    wide.click('#stop')
+    wide.wait(f'all.length > {steps}')
+    wide.click('#again')
+    assert wide.run('all.length') < steps
+    wide.wait('all.length > 5')
+
+
+def test_train_learns_words_of_a_visitor(wide: Browser) -> None:
+    wide.open(TRAIN)
+    wide.run("$('words').value = ''")
+    wide.click('#learn')
+    assert wide.text('#wrong') == 'Expected words, one a line.'
+    wide.wait('all.length > 0')  # the towns are still learned
+    wide.run("$('words').value = 'Łódź 1\\n'")
+    wide.click('#learn')
+    assert wide.text('#wrong') == ''
+    wait_until_learned(wide)
+    assert wide.run("$('invented').firstChild.textContent") == 'Łódź 1'
+    assert wide.run("$('invented').firstChild.className") == 'known'
+    assert wide.run("$('word').value") == 'Łódź 1'
+    assert wide.errors() == []
