@@ -58,6 +58,11 @@ class Browser:
     def element(self, selector: str) -> str:
         return self.send('POST', '/element', using='css selector', value=selector)[ELEMENT]
 
+    def frame(self, selector: str | None) -> None:
+        """Go into a frame of the page, or back to the page."""
+        found = {ELEMENT: self.element(selector)} if selector else None
+        self.send('POST', '/frame', id=found)
+
     def click(self, selector: str) -> None:
         """Press what a reader would: it must be visible, and nothing may lie on it."""
         self.send('POST', f'/element/{self.element(selector)}/click')

@@ -322,3 +322,75 @@ def test_train_learns_words_of_a_visitor(wide: Browser) -> None:
     assert wide.run("$('invented').firstChild.className") == 'known'
     assert wide.run("$('word').value") == 'Łódź 1'
     assert wide.errors() == []
+
+
+# descent.html and index.html
+
+DESCENT = ROOT / 'docs/descent.html'
+
+
+def uphill(browser: Browser) -> int:
+    """Return how many states went uphill, once all steps are taken."""
+    browser.wait('t == T && !timer')
+    return int(browser.text('#status').split('Went uphill: ')[1].split()[0])
+
+
+def test_the_sphere_plays_again(wide: Browser) -> None:
+    wide.open(DESCENT)
+    assert uphill(wide) == 0 and wide.run('T') == 48
+    wide.click('#again')
+    assert wide.run('t < 40 && timer > 0')
+    assert uphill(wide) == 0
+
+
+def test_the_sphere_as_in_a_trained_layer(wide: Browser) -> None:
+    wide.open(DESCENT)
+    wide.click('#trained')
+    assert uphill(wide) == 0
+    assert wide.run('[T, now.eta, t]') == [1, 1, 1]
+    assert wide.text('#eta-is') == '1'
+    wide.click('#reset')
+    assert uphill(wide) == 0
+    assert wide.run('[T, Math.round(12 * now.eta), t]') == [48, 1, 48]
+
+
+def test_the_sphere_asks_what_if_values_are_not_keys(wide: Browser) -> None:
+    wide.open(DESCENT)
+    assert wide.text('#answer').startswith('The values are the keys')
+    wide.click('#turned')
+    assert wide.text('#answer').startswith('Now the values are the keys turned by 90 degrees')
+    assert uphill(wide) > 30
+    # Reset also brings a star back that was moved
+    wide.run('moveKey(0, [0, 1, 0.1])')
+    wide.click('#reset')
+    assert uphill(wide) == 0
+    assert wide.run('keys == KEYS')
+    assert wide.errors() == []
+
+
+def test_half_of_a_telephones_screen_scrolls(phone: Browser) -> None:
+    """The sphere takes touches, and what stays at the top is at most half of the screen."""
+    phone.open(DESCENT)
+    phone.run('scrollTo(0, 900)')
+    sphere, stay = (phone.run(f"$('{id}').getBoundingClientRect().toJSON()")
+                    for id in ('sphere', 'stay'))
+    height = phone.run('innerHeight')
+    assert stay['top'] == 0 and stay['height'] <= height / 2
+    assert sphere['width'] <= 0.8 * phone.run('innerWidth') and sphere['height'] < 0.4 * height
+    # Nothing looks out beside it, and a telephone is not told of arrow keys
+    assert stay['left'] == 0 and stay['right'] == phone.run('innerWidth')
+    assert not phone.run("document.querySelector('.keys').checkVisibility()")
+    assert not phone.run('document.documentElement.scrollWidth > innerWidth')
+
+
+def test_index_is_the_sphere_running(wide: Browser) -> None:
+    wide.open(ROOT / 'docs/index.html')
+    wide.frame('iframe')
+    wide.wait('t > 3 && timer > 0')
+    assert wide.run("!$('chart').checkVisibility() && $('sphere').checkVisibility()")
+    before = wide.run('JSON.stringify(view)')
+    wide.wait(f"JSON.stringify(view) != {json.dumps(before)}")  # it turns
+    wide.frame(None)
+    wide.click('#sphere a')
+    wide.wait("location.pathname.endsWith('/descent.html') && !document.body.matches('.bare')")
+    assert wide.errors() == []

@@ -543,6 +543,20 @@ def test_play_html_shows_the_probabilities_of_new_words_py() -> None:
     assert [new_words.percent(p) for p in beside] == ['0.0%', '1.7%', '0.7%', '0.0%']
 
 
-def test_index_html_leads_to_both_pages() -> None:
+def test_index_html_is_the_sphere_two_pages_and_three_links() -> None:
     html = (ROOT / 'docs/index.html').read_text('utf-8')
-    assert links(html) == ['descent.html', 'play.html']
+    assert re.findall(r'src="([^"]*)"', html) == ['descent.html#bare']
+    paper, code, file = links(html)[3:]
+    assert links(html)[:3] == ['descent.html', 'play.html', 'train.html']
+    assert paper.endswith('abs/2605.07588') and code.endswith('README.md')
+    assert file.endswith('microcem.py')
+
+
+def test_pages_can_be_sent_on() -> None:
+    """Each has a title, a description and a picture for whoever shows its address."""
+    for path in (ROOT / 'docs').glob('*.html'):
+        html = path.read_text('utf-8')
+        kinds = re.findall('<meta property="og:([a-z]+)" content="[^"]+">', html)
+        assert kinds == ['title', 'description', 'image'], path.name
+        title = re.search('<title>(.*)</title>', html)[1]
+        assert f'property="og:title" content="{title}"' in html
