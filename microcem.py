@@ -195,9 +195,9 @@ def logits(ids: list[int], w: Weights) -> Value:
 
 def word_loss(ids: list[int], w: Weights) -> Value:
     """Add up -log p of all letters but the first: (1, 1). p is the softmax of the scores."""
-    scores = logits(ids[:-1], w)                                             # (J, letters)
-    scores_of_next = row_sums(scores * one_hot(ids[1:], scores.shape[1]))
-    return total(logsumexp(scores) - scores_of_next)
+    of_all = logits(ids[:-1], w)                                             # (J, letters)
+    of_next = row_sums(of_all * one_hot(ids[1:], of_all.shape[1]))           # (J, 1)
+    return total(logsumexp(of_all) - of_next)
 
 
 # Training: Adam moves the weights down the loss.
