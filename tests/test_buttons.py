@@ -212,6 +212,14 @@ def test_a_tap_brings_the_chart_into_view(phone: Browser) -> None:
     assert phone.text('#token').startswith('Token 20')
 
 
+def test_the_heads_that_copy_are_one_tap_away(phone: Browser) -> None:
+    open_play(phone)
+    phone.click('#copying-is a')
+    phone.wait("document.getElementById('maps').getBoundingClientRect().bottom <= innerHeight")
+    assert phone.run("document.getElementById('heads').getBoundingClientRect().top >= 0")
+    assert phone.run('location.hash') == ''
+
+
 def test_a_finger_hits_a_token_of_one_letter(phone: Browser) -> None:
     open_play(phone)
     sizes = phone.run("[...document.querySelectorAll('#text span')].map(s => s.getClientRects())"
