@@ -4,7 +4,9 @@ page.html is the page without a model: its JavaScript computes what model.py doe
 time. What stands here packs the weights, and refuses what the page cannot compute.
 """
 import base64
+import html
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,14 @@ from nanocem.hub_tokenizer import convert_tokenizer
 from nanocem.tokenizers import tokenizer_of
 
 TEMPLATE = Path(__file__).with_name('page.html')
-PLACEHOLDER = 'MODEL GOES HERE'  # in the template
+PLACEHOLDER = 'MODEL GOES HERE'  # in the template, as are these two
+TITLE, ABOUT = 'TITLE GOES HERE', 'ABOUT GOES HERE'
+# The address of the repository, as https://github.com/NAME/nanoCEM, once it has one. It stands here
+# alone: python docs/address.py writes it into the pages of docs/
+REPOSITORY = ''
+# The text that shows copying. No model has read its two names
+COPYING = ('The Zorblax function returns a tuple. The Quimby module reads a file. If the Zorblax '
+           'function fails, call the Quimby')
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
 LOGIT_ERROR = 1e-4  # of their norm; GELU in place of SiLU is 0.7%
 PROBE_PRODUCTS = 100_000_000  # so many a browser computes in less than a second
@@ -38,26 +47,77 @@ NUMBERS = {
 NOT_COMPUTED = {'size', 'init_std'}  # they name the shape, or begin the training
 
 
-def write_page(path: str, model: Transformer, state: dict[str, Any], prompt: str = '') -> None:
-    """Write a model to a new HTML file. Its checkpoint `state` names tokenizer and data; `prompt`
-    is the text that the page begins with. UserError if there is such a file, or if the page
-    cannot compute the model or its tokenizer."""
+def write_page(path: str, model: Transformer, state: dict[str, Any], prompt: str = '',
+               title: str = '', about: str = '',
+               beside: tuple[str, Transformer, dict[str, Any]] | None = None) -> None:
+    """Write a model to a new HTML file. Its checkpoint `state` names tokenizer and data. `prompt`
+    is the text that the page begins with, by default COPYING; `about` says what the model has read.
+    `beside` is the name of another model, the model and its state: the page begins with COPYING,
+    and shows what both expect. UserError if there is such a file, or if the page cannot compute
+    the model or its tokenizer."""
     check(path.endswith('.html'), f'page={path}: expected a name that ends in .html')
     check(not Path(path).exists(), f'page={path} exists: give a new file')
-    html = make_page(model, state, prompt)
+    has_pages = (Path(path).parent / 'descent.html').exists()
+    text = make_page(model, state, prompt, title, about, beside, has_pages)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, html.encode())
+    write_atomic(path, text.encode())
 
 
-def make_page(model: Transformer, state: dict[str, Any], prompt: str = '') -> str:
-    """Return the HTML of a page. UserError if the page cannot compute the model."""
+def make_page(model: Transformer, state: dict[str, Any], prompt: str = '', title: str = '',
+              about: str = '', beside: tuple[str, Transformer, dict[str, Any]] | None = None,
+              has_pages: bool = False) -> str:
+    """Return the HTML of a page. `has_pages` says whether the other pages of docs/ are beside it.
+    UserError if the page cannot compute the model."""
     check_model(model)
     check_file(model, state, 'page: a page computes the classes of model.py, and')
-    content = dict(pack_model(model), tokenizer=pack_tokenizer(tokenizer_of(state)),
-                   step=state.get('step'), prompt=prompt)
+    tokenizer = tokenizer_of(state)
+    examples = [('copying', COPYING), ('writing', prompt), ('your own', '')]
+    content = dict(pack_model(model), tokenizer=pack_tokenizer(tokenizer), step=state.get('step'),
+                   prompt=COPYING if beside or not prompt else prompt, copying=COPYING,
+                   examples=[example for example in examples if example != ('writing', '')])
+    if beside:
+        content['beside'] = pack_beside(tokenizer, *beside)
     # "<" is escaped: no text of a tokenizer or a prompt ends the script that holds it
     text = json.dumps(content, allow_nan=False).replace('<', '\\u003c')
-    return TEMPLATE.read_text(encoding='utf-8').replace(PLACEHOLDER, text)
+    page = TEMPLATE.read_text(encoding='utf-8')
+    page = page.replace(TITLE, html.escape(title or 'A language model in your browser'))
+    page = page.replace(ABOUT, html.escape(about)).replace(PLACEHOLDER, text)
+    return set_links(page, REPOSITORY, has_pages)
+
+
+def set_links(page: str, repository: str, has_pages: bool) -> str:
+    """Return a page with the address of the repository in its links to code, <a data-code="FILE">,
+    and that of its GitHub Pages in links to pages, <a data-page="FILE">, and in og:image. Without
+    an address these are files of a clone, if the other pages are beside this one. If they are not,
+    the links are left out, with the comma that joins them to others."""
+    owner, _, name = repository.removeprefix('https://github.com/').partition('/')
+    site = f'https://{owner}.github.io/{name}/' if repository else ''
+    code = f'{repository}/blob/main/' if repository else '../'
+    if not (repository or has_pages):
+        page = re.sub(r'<a data-page=[^>]*>[^<]*</a>,\s*', '', page)
+        page = re.sub(r',\s*<a data-code=[^>]*>[^<]*</a>', '', page)
+    page = re.sub(r'<a data-code="([^"]*)"[^>]*>', rf'<a data-code="\1" href="{code}\1">', page)
+    page = re.sub(r'<a data-page="([^"]*)"[^>]*>',
+                  rf'<a data-page="\1" href="{"" if has_pages else site}\1">', page)
+    return re.sub(r'(<meta property="og:image" content=")[^"]*?([^"/]*">)', rf'\1{site}\2', page)
+
+
+@torch.no_grad()
+def pack_beside(tokenizer: Any, name: str, other: Transformer,
+                state: dict[str, Any]) -> dict[str, Any]:
+    """Return the probability that another model gives to each token of COPYING, and its options.
+    UserError if its tokens are others."""
+    check(pack_tokenizer(tokenizer_of(state)) == pack_tokenizer(tokenizer),
+          f'beside={name}: expected a model with the same tokenizer')
+    ids = [tokenizer.bos, *tokenizer.encode(COPYING)]
+    length = other.cfg.context_length
+    check(len(ids) <= length, f'beside={name}: expected a context of at least {len(ids)} tokens, '
+          f'and not {length}')
+    p = other(torch.tensor([ids]))[0][0].softmax(dim=-1)
+    found = [1.0, *(p[at, id].item() for at, id in enumerate(ids[1:]))]
+    return dict(name=name, p=[float(f'{value:.6g}') for value in found],
+                cfg={name: value for name, value in vars(other.cfg).items()
+                     if name not in NOT_COMPUTED})
 
 
 def check_model(model: Transformer) -> None:

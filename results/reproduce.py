@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -168,7 +168,11 @@ def show_figure(figure: str, size: str | None, found: Results) -> None:
     if all(math.isnan(p.perplexity) for p in points):
         print(f'All runs of figure {figure} failed: it is not drawn\n', flush=True)
         return
-    draw_figure(figure, points).savefig(f'out/figures/{figure}.png', dpi=DPI)
+    # The title is what the published runs show, at all their sizes
+    title = load_study().figures[figure]['finding'].rstrip('.')
+    if size or any(result.folder for result in found.values()):
+        title = ''
+    draw_figure(figure, points, title).savefig(f'out/figures/{figure}.png', dpi=DPI)
     print(f'out/figures/{figure}.png\n', flush=True)
 
 
@@ -297,45 +301,47 @@ def figure_table(figure: str, points: list[Point], found: Results) -> str:
 # Pictures of the figures
 
 LLAMA_COLORS = {'llama': 'hotpink', 'llama-alibi': 'darkviolet'}
+LLAMA_NAMES = {'llama': 'Llama with RoPE', 'llama-alibi': 'Llama with ALiBi'}
 # Markers of models that hardly differ: later ones are smaller, or hollow and larger
 SHAPES = [('D', 7, 'full'), ('v', 8, 'full'), ('o', 5, 'full'), ('s', 11, 'none'),
           ('^', 11, 'none')]
 
 
-def draw_figure(figure: str, points: list[Point]) -> Figure:
-    """Draw the points, not all of which may have failed: a picture for each held-out text, and for
-    each size of bars."""
+def draw_figure(figure: str, points: list[Point], title: str = '') -> Figure:
+    """Draw the points, not all of which may have failed, below a title that says what they show: a
+    picture for each held-out text, and of changes for each size, too."""
     # Divide the points among pictures
     plot = load_study().figures[figure]['plot']
-    bars = plot == 'bars'
+    changes = plot == 'changes'
     groups: dict[tuple[str, HeldOut], list[Point]] = defaultdict(list)
     for p in points:
-        groups[p.size if bars else '', p.held_out].append(p)
+        groups[p.size if changes else '', p.held_out].append(p)
     groups = {key: group for key, group in groups.items()
               if not all(math.isnan(p.perplexity) for p in group)}
 
-    # Leave out those without a comparison, of Llamas or a bar alone, unless all are such
+    # Leave out those without a comparison, of Llamas or a model alone, unless all are such
     compared = {}
     for key, group in groups.items():
         has_others = any(p.model not in LLAMA_COLORS for p in group)
-        n_bars = sum(p.x != 'baseline' for p in group)
-        if has_others and (not bars or n_bars > 1):
+        n_models = sum(p.x != 'baseline' for p in group)
+        if has_others and (not changes or n_models > 1):
             compared[key] = group
     groups = compared or groups
 
-    # Draw them, bars two beside each other
-    columns = min(2, len(groups)) if bars else 1
+    # Draw them, changes two beside each other at one scale
+    columns = min(2, len(groups)) if changes else 1
     rows = math.ceil(len(groups) / columns)
     picture = Figure((WIDTH, 1 + 4 * rows), layout='constrained')
-    all_axes = list(picture.subplots(rows, columns, squeeze=False).flat)
-    plots = {'parameters': plot_parameters, 'bars': plot_bars, 'rates': plot_rates}
+    picture.suptitle(textwrap.fill(title, 72), fontsize=11)
+    all_axes = list(picture.subplots(rows, columns, squeeze=False, sharey=changes).flat)
+    plots = {'parameters': plot_parameters, 'changes': plot_changes, 'rates': plot_rates}
     handles = {}
     for axes, ((size, held_out), group) in zip(all_axes, groups.items(), strict=False):
         plots[plot](axes, group)
-        title = f'{size}, {held_out}' if bars else str(held_out)
-        axes.set_title(textwrap.fill(f'{figure}: {title}', 100 // columns), fontsize=9)
-        note = '\n(the axis does not start at zero)' if bars else ''
-        axes.set_ylabel(f'perplexity {held_out.unit}{note}')
+        name = f'{size}, {held_out}' if changes else str(held_out)
+        axes.set_title(textwrap.fill(f'{figure}: {name}', 100 // columns), fontsize=9)
+        if not changes:
+            axes.set_ylabel(f'perplexity {held_out.unit}')
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles[label] = handle
     for axes in all_axes[len(groups):]:
@@ -349,8 +355,11 @@ def draw_figure(figure: str, points: list[Point]) -> Figure:
 
 def plot_parameters(axes: Axes, points: list[Point]) -> None:
     """Perplexity over parameters, with standard deviations, linked to that of the Llama with the
-    same position encoding. Above the points of a size stand its tokens."""
+    same position encoding. Above the points of a size stand its tokens. Sizes with Llamas alone are
+    left out, if others have a comparison."""
     points = [p for p in points if not math.isnan(p.perplexity)]
+    compared = {p.size for p in points if p.x != 'baseline'}
+    points = [p for p in points if p.size in compared] or points
     for size in unique(p.size for p in points):
         group = [p for p in points if p.size == size]
 
@@ -390,35 +399,47 @@ def has_alibi(p: Point) -> bool:
     return 'alibi' in load_study().models[p.model]['options']
 
 
-def plot_bars(axes: Axes, points: list[Point]) -> None:
-    """A bar for each model, coloured by series. What T = 2 brings is shaded, the Llamas'
-    perplexities are dashed."""
-    # Draw the bars in their order, those of a series in one colour
+def plot_changes(axes: Axes, points: list[Point]) -> None:
+    """By how many per cent each perplexity differs from that of the Llama with the same position
+    encoding, with standard deviations over seeds. Models of a series are linked, and both Llamas
+    are dashed lines in bands."""
+    # Compare with the Llama that has the position encoding of the first CEM model
+    ended = [p for p in points if not math.isnan(p.perplexity)]
+    ours = next((p for p in ended if 'llama' not in p.model), ended[0])
+    zero = min(ended, key=lambda p: (p.model not in LLAMA_NAMES, has_alibi(p) != has_alibi(ours)))
+
+    def percent(perplexity: float) -> float:
+        return perplexity / zero.perplexity * 100
+
+    # Draw the points in their order, those of a series in one colour
     shown = [p for p in points if p.x != 'baseline']
     for series in unique(p.series for p in shown):
-        bars = {place: p for place, p in enumerate(shown) if p.series == series}
-        axes.bar(bars.keys(), [p.perplexity for p in bars.values()], label=series,
-                 yerr=[p.std for p in bars.values()], capsize=2)
-    # Shade what the second step changes
-    one_step = {p.series: p.perplexity for p in shown if p.x == 'T = 1'}
-    for place, p in enumerate(shown):
-        if p.x == 'T = 2' and p.series in one_step:
-            axes.bar(place, one_step[p.series] - p.perplexity, bottom=p.perplexity, color='gray',
-                     alpha=0.4, label='change from T = 1 to T = 2')
+        group = {place: p for place, p in enumerate(shown) if p.series == series}
+        axes.errorbar(group.keys(), [percent(p.perplexity) - 100 for p in group.values()],
+                      [percent(p.std) for p in group.values()], fmt='o-', ms=6, capsize=3,
+                      label=series)
     # Draw a line for each Llama
-    for p in points:
-        if p.x == 'baseline':
-            axes.axhline(p.perplexity, ls='--', color=LLAMA_COLORS[p.model], label=p.series)
+    for p in ended:
+        if p.model in LLAMA_NAMES:
+            color, y, std = LLAMA_COLORS[p.model], percent(p.perplexity) - 100, percent(p.std)
+            axes.axhline(y, ls='--', color=color, label=LLAMA_NAMES[p.model])
+            axes.axhspan(y - std, y + std, color=color, alpha=0.15, lw=0)
     axes.set_xticks(range(len(shown)), [f'{p.x}\nfailed' if p.failed else p.x for p in shown],
                     fontsize=9)
-    perplexities = [p.perplexity for p in points if not math.isnan(p.perplexity)]
-    axes.set_ylim(0.95 * min(perplexities), 1.05 * max(perplexities))
+    axes.margins(x=0.1)
+    axes.set_ylabel(f'perplexity over that of {LLAMA_NAMES.get(zero.model, zero.series)}, %')
 
 
 def plot_rates(axes: Axes, points: list[Point]) -> None:
     """Perplexity over the learning rate, a colour for each model and a marker for each size.
     Akima's interpolation over the log of the rate has a star at its minimum, if that is between
-    two neighbours of the lowest point. Crosses are rates with failed runs."""
+    two neighbours of the lowest point. Crosses are rates with failed runs. Sizes at which every
+    model has one rate are left out, if others have more."""
+    # Find the sizes with a sweep
+    rates = Counter((p.series, p.size) for p in points)
+    swept = {size for (_, size), n in rates.items() if n > 1}
+    points = [p for p in points if p.size in swept] or points
+
     names, sizes = unique(p.series for p in points), unique(p.size for p in points)
     for name, size in unique((p.series, p.size) for p in points):
         curve = [p for p in points if (p.series, p.size) == (name, size)]
@@ -630,15 +651,26 @@ def claim_table(rows: list[Shown]) -> str:
 
 
 def draw_verdicts(rows: list[Shown]) -> Figure:
-    """Draw the interval of each row, marked by verdict, and where its claim would hold."""
+    """Draw the interval of each row, and where its claim would hold, in a group for each verdict.
+    The title counts them."""
+    rows = sorted(rows, key=lambda row: list(MARKS).index(row.word))
+    words = [row.word for row in rows]
     labels = [textwrap.fill(row.label, 50) for row in rows]
     heights = [0.2 + 0.14 * label.count('\n') for label in labels]  # inches
-    figure = Figure((WIDTH, 1.6 + 1.3 * sum(heights)), layout='constrained')
+    # A row that begins a group has a gap above it
+    gaps = [0.15 * (n > 0 and word != words[n - 1]) for n, word in enumerate(words)]
+    length = sum(heights) + sum(gaps)
+    figure = Figure((WIDTH, 1.9 + 1.3 * length), layout='constrained')
+    figure.suptitle(f'Of {len(rows)} claims, {words.count("holds")} hold, '
+                    f'{words.count("does not hold")} do not, and '
+                    f'{words.count("undecided")} are undecided', fontsize=12)
     axes = figure.subplots()
 
     # Draw the rows from top to bottom
-    places = np.cumsum(heights) - np.array(heights) / 2
-    for place, height, row in zip(places, heights, rows, strict=True):
+    places = np.cumsum(np.add(heights, gaps)) - np.array(heights) / 2
+    for place, height, gap, row in zip(places, heights, gaps, rows, strict=True):
+        if gap:
+            axes.axhline(place - height / 2 - gap / 2, color='0.7', lw=0.8)
         axes.barh(place, row.below - row.above, left=row.above, height=0.8 * height, color='0.9')
         marker, color, fill = MARKS[row.word]
         axes.errorbar(row.effect, place, fmt=marker, ms=6, color=color, fillstyle=fill,
@@ -646,21 +678,20 @@ def draw_verdicts(rows: list[Shown]) -> Figure:
 
     # Write claims on the left, sizes and seeds on the right
     axes.set_yticks(places, labels)
-    axes.set_ylim(sum(heights), 0)
+    axes.set_ylim(length, 0)
     right = axes.secondary_yaxis('right')
-    right.set_yticks(places, [f'{row.size}, {row.seeds}' for row in rows])
-    right.set_ylabel('size, seeds')
+    right.set_yticks(places, [f'{row.size}, {row.seeds} seeds' for row in rows])
     axes.set_xlim(min(row.low for row in rows) - 1, max(row.high for row in rows) + 1)
-    axes.set_xlabel('change in perplexity, %: minus is better for what is named first\n'
+    axes.set_xlabel('change in perplexity, %: left is better for what is named first\n'
                     'a Llama that is not said to have ALiBi has RoPE')
     axes.tick_params(labelsize=9)
     right.tick_params(labelsize=9)
 
-    # Explain marks and bands above the rows
+    # Explain marks and bands below the rows
     handles = [Line2D([], [], marker=marker, color=color, fillstyle=fill, label=word)
                for word, (marker, color, fill) in MARKS.items()]
     handles.append(Patch(color='0.9', label='where the claim would hold'))
-    figure.legend(handles=handles, loc='outside upper center', ncols=4, fontsize=9)
+    figure.legend(handles=handles, loc='outside lower center', ncols=4, fontsize=9)
     return figure
 
 

@@ -62,5 +62,21 @@ def test_the_page_begins_with_the_pictures_keys_and_steps() -> None:
     torch.testing.assert_close(energy.T, draw_descent.descend()[1].double(), rtol=1e-4, atol=1e-4)
 
 
+def test_the_sliders_begin_with_the_pictures_steps() -> None:
+    """And eta = 1, which a trained layer has, is a place of its slider."""
+    sliders = {name: tuple(map(float, numbers)) for name, *numbers in re.findall(
+        r'id="(tau|eta|T)" min="(\S+)" max="(\S+)" (?:step="0.5" )?value="(\S+)"', PAGE)}
+    assert 3 ** 0.5 * 2 ** sliders['tau'][2] == DRAWN[0]
+    assert 12 ** (sliders['eta'][2] / 6) == pytest.approx(DRAWN[1])
+    assert sliders['eta'][0] < 0 < sliders['eta'][1]
+
+
 def test_the_page_loads_nothing() -> None:
-    assert re.findall(r'https?:|src=|@import|fetch\(|url\(', PAGE) == []
+    """It links to the paper."""
+    text = PAGE.replace('<a href="https://arxiv.org/abs/', '')
+    assert re.findall(r'https?:|src=|@import|fetch\(|url\(', text) == []
+
+
+def test_words_are_said_to_be_an_illustration() -> None:
+    assert re.search(r"WORDS = \['river', 'money', 'sit'\], WORD = 'bank';", REST)
+    assert 'The words are an illustration' in PAGE

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from running import ROOT
 quickjs = pytest.importorskip('quickjs')
 MATHEMATICS, REST = re.findall('<script>\n(.*?)</script>', page.TEMPLATE.read_text('utf-8'),
                                re.DOTALL)
-SHIPPED, PROMPT = str(ROOT / 'pretrained/cem_plain_copies'), 'The first argument'
+SHIPPED, BESIDE = (str(ROOT / f'pretrained/{name}') for name in ('cem_plain_copies', 'cem_plain'))
 STATE = dict(step=3, data_dir='', data=dict(tokenizer='byte', vocab_size=257))
 SHAPE = dict(size='nano', d_model=12, n_layer=2, n_head=2, d_mlp=10, vocab_size=257,
              context_length=9)
@@ -269,8 +270,10 @@ def test_a_prompt_or_a_piece_does_not_end_the_script(monkeypatch: pytest.MonkeyP
 
 
 def test_the_page_runs_no_text_and_loads_nothing() -> None:
+    """It links to the paper."""
     assert not re.findall(r'innerHTML|outerHTML|insertAdjacent|document\.write|eval\(', REST)
-    assert not re.findall(r'https?:|src=|@import|fetch\(|url\(', page.TEMPLATE.read_text('utf-8'))
+    text = page.TEMPLATE.read_text('utf-8').replace('<a href="https://arxiv.org/abs/', '')
+    assert not re.findall(r'https?:|src=|@import|fetch\(|url\(', text)
 
 
 def test_a_page_whose_weights_are_others_says_so() -> None:
@@ -326,7 +329,10 @@ def test_export_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     for options, words in (
             ([], '--page=FILE.html'), ([f'--page={path}'], 'exists'),
             ([f'--page={path}', '--dtype=bfloat16'], 'dtype is for --to'),
-            ([f'--to={tmp_path}/new', '--prompt=a'], 'prompt is for --page')):
+            ([f'--to={tmp_path}/new', '--prompt=a'], 'prompt is for --page'),
+            ([f'--to={tmp_path}/new', '--title=a'], 'title is for --page'),
+            ([f'--to={tmp_path}/new', '--about=a'], 'about is for --page'),
+            ([f'--to={tmp_path}/new', f'--beside={BESIDE}'], 'beside is for --page')):
         with pytest.raises(SystemExit, match=words):
             export.main([f'--out_dir={SHIPPED}', *options])
     assert not (tmp_path / 'new').exists()
@@ -344,36 +350,213 @@ def test_weights_are_rounded_to_bfloat16_and_the_model_stays() -> None:
     assert all(torch.equal(w, before[name]) for name, w in model.state_dict().items())
 
 
-# docs/play.html is the page of this model, with this prompt: python export.py makes it again, by
-# --out_dir=pretrained/cem_plain_copies --page=docs/play.html --prompt="The first argument"
+# A title, what the model has read, and links
+
+def test_a_page_says_what_it_is_and_what_the_model_has_read() -> None:
+    html = page.make_page(make_model(), STATE, title='<b>Mine', about='It has read "A & B".')
+    for place in ('<title>{}</title>', '<meta property="og:title" content="{}">', '<h1>{}</h1>'):
+        assert place.format('&lt;b&gt;Mine') in html
+    assert html.count('It has read &quot;A &amp; B&quot;.') == 3  # twice to other sites
+    html = page.make_page(make_model(), STATE)
+    assert '<title>A language model in your browser</title>' in html and 'GOES HERE' not in html
+
+
+def links(html: str) -> list[str]:
+    return re.findall(r'<a [^>]*href="([^"]*)"', html)
+
+
+def test_links_go_where_the_pages_are(tmp_path: Path) -> None:
+    """Before there is an address, and with one; beside the other pages, and elsewhere."""
+    template = page.TEMPLATE.read_text('utf-8')
+    paper = 'https://arxiv.org/abs/2605.07588'
+    site, code = 'https://me.github.io/mine/', 'https://github.com/me/mine/blob/main/README.md'
+    for repository, has_pages, expected, picture in (
+            ('', True, ['descent.html', paper, '../README.md'], 'descent.gif'),
+            ('', False, [paper], 'descent.gif'),
+            ('https://github.com/me/mine', True, ['descent.html', paper, code],
+             f'{site}descent.gif'),
+            ('https://github.com/me/mine', False, [f'{site}descent.html', paper, code],
+             f'{site}descent.gif')):
+        html = page.set_links(template, repository, has_pages)
+        assert links(html) == expected
+        assert f'<meta property="og:image" content="{picture}">' in html
+        assert page.set_links(html, repository, has_pages) == html
+    path = tmp_path / 'a.html'
+    page.write_page(str(path), make_model(), STATE)
+    assert links(path.read_text('utf-8')) == [paper]
+    (tmp_path / 'descent.html').touch()
+    path = tmp_path / 'b.html'
+    page.write_page(str(path), make_model(), STATE)
+    assert links(path.read_text('utf-8')) == ['descent.html', paper, '../README.md']
+
+
+def test_all_pages_have_the_one_address() -> None:
+    """python docs/address.py would change nothing."""
+    for path in (ROOT / 'docs').glob('*.html'):
+        html = path.read_text('utf-8')
+        assert page.set_links(html, page.REPOSITORY, has_pages=True) == html, path.name
+        assert 'github.com' not in html or page.REPOSITORY in html
+        for link in links(html):
+            assert link.startswith('https://') or (ROOT / 'docs' / link).exists(), link
+
+
+# What a page begins with
+
+def test_a_page_begins_with_its_prompt_or_with_copying() -> None:
+    for prompt, begins, names in (
+            ('', page.COPYING, ['copying', 'your own']),
+            ('The ', 'The ', ['copying', 'writing', 'your own'])):
+        data = json.loads(content(page.make_page(make_model(), STATE, prompt)))
+        assert data['prompt'] == begins and 'beside' not in data
+        assert [name for name, _ in data['examples']] == names
+        assert dict(data['examples']).get('writing', prompt) == prompt
+
+
+def test_a_model_beside_must_have_the_same_tokens() -> None:
+    model = make_model(context_length=200)
+    with torch.no_grad():
+        html = page.make_page(model, STATE, 'The ', beside=('other', model, STATE))
+        ids = [256, *page.COPYING.encode()]
+        p = model(torch.tensor([ids]))[0][0].softmax(-1)
+    data = json.loads(content(html))
+    assert data['prompt'] == page.COPYING and data['beside']['name'] == 'other'
+    expected = [1, *(p[at, id].item() for at, id in enumerate(ids[1:]))]
+    assert data['beside']['p'] == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(UserError, match='beside=other: expected a context of at least'):
+        page.make_page(model, STATE, beside=('other', make_model(), STATE))
+    shipped = load_model(SHIPPED)
+    with pytest.raises(UserError, match='beside=other: expected a model with the same tokenizer'):
+        page.make_page(model, STATE, beside=('other', *shipped))
+
+
+def find_repeat(prompt: str) -> Any:
+    engine = quickjs.Context()
+    engine.eval(MATHEMATICS)
+    packed = json.dumps(page.pack_tokenizer(tokenizer_of(load_model(SHIPPED)[1])))
+    return json.loads(engine.eval(f'''(() => {{
+        const tokenizer = new Tokenizer({packed}), ids = tokenizer.encode({json.dumps(prompt)});
+        const found = findRepeat(tokenizer, [tokenizer.bos, ...ids]);
+        const piece = at => tokenizer.pieces[ids[at - 1]];
+        return JSON.stringify(found && [found.word, found.pieces.map(piece), found.pieces]);
+    }})()'''))
+
+
+def test_the_word_that_stands_twice_is_found() -> None:
+    word, pieces, places = find_repeat(page.COPYING)
+    assert (word, pieces) == ('Zorblax', ['or', 'b', 'l', 'ax']) and places[0] > 20
+    assert find_repeat('The first argument') is None
+    assert find_repeat('') is None
+    assert find_repeat('Xyzzyq is not Xyzzyqs') is None  # a longer word is another one
+    assert find_repeat('The xq. The xq.') is None  # too short, and too common
+    word, pieces, places = find_repeat('Gałczyński reads. Gałczyński writes. A reader.')
+    assert word == 'Gałczyński' and places[-1] - places[0] == len(places) - 1
+
+
+def test_mean_surprise_and_fall_are_those_of_the_text() -> None:
+    """Of the tokens after the first, as model.py has them, also with another T."""
+    model = make_model(attn_steps=2, context_length=20)
+    ids = torch.randint(257, (1, 12), generator=torch.Generator().manual_seed(3))
+    html = page.make_page(model, STATE)
+    for T in (2, 4):
+        found = run(html, f'''(() => {{
+            model.T.attn = {T};
+            const text = new Text(model, {ids[0].tolist()});
+            while (!text.isRead()) text.readNext();
+            return text.means();
+        }})()''')
+        model.set_steps(attn_steps=T, mlp_steps=1)
+        with torch.no_grad():
+            log_p = model(ids)[0][0].log_softmax(-1)
+            falls = [sum(E[0] - E[-1] for E in energies(model, ids[:, :n])) for n in range(2, 13)]
+        bits = -log_p[:-1].gather(1, ids[0, 1:, None]).mean().item() / math.log(2)
+        assert found['bits'] == pytest.approx(bits, rel=1e-4)
+        assert found['fall'] == pytest.approx(sum(falls) / len(falls), rel=1e-3)
+
+
+def test_a_copy_of_the_model_has_its_own_caches_and_steps() -> None:
+    """The page checks its numbers while a text is read."""
+    model = make_model(attn_steps=2)
+    found = run(page.make_page(model, STATE), '''(() => {
+        const last = () => [...model.read(66, 1).logits];
+        model.read(65, 0);
+        const before = last(), other = model.copy();
+        model.T.attn = 4;
+        const ok = isModelPys(other, data.probe);
+        model.T.attn = 2;
+        return [ok, String(before) == String(last())];
+    })()''')
+    assert found == [True, True]
+
+
+# docs/play.html is the page of a model, made by: python export.py \
+#   --out_dir=pretrained/cem_plain_copies --beside=pretrained/cem_plain --page=docs/play.html \
+#   --prompt="The first argument" --title="A model that copies a word it has read once" \
+#   --about="It has read software manuals, and writes nonsense in their tone."
+OPTIONS = dict(prompt='The first argument', title='A model that copies a word it has read once',
+               about='It has read software manuals, and writes nonsense in their tone.')
 
 
 def test_play_html_is_the_page_of_a_pretrained_model() -> None:
     shipped = (ROOT / 'docs/play.html').read_text('utf-8')
     assert len(shipped.encode()) < 4_000_000
-    made = page.make_page(*load_model(SHIPPED), PROMPT)
+    beside = ('cem_plain', *load_model(BESIDE))
+    made = page.make_page(*load_model(SHIPPED), **OPTIONS, beside=beside, has_pages=True)
     found, expected = json.loads(content(shipped)), json.loads(content(made))
     # A later option of model.py changes nothing; logits of another machine differ by rounding
-    assert found.pop('cfg').items() <= expected.pop('cfg').items()
+    for part in ('', 'beside'):
+        one, other = (data[part] if part else data for data in (found, expected))
+        assert one.pop('cfg').items() <= other.pop('cfg').items()
     assert found.pop('probe')['ids'] == expected.pop('probe')['ids']
+    assert found['beside'].pop('p') == pytest.approx(expected['beside'].pop('p'), rel=1e-3)
     assert found == expected
     assert shipped.replace(content(shipped), '') == made.replace(content(made), '')
 
 
 def test_play_html_writes_what_sample_py_does() -> None:
     model, state = load_model(SHIPPED)
-    expected = sample_text(model, tokenizer_of(state), PROMPT, 10, 0, top_k=None, seed=1)
-    found = run((ROOT / 'docs/play.html').read_text('utf-8'), '''(() => {
-        const text = new Text(model, [tokenizer.bos, ...tokenizer.encode(data.prompt)]);
-        const length = text.tokens.length + 10;
+    expected = sample_text(model, tokenizer_of(state), OPTIONS['prompt'], 10, 0, top_k=None, seed=1)
+    found = run((ROOT / 'docs/play.html').read_text('utf-8'), f'''(() => {{
+        const ids = tokenizer.encode({json.dumps(OPTIONS['prompt'])});
+        const text = new Text(model, [tokenizer.bos, ...ids]), length = text.tokens.length + 10;
         while (text.tokens.length < length) text.isRead() ? text.add(0, 0) : text.readNext();
         return text.tokens.map(token => token.id).map(tokenizer.speller()).join('');
-    })()''')
+    }})()''')
     assert found == expected
 
 
-def test_index_html_leads_to_both_pages() -> None:
+def test_play_html_shows_the_probabilities_of_new_words_py() -> None:
+    """And of the model beside it, rounded as in the table of pretrained/README.md."""
+    sys.path.insert(0, str(ROOT / 'docs'))
+    import new_words
+    html = (ROOT / 'docs/play.html').read_text('utf-8')
+    found, beside = run(html, '''(() => {
+        const text = new Text(model, [tokenizer.bos, ...tokenizer.encode(data.prompt)]);
+        while (!text.isRead()) text.readNext();
+        const {pieces} = findRepeat(tokenizer, text.tokens.map(({id}) => id));
+        return [pieces.map(at => 2 ** -text.tokens[at].bits), pieces.map(at => data.beside.p[at])];
+    })()''')
+    for path, values in (SHIPPED, found), (BESIDE, beside):
+        model, state = load_model(path)
+        expected = new_words.guesses(model, tokenizer_of(state), page.COPYING, 'Zorblax')
+        assert values == pytest.approx(list(expected.values()), rel=1e-2)
+    assert [new_words.percent(p) for p in found] == ['73%', '94%', '97%', '52%']
+    assert [new_words.percent(p) for p in beside] == ['0.0%', '1.7%', '0.7%', '0.0%']
+
+
+def test_index_html_is_the_sphere_two_pages_and_three_links() -> None:
     html = (ROOT / 'docs/index.html').read_text('utf-8')
-    links = re.findall(r'href="([^"]*)"', html)
-    assert links == ['descent.html', 'play.html']
-    assert all((ROOT / 'docs' / link).exists() for link in links)
+    assert re.findall(r'src="([^"]*)"', html) == ['descent.html#bare']
+    paper, code, file = links(html)[3:]
+    assert links(html)[:3] == ['descent.html', 'play.html', 'train.html']
+    assert paper.endswith('abs/2605.07588') and code.endswith('README.md')
+    assert file.endswith('microcem.py')
+
+
+def test_pages_can_be_sent_on() -> None:
+    """Each has a title, a description and a picture for whoever shows its address."""
+    for path in (ROOT / 'docs').glob('*.html'):
+        html = path.read_text('utf-8')
+        kinds = re.findall('<meta property="og:([a-z]+)" content="[^"]+">', html)
+        assert kinds == ['title', 'description', 'image'], path.name
+        title = re.search('<title>(.*)</title>', html)[1]
+        assert f'property="og:title" content="{title}"' in html

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -233,7 +234,7 @@ def test_each_run_that_is_left_out_has_a_line(monkeypatch: pytest.MonkeyPatch, t
     for folder, reason in lines.items():
         assert error.count(f'{folder} is left out: {reason}\n') == 1, (folder, error)
     assert error.count('\n') == len(lines) and found[LAST].folder == first
-    # A picture of bars has one rate of each model
+    # A picture of changes has one rate of each model
     points = reproduce.collect('2c', 'S', found)
     assert len({p.model for p in points}) == len(points)
     (point,) = [p for p in points if p.model == 'attn-1-none']
@@ -294,6 +295,11 @@ def test_the_claims_picture() -> None:
             box = text.get_window_extent()
             assert text.get_fontsize() >= 9, text
             assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text
+    # The verdicts stand in three groups
+    words = sorted((row.word for row in rows), key=list(reproduce.MARKS).index)
+    ticks = reproduce.draw_verdicts(rows).axes[0].get_yticklabels()
+    word_of = {textwrap.fill(row.label, 50): row.word for row in rows}
+    assert [word_of[tick.get_text()] for tick in ticks] == words
     marks = [mark for mark, _, _ in reproduce.MARKS.values()]
     assert len(set(marks)) == 3
 
@@ -388,14 +394,39 @@ def test_both_llamas_are_drawn_and_planned_once() -> None:
         for ax in reproduce.draw_figure(figure, points).axes:
             names = ' '.join(ax.get_legend_handles_labels()[1])
             assert 'Llama with RoPE' in names and 'Llama with ALiBi' in names
-            if row['plot'] == 'bars':
-                assert ax.get_ylabel().endswith('(the axis does not start at zero)')
-                grey = [patch for patch in ax.patches if patch.get_alpha()]
-                assert bool(grey) == ('change from T = 1 to T = 2' in names)
+            if row['plot'] == 'changes':
+                like = 'RoPE' if figure in ('2d', '3c') else 'ALiBi'
+                assert ax.get_ylabel() == f'perplexity over that of Llama with {like}, %'
         for size in SIZES:
             runs = [run for run in reproduce.planned(figure, size) if run.model == 'llama-alibi']
             assert len(runs) == (figure != '3a')
         assert [run for run in reproduce.planned(figure, 'XS') if run not in found] == []
+
+
+def test_changes_are_those_of_perplexities() -> None:
+    """The figure's Llama is at zero, and a change is in per cent of its perplexity."""
+    points = reproduce.collect('2d', 'XS', study.read_published())
+    (ax,) = reproduce.draw_figure('2d', points).axes
+    perplexity = {(p.series, p.x): p.perplexity for p in points}
+    lines = {line.get_label(): line.get_ydata() for line in ax.lines}
+    assert lines['Llama with RoPE'][0] == 0
+    llama = perplexity['Llama with RoPE', 'baseline']
+    for bars in ax.containers:
+        changes = bars[0].get_ydata() / 100
+        expected = [perplexity[bars.get_label(), x] / llama - 1 for x in ('T = 1', 'T = 2')]
+        assert changes == pytest.approx(np.array(expected))
+
+
+def test_titles_say_the_findings_of_the_page() -> None:
+    page = (ROOT / 'results/figures/README.md').read_text(encoding='utf-8')
+    found = study.read_published()
+    for figure, row in FIGURES.items():
+        assert re.search(rf'\*\*{figure}\b.*\*\*.* {re.escape(row["finding"])}\n', page, re.I)
+        points = reproduce.collect(figure, None, found)
+        picture = reproduce.draw_figure(figure, points, row['finding'])
+        picture.draw_without_rendering()
+        box = picture._suptitle.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= picture.bbox.x1
 
 
 def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,

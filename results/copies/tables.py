@@ -30,10 +30,9 @@ from verdicts import (
     verdict_table,
 )
 
-SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... and both options',
-         'attn-1-none': 'CEM attention', 'attn-1-copies': '... and both options'}
-KINDS = {'repeated, nats': 'targets whose pair stood earlier: 16%',
-         'other, nats': 'all others: 84%'}
+SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... with both options',
+         'attn-1-none': 'CEM attention', 'attn-1-copies': '... with both options'}
+KINDS = {'repeated, nats': 'repeated targets: 16%', 'other, nats': 'all others: 84%'}
 
 
 def copies_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
@@ -89,18 +88,20 @@ def csv_text(rows: list[Row]) -> bytes:
 
 
 def draw(rows: list[Row], size: str = 'S') -> Figure:
-    """Draw the losses of repeated and of other targets of four models."""
-    figure = Figure((8.3, 3), layout='constrained')
+    """Draw the losses of repeated and of other targets of four models, at one scale."""
+    figure = Figure((8.3, 3.3), layout='constrained')
+    figure.suptitle('Half keys and the match bias improve copying, and hardly change the rest')
     of = {row['model']: row for row in rows if row['size'] == size}
-    for n, (axes, (name, title)) in enumerate(zip(figure.subplots(1, 2), KINDS.items(),
-                                                  strict=True)):
+    both = figure.subplots(1, 2, sharex=True, sharey=True)
+    for axes, (name, title) in zip(both, KINDS.items(), strict=True):
         values = [float(of[model][name]) for model in SHOWN]
         colors = ['#4477aa' if 'llama' in model else '#ee6677' for model in SHOWN]
         bars = axes.barh(range(len(SHOWN)), values, color=colors)
         axes.bar_label(bars, [f'{value:.2f}' for value in values], padding=3)
-        axes.set(title=title, xlabel='loss, nats a token', xlim=(0, max(values) * 1.15),
-                 yticks=range(len(SHOWN)), yticklabels=[''] * len(SHOWN) if n else SHOWN.values())
-        axes.invert_yaxis()
+        axes.set_title(title, fontsize=10)
+        axes.set(xlabel='loss, nats a token', yticks=range(len(SHOWN)),
+                 yticklabels=SHOWN.values(), ylim=(len(SHOWN) - 0.5, -0.5))
+        axes.margins(x=0.12)
         axes.spines[['top', 'right']].set_visible(False)
     return figure
 

@@ -1,0 +1,148 @@
+"""docs/train.html learns what microcem.py does, from the same weights and words."""
+import json
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import microcem
+from running import ROOT
+
+PAGE = (ROOT / 'docs/train.html').read_text('utf-8')
+MATHEMATICS = re.search(r'<script id="mathematics">\n(.*?)</script>', PAGE, re.DOTALL)[1]
+TOWNS = re.search(r'const TOWNS = `(.*?)`', PAGE, re.DOTALL)[1]
+STEPS = 10
+
+
+def run(expression: str, **values: Any) -> Any:
+    """Evaluate an expression in the page's mathematics, in node or quickjs."""
+    given = ''.join(f'const {name} = {json.dumps(value)};\n' for name, value in values.items())
+    code = f'{MATHEMATICS}\n{given}\nconst answer = JSON.stringify({expression});\n'
+    if node := shutil.which('node'):
+        done = subprocess.run([node, '-'], input=f'{code}console.log(answer)', text=True,
+                              capture_output=True, check=True)
+        return json.loads(done.stdout)
+    quickjs = pytest.importorskip('quickjs', reason='there is neither node nor quickjs here')
+    return json.loads(quickjs.Context().eval(f'{code}answer'))
+
+
+def name_of(name: str | tuple) -> str:
+    """Return the page's name of a weight."""
+    return ' '.join(map(str, name)) if isinstance(name, tuple) else name
+
+
+def rows_of(w: microcem.Weights) -> dict[str, list]:
+    return {name_of(name): [list(row) for row in x.rows] for name, x in w.items()}
+
+
+WEIGHTS = '''Object.fromEntries(Object.entries(given).map(([name, rows]) =>
+    [name, new Value(rows.length, rows[0].length, Float64Array.from(rows.flat()))]))'''
+
+
+def flat(rows: list[list[float]]) -> list[float]:
+    return [number for row in rows for number in row]
+
+
+def start() -> tuple[list[list[int]], microcem.Weights]:
+    """Return the towns as microcem.py has them, and its weights before the first step."""
+    random.seed(0)
+    words = microcem.TOWNS.split()
+    letters = sorted(set(microcem.END.join(words) + microcem.END))
+    ids = [[letters.index(c) for c in f'\n{word}\n'] for word in words]
+    return ids, microcem.new_weights(len(letters))
+
+
+def test_the_first_losses_are_microcem_pys() -> None:
+    """Of ten steps, and all weights after them: both differentiations and Adam are the same."""
+    ids, w = start()
+    before = rows_of(w)
+    state = random.getstate()
+    batches = [random.choices(ids, k=4) for _ in range(STEPS)]
+    random.setstate(state)
+    training = microcem.train(ids, w, 700)
+    losses = [next(training) for _ in range(STEPS)]
+    assert losses[-1] < losses[0] - 0.3
+    found, after = run(f'''(() => {{
+        const w = {WEIGHTS}, losses = [];
+        const training = train(batches, w, 700, () => batches[losses.length]);
+        while (losses.length < {STEPS}) losses.push(training.next().value);
+        return [losses, Object.entries(w).map(([name, x]) => [name, [...x.numbers]])];
+    }})()''', given=before, batches=batches)
+    assert found == pytest.approx(losses, rel=1e-9)
+    expected = rows_of(w)
+    assert len(after) == len(expected)
+    for name, numbers in after:
+        assert numbers == pytest.approx(flat(expected[name]), rel=1e-6, abs=1e-9), name
+
+
+def test_energies_and_maps_are_microcem_pys() -> None:
+    """Those of a word with which the page looks into the model."""
+    ids, w = start()
+    word = ids[0]
+    found = run(f'lookInto(word, {WEIGHTS})', given=rows_of(w), word=word)
+    x = microcem.one_hot(word, len(w['embedding'].rows)) @ w['embedding']
+    for n, energy in enumerate(microcem.LAYERS):
+        h = microcem.norm(x, w['gain', n])
+        energies = []
+        for T in range(5):
+            after = microcem.descend(x, w, n, T, eta=1 / 4)
+            u = microcem.norm(after, w['gain', n])
+            energies.append(microcem.total(energy(u, h, w, n)).rows[0][0])
+        assert found['energies'][n] == pytest.approx([E - energies[0] for E in energies], rel=1e-6)
+        if n == 0:
+            for k, alpha in enumerate(found['maps'], start=1):
+                e = microcem.scores(h, h, w, n, k).exp()
+                rows = [[a / sum(row) for a in row] for row in e.rows]
+                numbers = [alpha[str(at)] for at in range(len(alpha))]  # JSON of a Float64Array
+                assert numbers == pytest.approx(flat(rows), rel=1e-6, abs=1e-12)
+        x = after
+
+
+def test_sizes_and_words_are_microcem_pys() -> None:
+    assert run('[D, K, WIDTH]') == [microcem.D, microcem.K, microcem.WIDTH]
+    assert TOWNS.split() == microcem.TOWNS.split()
+    assert run("Object.fromEntries(Object.entries(newWeights(26, randomFrom(1))).map(([name, x]) "
+               "=> [name, [x.rows, x.columns]]))") == {
+        name_of(name): list(x.shape) for name, x in start()[1].items()}
+
+
+def test_it_learns_one_word_by_heart_and_invents_it() -> None:
+    word, losses = run('''(() => {
+        const letters = [...'\\nabn'], ids = [...'\\nbanana\\n'].map(c => letters.indexOf(c));
+        const random = randomFrom(3), w = newWeights(4, random);
+        const losses = [...train([ids], w, 60, words => [words[0]])];
+        return [sample(letters, w, random, 0.1), losses];
+    })()''')
+    assert word == 'banana' and losses[-1] < 0.3 < losses[0]
+
+
+@pytest.mark.parametrize('text, words', [
+    ('bath\n\n  wells \r\nely', ['bath', 'wells', 'ely']),
+    ('Anna, Bob;Zoë', ['Anna', 'Bob', 'Zoë']), ('bad ischl\n' + 'x' * 30, ['bad ischl', 'x' * 30])])
+def test_words_are_read(text: str, words: list[str]) -> None:
+    assert run('readWords(text)', text=text) == {'words': words}
+
+
+@pytest.mark.parametrize('text, line', [
+    ('', 'Expected words, one a line.'), (' \n,\n', 'Expected words, one a line.'),
+    ('bath\n' + 'x' * 31, 'Expected words of at most 30 letters, one a line, and not “xxx'),
+    ('\n'.join(map(chr, range(0x4e00, 0x4f00))), 'Expected words of at most 150 different')])
+def test_a_bad_text_gets_a_line(text: str, line: str) -> None:
+    found = run('readWords(text)', text=text)
+    assert list(found) == ['wrong'] and found['wrong'].startswith(line)
+
+
+def test_the_page_is_one_file_that_loads_nothing() -> None:
+    text = PAGE.replace('<a href="https://arxiv.org/abs/', '').replace(
+        "'unsafe-inline' blob:; worker-src blob:", '')
+    assert not re.findall(r'https?:|src=|@import|fetch\(|url\(|importScripts', text)
+    assert not re.findall(r'innerHTML|outerHTML|insertAdjacent|document\.write|eval\(', text)
+
+
+def test_it_says_how_long_microcem_py_is() -> None:
+    lines = len(Path(microcem.__file__).read_text('utf-8').splitlines())
+    assert f'{lines} lines of Python' in PAGE
