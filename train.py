@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -34,7 +35,7 @@ from configurator import PathStr, build, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
-from nanocem.documents import is_pipe, keep_piped
+from nanocem.documents import Reading, is_pipe, keep_piped
 from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
@@ -58,13 +59,17 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer', 'separator'),)  # those of an earlier text
+    RESETS = (('data', 'tokenizer', *Reading._fields),)  # those of an earlier text
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
              'learning_rate', 'device', 'compile')
     data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
-    separator: str | None = None  # for --text: of documents in .txt files, such as <|endoftext|>
+    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
+    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
+    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
+    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
+    splits: Literal['names', 'none'] = 'names'  # for --text: files may be named after val and test
     out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
     init_from: PathStr = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
@@ -130,13 +135,15 @@ def main(argv: list[str]) -> int:
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
         check(world_size == 1 or not is_pipe(given['text']), 'a pipe is read by one process: '
               'prepare_slimpajama.py --input=- makes a data folder for more')
-        given['text'] = keep_piped(given['text'])
+        given['text'] = keep_piped(given['text'], Reading.of(SimpleNamespace(**given)))
     start = runs.start_from(given, rank, TrainConfig)
     cfg, resume = build(TrainConfig, start.options), start.config is not None
     check(not cfg.tensorboard or bool(find_spec('tensorboard')),
           'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
-    check(not cfg.separator or bool(cfg.text), 'separator is for --text=FILE: data is divided')
+    reading = Reading.of(cfg)
+    for name in reading.given():
+        check(bool(cfg.text), f'{name} is for --text=FILE: data is read already')
 
     # Choose the device
     device = find_device(cfg.device)
@@ -151,7 +158,7 @@ def main(argv: list[str]) -> int:
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
         data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, start.state or start.pretrained,
-                             cfg.separator)
+                             reading)
     meta = read_meta(data_dir)
     if start.pretrained:
         runs.check_match(cfg.init_from, (start.pretrained['data'], meta))  # the tokenizer

@@ -81,7 +81,7 @@ reproduce           --figure=3d                            figure=3d: expected o
 reproduce           --figure=3a --size=85m                 size=85m: expected one of XS
 reproduce           --size=XS                              size=XS is for --figure
 prepare_slimpajama  --input=none                           no such file or folder
-prepare_slimpajama  --input=data                           config.json, line 1: expected
+prepare_slimpajama  --input=data                           a run or a data folder of nanoCEM
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
