@@ -85,6 +85,8 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             check(bool in (hint, *typing.get_args(hint)), f'--{key} needs a value: '
                   f'--{key}=VALUE, no space')
             text = 'True'
+        check(key not in flags, f'--{key} is given twice: expected one (a shell makes two of '
+              f'--{key}={{a,b}})')
         flags[key] = parse_option(key, text, hints, '--')
     return merge(given, flags, *classes)
 
@@ -137,6 +139,7 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
             key, value = target.id, ast.literal_eval(node.value)
         except (AttributeError, ValueError):
             fail(f'{where}only lines of the form: name = plain value')
+        check(key not in given, f'{where}{key} is given twice: expected one line of it')
         given[key] = parse_option(key, value, hints, where)
     return given
 

@@ -323,6 +323,7 @@ def main(argv: list[str]) -> int:
     first_step = last_logged = step
     step_seconds = 0.0  # of the steps since the last line of the log
     val_loss, stopped = None, False
+    saved = step  # the last step whose weights are in a numbered checkpoint
     while step < stop_step and not stopped:
         # Set the learning rate of this step
         t0 = time.monotonic()
@@ -401,7 +402,8 @@ def main(argv: list[str]) -> int:
 
         # Write a checkpoint
         if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
-            checkpoint(f'step_{step:08d}.pt')
+            if checkpoint(f'step_{step:08d}.pt'):
+                saved = step
     bar.close()
     seconds = past_seconds + time.monotonic() - started
 
@@ -410,13 +412,18 @@ def main(argv: list[str]) -> int:
         test_loss, test_bits = evaluate('test', cfg.test_tokens)
         if val_loss is None:  # resumed after the last step
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
+    # Try once more to write the last weights: the disk may have room again
+    if saved < step and checkpoint(f'step_{step:08d}.pt'):
+        saved = step
     if world_size > 1:
         del model  # with DDP alive, ending the process group could take forever
         dist.barrier()  # rank 0 may still be writing a checkpoint
         dist.destroy_process_group()
         atexit.unregister(os._exit)
+    lost = '' if saved == step else runs.describe_loss(out_dir, step)
     if step < max_steps:
-        print(f'Stopped after step {step}; go on with --init_from=resume '
+        check(not lost or bool(runs.checkpoints(out_dir)), lost)
+        print(lost or f'Stopped after step {step}; go on with --init_from=resume '
               f'--out_dir={shlex.quote(out_dir)}', flush=True)
         return STOPPED
 
@@ -439,6 +446,7 @@ def main(argv: list[str]) -> int:
                                    temperature=0.8, top_k=None, seed=cfg.seed, go_on=True)
             print(text, flush=True)
             log(step, sample=text)
+    check(not lost, lost)
     return 0
 
 

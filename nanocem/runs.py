@@ -5,6 +5,8 @@ import io
 import itertools
 import os
 import pickle
+import shlex
+import statistics
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -310,6 +312,14 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> bool:
              'intact')
         return False
     return True
+
+
+def describe_loss(out_dir: str, step: int) -> str:
+    """Return what a user reads whose run could not write its last weights."""
+    kept = [os.path.basename(path) for path in checkpoints(out_dir)]
+    return (f'the weights after step {step:,} could not be written, and are lost: {out_dir} has '
+            f'{kept[-1] if kept else "no checkpoint"}. Where there is room, --init_from=resume '
+            f'--out_dir={shlex.quote(out_dir)} {"goes on from it" if kept else "begins anew"}')
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
