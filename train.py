@@ -401,9 +401,9 @@ def main(argv: list[str]) -> int:
                     best = previous
 
         # Write a checkpoint
-        if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
-            if checkpoint(f'step_{step:08d}.pt'):
-                saved = step
+        due = step % cfg.checkpoint_interval == 0 or step == stop_step or stopped
+        if due and checkpoint(f'step_{step:08d}.pt'):
+            saved = step
     bar.close()
     seconds = past_seconds + time.monotonic() - started
 
