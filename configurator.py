@@ -68,8 +68,9 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
 
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Read config files in their order, then --key=value flags. Later ones override earlier ones.
-    Return the given options, which must be fields of `classes`. Raises UserError."""
+    """Read config files in their order, of which later ones override earlier ones, and then
+    --key=value flags, each once at most. Return the given options, which must be fields of
+    `classes`. Raises UserError."""
     if {'--help', '-h', '--help=all'} & {*argv}:
         print_help(classes, everything='--help=all' in argv)
     hints = type_hints(*classes)

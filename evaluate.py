@@ -458,6 +458,10 @@ def compare_runs(folders: Sequence[str]) -> Report:
     reasons = [name for name, *_ in different if name in MUST_AGREE]
     if reasons:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
+    data = [config.get('data', {}) for config in configs]
+    if len({tuple(of_run.get(name) for name in TOKENIZER_KEYS) for of_run in data}) > 1:
+        notes.append('Bits per byte of different tokenizers can be compared, if the runs were '
+                     'tested on the same text.')
     return Report('Runs', '\n\n'.join([*parts, *notes]), plot_training_losses(folders),
                   picture_name('compare', *folders))
 
@@ -546,7 +550,9 @@ class Evaluated:
         check(not same_model(other, self.model), f'copying={path} has the weights of {self.path}: '
               'expected another run, or --copying alone')
         tokenizer = {name: self.state['data'][name] for name in TOKENIZER_KEYS}
-        check_match(path, (state['data'], tokenizer))
+        check_match(path, (state['data'], tokenizer),
+                    remedy=f'the tokens of {self.path} and of {path} are others, whose losses '
+                    'cannot be set side by side')
         length, own_length = other.cfg.context_length, self.model.cfg.context_length
         check(length == own_length, f'copying={path} has a context of {length} tokens, and '
               f'{self.path} one of {own_length}: expected the same')

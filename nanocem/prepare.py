@@ -539,15 +539,18 @@ def write_folder(o: PrepareConfig, folder: str, source: Source) -> None:
         print(f'A document has {mean:.0f} characters on average, and no context but these: if '
               'several belong together, as the messages of a chat do, docs/data.md joins them',
               flush=True)
+    full = writer.splits['train']['tokens'] == o.tokens
     for split in SPLITS:
         size = writer.splits[split]['tokens']
         may_be_empty = split != 'train' and o.held_out == 0
+        check(size > 0 or may_be_empty or not full, f'train is full at {o.tokens:,} tokens, before '
+              f'{split} has any: --tokens=N takes more of {o.input}')
         check(size > 0 or may_be_empty, f'{o.input} holds too little text for {split}: expected '
               'a longer text, or three rows or more; prepare_slimpajama.py has --held_out')
         print(f'{split:5} {size:>15,} tokens', flush=True)
         if split != 'train' and 0 < size < FEW:
             print(f'{split} has few tokens: a perplexity of so few says little', flush=True)
-    if writer.splits['train']['tokens'] == o.tokens:
+    if full:
         print(f'Train is full at {o.tokens:,} tokens: --tokens=N takes more of it', flush=True)
     for shard in itertools.chain(*(split['shards'] for split in writer.splits.values())):
         shard['crc32'] = checksums(os.path.join(folder, shard['file']))

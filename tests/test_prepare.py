@@ -32,7 +32,7 @@ from nanocem.data import TokenDataset
 from nanocem.documents import Reading
 from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
-from running import RESUME, ROOT, TINY, run_script, steps, write_data
+from running import RESUME, ROOT, TINY, override, run_script, steps, write_data
 
 FILES = {'train': 'train_00000.bin', 'val': 'val.bin', 'test': 'test.bin'}
 
@@ -54,8 +54,8 @@ def prepare(where: Path | str, out: Path, *options: str) -> dict[str, Any]:
     """Run the command, by default with the byte tokenizer. Return meta.json, with the bytes of the
     shards and what was printed."""
     with redirect_stdout(io.StringIO()) as printed:
-        prepare_slimpajama.main(
-            [f'--input={where}', f'--out_dir={out}', '--tokenizer=byte', *options])
+        prepare_slimpajama.main(override(
+            [f'--input={where}', f'--out_dir={out}', '--tokenizer=byte'], *options))
     meta = json.loads((out / 'meta.json').read_text())
     return {**meta, 'shards': {path.name: path.read_bytes() for path in out.glob('*.bin')},
             'printed': printed.getvalue()}

@@ -31,7 +31,7 @@ from nanocem.data import TokenDataset
 from nanocem.fast import plug_in
 from nanocem.hardware import compile_for, peak_flops
 from nanocem.runs import checkpoints, read_checkpoint
-from running import RESUME, Run, log, losses, result, same, steps
+from running import RESUME, Run, log, losses, override, result, same, steps
 from train import TrainConfig, choose_precision, learning_rate
 
 CPU = torch.device('cpu')
@@ -179,8 +179,8 @@ def test_what_is_missing_is_said_before_a_folder_is_made(
 ) -> None:
     monkeypatch.setattr(train, 'find_spec', lambda name: None)
     with pytest.raises(SystemExit, match='tensorboard=True needs pip install tensorboard'):
-        train.main([*running.TINY, f'--data={data}', f'--out_dir={tmp_path / "o"}',
-                    '--tensorboard=True'])
+        train.main(override(running.TINY, f'--data={data}', f'--out_dir={tmp_path / "o"}',
+                            '--tensorboard=True'))
     assert not (tmp_path / 'o').exists()
 
 
@@ -289,7 +289,8 @@ def test_a_run_leaves_its_process_as_it_was(data: Path, tmp_path: Path) -> None:
     same(tmp_path / 'a', tmp_path / 'b')
     assert process() == before and codes == [0]
     with pytest.raises(SystemExit, match='consecutive steps'):
-        train.main([*options, steps(40), '--learning_rate=1e6', f'--out_dir={tmp_path / "c"}'])
+        train.main(override(options, steps(40), '--learning_rate=1e6',
+                            f'--out_dir={tmp_path / "c"}'))
     assert process() == before
 
 
@@ -490,8 +491,8 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped(
 
     monkeypatch.setattr(train.Transformer, 'forward', forward)
     out = tmp_path / 'o'
-    assert train.main([*running.TINY, '--micro_batch_size=4', f'--data={data}', f'--out_dir={out}',
-                       steps(5)]) == 0
+    assert train.main(override(running.TINY, '--micro_batch_size=4', f'--data={data}',
+                               f'--out_dir={out}', steps(5))) == 0
     (event,) = [line for line in log(out) if line.get('event') == 'skipped']
     assert event['step'] == 3 and event['loss'] > 0 and event['grad_norm'] is None
     assert result(out)['skipped'] == 1
