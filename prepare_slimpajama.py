@@ -13,8 +13,11 @@ of files decide what is train, val and test, or else a hash of each document: of
 of JSON, .csv or Parquet. Of fewer than twenty documents val and test get parts from several places
 of each. What is printed says what was read, what was left out, and which of these was done.
 """
+import os
 import sys
 from types import SimpleNamespace
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import command_line, read_options
 from nanocem.documents import Reading, keep_piped

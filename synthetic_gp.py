@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+
 from configurator import PathStr, build, command_line, in_range, read_options
 from nanocem.errors import check
 from nanocem.files import write_atomic

@@ -306,6 +306,45 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
         assert f'differ in {name}.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
 
 
+@pytest.mark.parametrize('name', ['eval_tokens', 'test_tokens', 'batch_size', 'context_length'])
+def test_what_makes_losses_incomparable_is_said(name: str, place: Path) -> None:
+    """Tokens of the tested text and the context do, and options of training do not."""
+    for n, folder in enumerate(('run', 'other')):
+        if n:
+            write_run(place / 'out/other', Path('data'), model_of())
+        path = place / f'out/{folder}/config.json'
+        config = json.loads(path.read_text())
+        part = 'model' if name == 'context_length' else 'train'
+        config[part] |= {name: 16 + 16 * n}
+        path.write_text(json.dumps(config))
+    text = evaluate.compare_runs(['out/run', 'out/other']).text
+    assert [name, '16', '32'] in cells(text)
+    assert (f'Losses cannot be compared: the runs differ in {name}.' in text) == (
+        name != 'batch_size')
+    assert 'Bits per byte' not in text
+
+
+def test_bits_per_byte_of_two_tokenizers_can_be_compared(place: Path) -> None:
+    write_run(place / 'out/other', Path('data'), model_of())
+    config = json.loads(Path('out/other/config.json').read_text())
+    config['data'] = {'tokenizer': 'gpt2', 'val checksum': 2, 'test checksum': 2}
+    Path('out/other/config.json').write_text(json.dumps(config))
+    text = evaluate.compare_runs(['out/run', 'out/other']).text
+    assert 'Losses cannot be compared: the runs differ in val checksum, test checksum.' in text
+    assert 'Bits per byte of different tokenizers can be compared, if' in text
+
+
+def test_copying_beside_another_tokenizer_is_refused_for_that(place: Path) -> None:
+    other = write_run(place / 'out/other', Path('data'), model_of(key_shift='half'))
+    state = torch.load(other / 'best.pt')
+    torch.save(state | {'data': state['data'] | {'tokenizer': 'gpt2'}}, other / 'best.pt')
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(['--out_dir=out/run', '--copying=out/other', '--device=cpu'])
+    assert 'the run in out/other has tokenizer=gpt2 (now byte)' in stop.value.code
+    assert 'losses cannot be set side by side' in stop.value.code
+    assert 'init_from' not in stop.value.code
+
+
 def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
     write_run(place / 'out/shifted', Path('data'), model_of(key_shift='half'))
     config = json.loads(Path('out/run/config.json').read_text())

@@ -28,7 +28,7 @@ from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 import prepare_slimpajama
 from nanocem import documents as docs
 from nanocem import prepare as prep
-from nanocem.data import TokenDataset
+from nanocem.data import TokenDataset, read_meta
 from nanocem.documents import Reading
 from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
@@ -867,6 +867,54 @@ def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, downloads: list[
 def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('huggingface_hub.dataset_info', lambda *_, **__: 1 / 0)
     assert 'by zero (is there a network?)' in refused(DATA, tmp_path / 'out')
+
+
+def test_without_a_network_other_tokenizers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('huggingface_hub.hf_hub_download', lambda *_, **__: 1 / 0)
+    path = write(tmp_path / 'a.jsonl', documents(30, seed=1))
+    assert re.search('tokenizer=llama cannot be downloaded: without a network --tokenizer=bpe2048, '
+                     r'byte or FILE\.model', refused(path, tmp_path / 'out', '--tokenizer=llama'))
+
+
+def test_a_limit_of_tokens_before_a_split_has_any_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is long enough."""
+    monkeypatch.setattr(prep, 'BATCH', 1)
+    (tmp_path / 'a.txt').write_text(book(90_000))
+    said = refused(tmp_path / 'a.txt', tmp_path / 'out', '--tokens=5K', '--held_out=0.05')
+    assert 'train is full at 5,000 tokens, before val has any: --tokens=N takes more' in said
+    made = prepare(tmp_path / 'a.txt', tmp_path / 'out', '--tokens=200K', '--held_out=0.05')
+    assert made['splits']['train']['tokens'] == 200_000
+
+
+def test_another_programs_data_folder_is_told(tmp_path: Path) -> None:
+    """As nanoGPT's. Its name is not given to prepare_slimpajama.py, which would refuse it."""
+    for name in ('train.bin', 'val.bin', 'meta.pkl'):
+        (tmp_path / name).write_bytes(b'1')
+    with pytest.raises(UserError, match=r'is no data folder, and holds meta\.pkl, train\.bin, val'
+                       r'\.bin\. --text=FILE trains on a text'):
+        read_meta(str(tmp_path))
+    with pytest.raises(UserError, match=r'prepare_slimpajama\.py --out_dir=.*none makes'):
+        read_meta(str(tmp_path / 'none'))
+
+
+def test_a_piped_prompt_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / 'a').write_text('The river')
+    done = run_script(ROOT / 'sample.py', f'--out_dir={ROOT}/pretrained/cem', '--prompt_file=-',
+                      '--tokens=3', '--device=cpu', cwd=tmp_path,
+                      before=partial(pipe_into, 0, tmp_path / 'a'))
+    assert done.stdout.startswith('The river') and [*tmp_path.iterdir()] == [tmp_path / 'a']
+
+
+@pytest.mark.parametrize('script', ['train', 'sample', 'evaluate', 'export', 'bench',
+                                    'synthetic_gp', 'prepare_slimpajama'])
+def test_a_script_finds_its_files_with_a_safe_path(tmp_path: Path, script: str) -> None:
+    done = subprocess.run([sys.executable, '-P', ROOT / f'{script}.py', '--help'], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and '--' in done.stdout, done.stderr
 
 
 @needs_llama
