@@ -15,7 +15,7 @@ Tables are printed. Pictures of --energies, --attention and --compare go into ou
 import math
 import os
 import sys
-from array import array
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,24 +124,29 @@ def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
     token but the first is a target once. Bytes and Llama's tokens are not counted if the tokenizer
     loses text. Llama's need its tokenizer, at $LLAMA_TOKENIZER or in data_dir."""
     llama = find_llama(data_dir)
-    ids = array('i')  # four bytes a token
-    text_bytes = llama_tokens = 0
+    n_ids = text_bytes = llama_tokens = 0
     lossless = True
-    for document in text_documents(path, reading):
-        begins = True
-        for block in document:
-            encoded = tokenizer.encode(block, begins)
-            ids.extend([tokenizer.bos, *encoded] if begins else encoded)
-            lossless = lossless and keeps_text(tokenizer, encoded, block)
-            text_bytes += len(block.encode())
-            if llama:
-                llama_tokens += len(llama.encode(block, begins))
-            begins = False
-    check(len(ids) > 0, f'text={path} is empty')
+    with tempfile.TemporaryFile() as file:  # of the ids: a text may be larger than memory
+        for document in text_documents(path, reading):
+            begins = True
+            for block in document:
+                encoded = tokenizer.encode(block, begins)
+                ids = [tokenizer.bos, *encoded] if begins else encoded
+                file.write(np.array(ids, np.int32).tobytes())
+                n_ids += len(ids)
+                lossless = lossless and keeps_text(tokenizer, encoded, block)
+                text_bytes += len(block.encode())
+                if llama:
+                    llama_tokens += len(llama.encode(block, begins))
+                begins = False
+        check(n_ids > 1, f'text={path} is empty')
+        length = min(length, n_ids - 1)
+        padding = -(n_ids - 1) % length  # up to a multiple of length
+        file.write(np.full(padding, NO_TARGET, np.int32).tobytes())
+        file.flush()
+        ids = torch.from_numpy(np.memmap(file, np.int32, 'r+'))
     # Divide the ids into sequences, which share one token each: the last target is the next input
-    length = min(length, len(ids) - 1)
-    ids.extend([NO_TARGET] * (-(len(ids) - 1) % length))  # up to a multiple of length
-    sequences = torch.frombuffer(ids, dtype=torch.int32).unfold(0, length + 1, length)
+    sequences = ids.unfold(0, length + 1, length)
     if spelled_bytes(tokenizer, {'lossless': lossless}) is None:
         return sequences, None, None
     return sequences, text_bytes, llama_tokens if llama else None
