@@ -6,7 +6,6 @@ import itertools
 import os
 import pickle
 import shlex
-import statistics
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
