@@ -306,7 +306,8 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
         assert f'differ in {name}.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
 
 
-@pytest.mark.parametrize('name', ['eval_tokens', 'test_tokens', 'batch_size', 'context_length'])
+@pytest.mark.parametrize('name', ['eval_tokens', 'test_tokens', 'batch_size', 'context_length',
+                                  'vocab_size', 'n_layer'])
 def test_what_makes_losses_incomparable_is_said(name: str, place: Path) -> None:
     """Tokens of the tested text and the context do, and options of training do not."""
     for n, folder in enumerate(('run', 'other')):
@@ -314,13 +315,13 @@ def test_what_makes_losses_incomparable_is_said(name: str, place: Path) -> None:
             write_run(place / 'out/other', Path('data'), model_of())
         path = place / f'out/{folder}/config.json'
         config = json.loads(path.read_text())
-        part = 'model' if name == 'context_length' else 'train'
+        part = 'train' if name in ('eval_tokens', 'test_tokens', 'batch_size') else 'model'
         config[part] |= {name: 16 + 16 * n}
         path.write_text(json.dumps(config))
     text = evaluate.compare_runs(['out/run', 'out/other']).text
     assert [name, '16', '32'] in cells(text)
     assert (f'Losses cannot be compared: the runs differ in {name}.' in text) == (
-        name != 'batch_size')
+        name not in ('batch_size', 'n_layer'))
     assert 'Bits per byte' not in text
 
 

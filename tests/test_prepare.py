@@ -267,6 +267,15 @@ def test_short_documents_are_never_cut(tmp_path: Path, n: int) -> None:
     assert sorted(itertools.chain(*parts)) == sorted(texts) and all(parts)
 
 
+@pytest.mark.parametrize('n', [1, 2])
+def test_fewer_documents_than_splits_are_cut_however_short(tmp_path: Path, n: int) -> None:
+    """The longest of them."""
+    texts = [book(120, seed=seed) for seed in range(n)]
+    made = prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0.05')
+    assert [split['documents'] for split in made['splits'].values()] == [n + 1, 1, 1]
+    assert 'train has few' not in made['printed'] and 'test has few tokens' in made['printed']
+
+
 @pytest.mark.parametrize('n', [12, 300, 2500])
 def test_copies_go_where_the_first_went(tmp_path: Path, n: int) -> None:
     """They differ in line ends and in space around them. Copies of few documents count once. Texts
@@ -532,6 +541,43 @@ def test_the_tokenizer_of_a_users_text(tmp_path: Path, monkeypatch: pytest.Monke
         state = {'data_dir': folder, 'data': json.loads(Path(folder, 'meta.json').read_text())}
         made = prep.find_data('data', 'b.txt', None, state)
         assert load_tokenizer(made).sha256 == load_tokenizer(folder).sha256
+
+
+@pytest.mark.parametrize('size, tokenizer, held_out', [
+    (999_999, 'byte', 0.05), (1_000_000, 'bpe1024', 0.05), (4_999_999, 'bpe1024', 0.05),
+    (5_000_000, 'bpe2048', 0.05), (19_999_999, 'bpe2048', 0.05), (20_000_000, 'bpe4096', 0.005),
+    (999_999_999, 'bpe4096', 0.005), (1_000_000_000, 'bpe32000', 0.005)])
+def test_what_the_size_of_a_text_decides(
+    size: int, tokenizer: str, held_out: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer and the share held out are those of the page. An older rule has other data."""
+    monkeypatch.chdir(tmp_path)
+    Path('a.txt').write_text('a text')
+    monkeypatch.setattr(docs.Source, 'size', lambda self: size)
+    made = []
+    monkeypatch.setattr(prep, 'prepare', lambda o, source: made.append(o))
+    folder = prep.find_data('data', 'a.txt')
+    monkeypatch.setattr(prep, 'RULE', prep.RULE - 1)
+    assert prep.find_data('data', 'a.txt') != folder
+    assert [(o.tokenizer, o.held_out) for o in made] == [(tokenizer, held_out)] * 2
+
+
+def test_ids_take_two_bytes_where_that_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only train has several shards."""
+    monkeypatch.setattr(prep, 'SHARD_TOKENS', 3)
+    for vocab_size, dtype in ((65_536, '<u2'), (65_537, '<u4')):
+        (tmp_path / dtype).mkdir()
+        writer = prep.Writer(str(tmp_path / dtype), vocab_size)
+        for split in prep.SPLITS:
+            for ids in ([1, 2], [3, vocab_size - 1, 5], [6, 7]):
+                writer.append(split, ids)
+            named = [(shard['file'], shard['tokens']) for shard in writer.splits[split]['shards']]
+            in_train = [(f'train_0000{n}.bin', size) for n, size in enumerate([3, 3, 1])]
+            assert named == (in_train if split == 'train' else [(f'{split}.bin', 7)])
+            content = b''.join((tmp_path / dtype / name).read_bytes() for name, _ in named)
+            assert np.frombuffer(content, dtype).tolist() == [1, 2, 3, vocab_size - 1, 5, 6, 7]
 
 
 def test_a_default_tokenizer_that_does_not_suit_the_text(
