@@ -118,7 +118,8 @@ def test_what_a_width_decides() -> None:
 
 
 @pytest.mark.parametrize('options, words', [
-    ('attn=llama attn_steps=3', 'only for attn=cem'), ('attn=llama exact_update=True', 'for attn=cem'),
+    ('attn=llama attn_steps=3', 'only for attn=cem'),
+    ('attn=llama exact_update=True', 'only for attn=cem'),
     ('attn=llama positions=alibi score_scale=model', 'only for attn=cem'), ('tie=kv', 'attn=llama'),
     ('mlp=llama mlp_steps=3', 'only for mlp=cem'), ('mlp=llama mlp_match=params', 'for mlp=cem'),
     ('mlp=llama attn=llama residual=normed', 'only for attn=cem or mlp=cem'),
