@@ -870,8 +870,9 @@ def options_without_part(cfg: Any) -> dict[str, str]:
             (cem_attn or cem_mlp, 'attn=cem or mlp=cem', ['preconditioner', 'residual']),
             (low_rank, 'preconditioner=diag_lowrank', ['attn_rank', 'mlp_rank']),
             (cfg.positions == 'rope', 'positions=rope', ['rope_theta'])]:
-        if not applies:
-            found = dict.fromkeys(names, setting) | found
+        for name in names:
+            if not applies:
+                found.setdefault(name, setting)
     return found
 
 

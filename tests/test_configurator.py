@@ -87,18 +87,17 @@ def test_the_configurator_names_no_option_of_a_script() -> None:
                 assert {*group} <= cls.__dataclass_fields__.keys()
 
 
-def test_an_option_that_is_given_twice_is_refused(tmp_path: Path) -> None:
-    """Also with the same value, in a file, and as a shell writes --text={a,b}.txt."""
-    for options in ('--text=a.txt --text=b.txt', '--tokens=5 --tokens=5', '--compile --compile=0'):
-        name = options.partition('=')[0].split()[0]
-        with pytest.raises(UserError, match=f'{name} is given twice: expected one'):
-            options_of(*options.split())
-    file = tmp_path / 'twice.py'
-    file.write_text("text = 'a.txt'\nseed = 1\ntext = 'b.txt'\n")
-    with pytest.raises(UserError, match=r'twice.py.*text is given twice'):
-        options_of(str(file))
-    file.write_text('seed = 1\n')
-    assert options_of(str(file), 'config/mini.py', '--seed=2')['seed'] == 2
+def test_a_text_a_path_or_a_list_that_is_given_twice_is_refused() -> None:
+    """As a shell writes --text={a,b}.txt: the first would not be read. A number overrides one."""
+    for script, options in (
+            ('train', '--text=a.txt --text=b.txt'), ('train', '--suffixes=.md --suffixes=.org'),
+            ('train', '--separator=a --seed=1 --separator=b'), ('evaluate', '--steps=1 --steps=2'),
+            ('evaluate', '--copying --copying=out/b'), ('evaluate', '--compare=a --compare=b'),
+            ('sample', '--prompt=a --prompt=b'), ('prepare_slimpajama', '--input=a --input=b')):
+        with pytest.raises(UserError, match=r'^--[a-z]+ is given twice: expected one'):
+            read_options(options.split(), *SCRIPTS[script])
+    options = '--tokens=5 --device=cpu --compile --tokens=6 --device=cuda --compile=False'
+    assert options_of(*options.split()) == {'tokens': 6, 'device': 'cuda', 'compile': False}
 
 
 def test_what_a_width_decides() -> None:
