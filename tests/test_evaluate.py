@@ -15,6 +15,7 @@ from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
 from model import ModelConfig, Transformer, make_positions
+from nanocem.documents import Reading
 from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
 from nanocem.same import in_use
@@ -436,6 +437,28 @@ def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> Non
     assert f'Of the gap {repeated / total:.0%} comes from repeated targets' in text
     run.models = {'A': Copier(2.0), 'B': Copier(2.0)}
     assert 'There is no gap' in evaluate.report_copying(run).text
+
+
+def test_a_text_of_many_blocks_has_one_bos(tmp_path: Path) -> None:
+    """Its ids are those of the whole, and so are its bytes."""
+    text = 'The energy falls, step by step. ' * 6000
+    (tmp_path / 'a.txt').write_text(text)
+    ids, n_bytes, llama_tokens = evaluate.read_text_sequences(
+        str(tmp_path / 'a.txt'), ByteTokenizer(), 64, '', Reading())
+    flat = [*ids[:, :-1].flatten().tolist(), int(ids[-1, -1])]
+    assert [i for i in flat if i != NO_TARGET] == [256, *text.encode()]
+    assert (n_bytes, llama_tokens) == (len(text), None)
+
+
+@pytest.mark.parametrize('change', [0.01, 0.03])
+def test_a_gap_below_two_per_cent_is_none(change: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, 'copying', lambda model, *rest: {
+        kind: torch.full((4,), 1 + change * (model == 'B')) for kind in evaluate.COPYING})
+    run = SimpleNamespace(models={'A': 'A', 'B': 'B'}, sequences=(torch.zeros(1, 7), None, None),
+                          subject='', tokenizer=SimpleNamespace(name='of five', bos=0))
+    text = evaluate.report_copying(run).text
+    assert ('There is no gap: it is less than 2%.' in text) == (change < 0.02)
+    assert ('Of the gap 50% comes from repeated targets.' in text) == (change > 0.02)
 
 
 def test_a_gap_of_two_signs_has_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:

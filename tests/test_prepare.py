@@ -249,6 +249,19 @@ def test_of_few_documents_each_long_one_is_cut(tmp_path: Path, suffix: str) -> N
             assert max(map(len, part)) < 1.5 * min(map(len, part))
 
 
+@pytest.mark.parametrize('size, share, n', [
+    (5_000, 0.05, 1), (10_239, 0.05, 1), (10_240, 0.05, 2), (40_960, 0.05, 8), (10**7, 0.05, 8)])
+def test_as_many_places_as_have_parts_worth_reading(size: int, share: float, n: int) -> None:
+    """Of 256 characters at least, and at most eight. Each split gets its share to a character."""
+    ends = prep.places(size, share, ['val', 'test'])
+    assert [split for _, split in ends] == ['train', 'val', 'test'] * n + ['train']
+    begins = [0, *(end for end, _ in ends)]
+    for split in ('val', 'test'):
+        parts = [end - begin for begin, (end, of) in zip(begins, ends, strict=False) if of == split]
+        assert sum(parts) == pytest.approx(share * size) and max(parts) < min(parts) + 1
+    assert begins[1] > 0.1 * size < size - begins[-2]
+
+
 def test_a_licence_at_an_end_is_hardly_held_out(tmp_path: Path) -> None:
     """Nor is a table of contents at the beginning. They are a tenth of the text each."""
     texts = ['contents. ' * 1400, book(18_000), 'licence. ' * 1500]
