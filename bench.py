@@ -14,6 +14,7 @@ share of the GPU's peak in use, and GB the peak memory.
 import gc
 import importlib.util
 import math
+import os
 import statistics
 import sys
 import time
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import build, command_line, in_range, read_options, set_if_none
 from model import SIZES, ModelConfig, Transformer

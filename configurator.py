@@ -68,8 +68,9 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
 
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Read config files in their order, then --key=value flags. Later ones override earlier ones.
-    Return the given options, which must be fields of `classes`. Raises UserError."""
+    """Read config files in their order, then --key=value flags. Later ones override earlier ones,
+    but for flags of texts, paths and lists: both may have been meant. Return the given options,
+    which must be fields of `classes`. Raises UserError."""
     if {'--help', '-h', '--help=all'} & {*argv}:
         print_help(classes, everything='--help=all' in argv)
     hints = type_hints(*classes)
@@ -85,8 +86,16 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             check(bool in (hint, *typing.get_args(hint)), f'--{key} needs a value: '
                   f'--{key}=VALUE, no space')
             text = 'True'
+        check(key not in flags or not may_be_several(hints[key]), f'--{key} is given twice: '
+              f'expected one (a shell makes two of --{key}={{a,b}})')
         flags[key] = parse_option(key, text, hints, '--')
     return merge(given, flags, *classes)
+
+
+def may_be_several(hint: Any) -> bool:
+    """Return whether an option of this type is a text, a path or a list."""
+    kinds = (hint, *typing.get_args(hint))
+    return any(kind in (str, PathStr) or typing.get_origin(kind) is tuple for kind in kinds)
 
 
 def type_hints(*classes: type) -> dict[str, Any]:

@@ -15,6 +15,7 @@ Tables are printed. Pictures of --energies, --attention and --compare go into ou
 import math
 import os
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,10 +33,12 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from tqdm import tqdm
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.documents import text_documents
+from nanocem.documents import Reading, text_documents
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
@@ -73,8 +76,11 @@ class EvaluateConfig:
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
-    text: PathStr | None = None  # a text file to read instead, whole: .txt, .jsonl or .parquet
-    separator: str | None = None  # for --text: of documents in .txt files, such as <|endoftext|>
+    text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
+    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
+    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
+    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
+    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
@@ -85,8 +91,8 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         in_range(self, 1, 10**15, 'tokens')
-        check(not self.separator or bool(self.text),
-              'separator is for --text=FILE: data is divided')
+        for name in Reading.of(self).given():
+            check(bool(self.text), f'{name} is for --text=FILE: data is read already')
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
         check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
         self.compare = tuple(map(os.path.expanduser, self.compare))
@@ -113,26 +119,37 @@ def cem_kinds(model: Transformer) -> list[str]:
 # What the loss is measured on
 
 def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
-                        separator: str | None = None) -> Sequences:
+                        reading: Reading) -> Sequences:
     """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document. Each
     token but the first is a target once. Bytes and Llama's tokens are not counted if the tokenizer
     loses text. Llama's need its tokenizer, at $LLAMA_TOKENIZER or in data_dir."""
-    documents = list(text_documents(path, separator))
-    check(any(documents), f'text={path} is empty')
-    encoded = [tokenizer.encode(document) for document in documents]
-    ids = [i for of_document in encoded for i in [tokenizer.bos, *of_document]]
-    length = min(length, len(ids) - 1)
-    padding = -(len(ids) - 1) % length  # up to a multiple of length
-    padded = F.pad(torch.tensor(ids), (0, padding), value=NO_TARGET)
-    sequences = padded.unfold(0, length + 1, length)
-    lossless = all(keeps_text(tokenizer, *pair) for pair in zip(encoded, documents, strict=True))
+    llama = find_llama(data_dir)
+    n_ids = text_bytes = llama_tokens = 0
+    lossless = True
+    with tempfile.TemporaryFile() as file:  # of the ids: a text may be larger than memory
+        for document in text_documents(path, reading):
+            begins = True
+            for block in document:
+                encoded = tokenizer.encode(block, begins)
+                ids = [tokenizer.bos, *encoded] if begins else encoded
+                file.write(np.array(ids, np.int32).tobytes())
+                n_ids += len(ids)
+                lossless = lossless and keeps_text(tokenizer, encoded, block)
+                text_bytes += len(block.encode())
+                if llama:
+                    llama_tokens += len(llama.encode(block, begins))
+                begins = False
+        check(n_ids > 1, f'text={path} is empty')
+        length = min(length, n_ids - 1)
+        padding = -(n_ids - 1) % length  # up to a multiple of length
+        file.write(np.full(padding, NO_TARGET, np.int32).tobytes())
+        file.flush()
+        ids = torch.from_numpy(np.memmap(file, np.int32, 'r+'))
+    # Divide the ids into sequences, which share one token each: the last target is the next input
+    sequences = ids.unfold(0, length + 1, length)
     if spelled_bytes(tokenizer, {'lossless': lossless}) is None:
         return sequences, None, None
-    text_bytes = sum(len(document.encode()) for document in documents)
-    llama_tokens = None
-    if llama := find_llama(data_dir):
-        llama_tokens = sum(len(llama.encode(document)) for document in documents)
-    return sequences, text_bytes, llama_tokens
+    return sequences, text_bytes, llama_tokens if llama else None
 
 
 def read_shards(cfg: EvaluateConfig, state: dict[str, Any], folder: str, tokenizer: Any,
@@ -163,7 +180,7 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     device = model.embedding.device
     sums = torch.zeros(3, dtype=torch.float64)
     for block in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1])):
-        x, y = block[:, :-1].clamp(min=0), block[:, 1:]
+        x, y = block[:, :-1].long().clamp(min=0), block[:, 1:].long()
         sums += sum_losses(model(x.to(device))[0], y.to(device), is_text=y != bos)
     return sums.tolist()
 
@@ -197,7 +214,7 @@ def target_losses(model: Transformer, ids: Tensor, bos: int) -> Tensor:
     losses = []
     blocks = ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))
     for block in tqdm(blocks, disable=None, leave=False):
-        x, y = block[:, :-1].clamp(min=0), block[:, 1:]
+        x, y = block[:, :-1].long().clamp(min=0), block[:, 1:].long()
         loss = token_losses(model(x.to(device))[0], y.to(device))
         check(not loss.isnan().any(), 'a loss is NaN: the model has diverged, or is damaged')
         losses.append(loss.masked_fill((y == bos) | (y == NO_TARGET), torch.nan))
@@ -210,7 +227,7 @@ def repeated_targets(ids: Tensor, vocab_size: int, n_before: int = 1) -> Tensor:
     as text; it stands at the end, where nothing comes after it."""
     # Give each run of n_before + 1 tokens a number of its own
     runs = ids.unfold(1, n_before + 1, 1)  # (n, length + 1 - n_before, n_before + 1)
-    number = torch.zeros_like(runs[..., 0])
+    number = torch.zeros_like(runs[..., 0], dtype=torch.int64)
     for tokens in runs.unbind(-1):
         number = number * vocab_size + tokens
     # A stable sort puts equal numbers side by side, the earliest first: the others are repeated
@@ -238,7 +255,8 @@ def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dic
     check(ids.shape[1] > 4, f'copying: the sequences have {ids.shape[1] - 1} tokens: expected a '
           'text, and a context, of 4 or more')
     losses = target_losses(model, ids, bos)
-    repeated = repeated_targets(ids, model.cfg.vocab_size, n_before)
+    repeated = torch.cat([repeated_targets(block, model.cfg.vocab_size, n_before)
+                          for block in ids.split(max(1, 1_000_000 // ids.shape[1]))])
     # Read the first half of each sequence twice. Without padding: a text's last one may have some
     half = ids[(ids != NO_TARGET).all(dim=1), :ids.shape[1] // 2 - 1]
     begin = torch.full_like(half[:, :1], bos)
@@ -348,7 +366,7 @@ def report_energies(run: 'Evaluated') -> Report:
     0. Of the tokens only some 4,096 are read."""
     steps = max(run.cfg.steps, default=8)
     ids, *_ = run.sequences
-    x = ids[:max(1, 4096 // ids.shape[1]), :-1]
+    x = ids[:max(1, 4096 // ids.shape[1]), :-1].long()
     x = x[(x != NO_TARGET).all(dim=1)]  # leave out the last sequence of a text if it is padded
     figure = Figure((9, 3.5), layout='constrained')
     panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
@@ -447,6 +465,10 @@ def compare_runs(folders: Sequence[str]) -> Report:
     reasons = [name for name, *_ in different if name in MUST_AGREE]
     if reasons:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
+    data = [config.get('data', {}) for config in configs]
+    if len({tuple(of_run.get(name) for name in TOKENIZER_KEYS) for of_run in data}) > 1:
+        notes.append('Bits per byte of different tokenizers can be compared, if the runs were '
+                     'tested on the same text.')
     return Report('Runs', '\n\n'.join([*parts, *notes]), plot_training_losses(folders),
                   picture_name('compare', *folders))
 
@@ -535,7 +557,9 @@ class Evaluated:
         check(not same_model(other, self.model), f'copying={path} has the weights of {self.path}: '
               'expected another run, or --copying alone')
         tokenizer = {name: self.state['data'][name] for name in TOKENIZER_KEYS}
-        check_match(path, (state['data'], tokenizer))
+        check_match(path, (state['data'], tokenizer),
+                    remedy=f'the tokens of {self.path} and of {path} are others, whose losses '
+                    'cannot be set side by side')
         length, own_length = other.cfg.context_length, self.model.cfg.context_length
         check(length == own_length, f'copying={path} has a context of {length} tokens, and '
               f'{self.path} one of {own_length}: expected the same')
@@ -555,7 +579,7 @@ class Evaluated:
         length = self.model.cfg.context_length
         if self.cfg.text:
             return read_text_sequences(self.cfg.text, self.tokenizer, length, self.data_dir,
-                                       self.cfg.separator)
+                                       Reading.of(self.cfg))
         return read_shards(self.cfg, self.state, self.data_dir, self.tokenizer, length)
 
 

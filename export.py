@@ -17,6 +17,8 @@ from typing import Literal
 
 import torch
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+
 from configurator import PathStr, build, command_line, read_options
 from nanocem.errors import check
 from nanocem.hub import export

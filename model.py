@@ -855,11 +855,11 @@ def resolve_defaults(cfg: ModelConfig) -> None:
     cfg.size = next((size for size, preset in SIZES.items() if preset == shape), None)
 
 
-def check_combination(cfg: ModelConfig) -> None:
-    """ValueError for an option that has no part in this model, or contradicts another."""
-    defaults = vars(ModelConfig) | default_values(cfg)
+def options_without_part(cfg: Any) -> dict[str, str]:
+    """Return the options that have no part in this model, and the setting in which each has one."""
     cem_attn, cem_mlp = cfg.attn == 'cem', cfg.mlp == 'cem'
     low_rank = cfg.preconditioner == 'diag_lowrank'
+    found = {}
     # Whether some options have a part in this model, where they do, and their names
     for applies, setting, names in [
             (not cem_attn, 'attn=llama', ['tie']),
@@ -871,9 +871,19 @@ def check_combination(cfg: ModelConfig) -> None:
             (low_rank, 'preconditioner=diag_lowrank', ['attn_rank', 'mlp_rank']),
             (cfg.positions == 'rope', 'positions=rope', ['rope_theta'])]:
         for name in names:
-            value, default = getattr(cfg, name), defaults[name]
-            require(applies or value == default,
-                    f'{name}={value} is only for {setting}: set that, or else {name}={default}')
+            if not applies:
+                found.setdefault(name, setting)
+    return found
+
+
+def check_combination(cfg: ModelConfig) -> None:
+    """ValueError for an option that has no part in this model, or contradicts another."""
+    defaults = vars(ModelConfig) | default_values(cfg)
+    cem_attn = cfg.attn == 'cem'
+    for name, setting in options_without_part(cfg).items():
+        value, default = getattr(cfg, name), defaults[name]
+        require(value == default,
+                f'{name}={value} is only for {setting}: set that, or else {name}={default}')
     R = cfg.d_model / cfg.n_head
     require(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
     for name, value in (('positions', 'rope'), ('key_shift', 'half')):

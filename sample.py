@@ -5,9 +5,12 @@ Generate text with a trained model.
     python sample.py --out_dir=out/RUN --prompt="def " --temperature=0.7
     python sample.py --prompt_file=intro.txt                 continue the text in a file
 """
+import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import (
     PathStr,

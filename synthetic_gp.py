@@ -13,7 +13,6 @@ A row of the table is one model trained on one kernel, R times: every repeat has
 initial weights. The repeats train together: weights and batches have a leading dimension R, and the
 gradient of the summed loss gives every repeat its own gradient. N counts points, D is the width.
 """
-import csv
 import hashlib
 import math
 import os
@@ -36,11 +35,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+
 from configurator import PathStr, build, command_line, in_range, read_options
 from nanocem.errors import check
 from nanocem.files import write_atomic
 from nanocem.process import process_of_a_run
-from nanocem.report import markdown_table, short_name
+from nanocem.report import csv_text, markdown_table, read_csv, short_name
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
@@ -309,11 +310,10 @@ def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path
 
 def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
     """Print the table. Write it as Markdown, CSV and a figure, whose names have this suffix."""
-    with open(f'{os.path.dirname(__file__)}/results/gp/paper.csv', encoding='utf-8') as file:
-        paper = {(line['kernel'], line['model']): [float(line[name]) for name in COLUMNS]
-                 for line in csv.DictReader(file)}
+    paper = {(row['kernel'], row['model']): [float(row[name]) for name in COLUMNS]
+             for row in read_csv(f'{os.path.dirname(__file__)}/results/gp/paper.csv')}
     columns = ['model', 'parameters', 'flops', 'kernel', *COLUMNS, *('paper_' + x for x in COLUMNS)]
-    csv_text, lines = ','.join(columns) + '\n', []
+    csv_rows, lines = [], []
     comparable = all(getattr(cfg, name) == getattr(GPConfig, name) for name in PROTOCOL)
     deviations = []  # from the paper's RMSE, in its std: the larger of train and test
     for (kernel, model), ours in rows.items():
@@ -328,7 +328,8 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
             off = f'{train_off:+.1f}, {test_off:+.1f}'
         lines.append([model, f'{parameters / 1e3:.2f}K', f'{flops / 1e6:.2f}M', title, *rmses, off])
         numbers = [*(f'{x:.6f}' for x in ours), *map(str, theirs or [''] * 4)]
-        csv_text += f'{model},{parameters},{flops},{title},{",".join(numbers)}\n'
+        values = [model, str(parameters), str(flops), title, *numbers]
+        csv_rows.append(dict(zip(columns, values, strict=True)))
 
     options = ', '.join(f'{name}={value}' for name, value in asdict(cfg).items()
                         if name not in ('kernels', 'models', 'jobs', 'out_dir'))
@@ -343,7 +344,7 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
         text += "- With another protocol the errors are not compared with the paper's."
     print(text, flush=True)
     write_atomic(f'{cfg.out_dir}/table{suffix}.md', f'{text}\n'.encode())
-    write_atomic(f'{cfg.out_dir}/table{suffix}.csv', csv_text.encode())
+    write_atomic(f'{cfg.out_dir}/table{suffix}.csv', csv_text(csv_rows).encode())
     draw_figure(cfg, rows, paper, f'{cfg.out_dir}/figure{suffix}.png')
     print(f'Written to {cfg.out_dir}: table{suffix}.md, and its CSV and figure', flush=True)
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -30,11 +31,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
+
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
-from nanocem.documents import is_pipe, keep_piped
+from nanocem.documents import Reading, is_pipe, keep_piped
 from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
@@ -58,13 +61,17 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer', 'separator'),)  # those of an earlier text
+    RESETS = (('data', 'tokenizer', *Reading._fields),)  # those of an earlier text
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
              'learning_rate', 'device', 'compile')
     data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
-    separator: str | None = None  # for --text: of documents in .txt files, such as <|endoftext|>
+    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
+    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
+    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
+    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
+    splits: Literal['names', 'none'] = 'names'  # for --text: files may be named after val and test
     out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
     init_from: PathStr = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
@@ -130,13 +137,15 @@ def main(argv: list[str]) -> int:
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
         check(world_size == 1 or not is_pipe(given['text']), 'a pipe is read by one process: '
               'prepare_slimpajama.py --input=- makes a data folder for more')
-        given['text'] = keep_piped(given['text'])
+        given['text'] = keep_piped(given['text'], Reading.of(SimpleNamespace(**given)))
     start = runs.start_from(given, rank, TrainConfig)
     cfg, resume = build(TrainConfig, start.options), start.config is not None
     check(not cfg.tensorboard or bool(find_spec('tensorboard')),
           'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
     check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
-    check(not cfg.separator or bool(cfg.text), 'separator is for --text=FILE: data is divided')
+    reading = Reading.of(cfg)
+    for name in reading.given():
+        check(bool(cfg.text), f'{name} is for --text=FILE: data is read already')
 
     # Choose the device
     device = find_device(cfg.device)
@@ -151,7 +160,7 @@ def main(argv: list[str]) -> int:
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
         data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, start.state or start.pretrained,
-                             cfg.separator)
+                             reading)
     meta = read_meta(data_dir)
     if start.pretrained:
         runs.check_match(cfg.init_from, (start.pretrained['data'], meta))  # the tokenizer
@@ -316,6 +325,7 @@ def main(argv: list[str]) -> int:
     first_step = last_logged = step
     step_seconds = 0.0  # of the steps since the last line of the log
     val_loss, stopped = None, False
+    saved = step  # the last step whose weights are in a numbered checkpoint
     while step < stop_step and not stopped:
         # Set the learning rate of this step
         t0 = time.monotonic()
@@ -393,8 +403,9 @@ def main(argv: list[str]) -> int:
                     best = previous
 
         # Write a checkpoint
-        if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
-            checkpoint(f'step_{step:08d}.pt')
+        due = step % cfg.checkpoint_interval == 0 or step == stop_step or stopped
+        if due and checkpoint(f'step_{step:08d}.pt'):
+            saved = step
     bar.close()
     seconds = past_seconds + time.monotonic() - started
 
@@ -403,13 +414,18 @@ def main(argv: list[str]) -> int:
         test_loss, test_bits = evaluate('test', cfg.test_tokens)
         if val_loss is None:  # resumed after the last step
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
+    # Try once more to write the last weights: the disk may have room again
+    if saved < step and checkpoint(f'step_{step:08d}.pt'):
+        saved = step
     if world_size > 1:
         del model  # with DDP alive, ending the process group could take forever
         dist.barrier()  # rank 0 may still be writing a checkpoint
         dist.destroy_process_group()
         atexit.unregister(os._exit)
+    lost = '' if saved == step else runs.describe_loss(out_dir, step)
     if step < max_steps:
-        print(f'Stopped after step {step}; go on with --init_from=resume '
+        check(not lost or bool(runs.checkpoints(out_dir)), lost)
+        print(lost or f'Stopped after step {step}; go on with --init_from=resume '
               f'--out_dir={shlex.quote(out_dir)}', flush=True)
         return STOPPED
 
@@ -432,6 +448,7 @@ def main(argv: list[str]) -> int:
                                    temperature=0.8, top_k=None, seed=cfg.seed, go_on=True)
             print(text, flush=True)
             log(step, sample=text)
+    check(not lost, lost)
     return 0
 
 

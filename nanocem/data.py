@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanocem.errors import check
-from nanocem.files import read_json
+from nanocem.files import other_files, read_json
 
 FORMAT = 1  # the version of meta.json
 CHECKED = 1 << 20  # bytes of a shard for each checksum
@@ -19,6 +19,10 @@ def read_meta(folder: str) -> dict[str, Any]:
     """Read the meta.json of a data folder. UserError if it is missing or not of this format."""
     path = os.path.join(folder, 'meta.json')
     meta = read_json(path)
+    others = other_files(folder)
+    check(meta is not None or not others, f'{path} is missing: {folder} is no data folder, and '
+          f'holds {", ".join(others[:3])}. --text=FILE trains on a text, such as the input.txt of '
+          "one of nanoGPT's folders")
     check(meta is not None,
           f'{path} is missing: python prepare_slimpajama.py --out_dir={folder} makes it of '
           'SlimPajama, or of --input=TEXT; python train.py config/mini.py needs neither')

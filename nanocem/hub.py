@@ -3,6 +3,7 @@ import copy
 import shutil
 import zlib
 from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from configurator import build
-from model import NORM_EPS, ModelConfig, Transformer
+from model import NORM_EPS, ModelConfig, Transformer, options_without_part
 from nanocem.errors import check, fail, warn
 from nanocem.fast import is_known_llama, may_use_cache
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
@@ -132,6 +133,17 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     write_card(path, state['data'], tokenizer.bos, about_tokenizer, with_code=not plain)
 
 
+def with_a_part(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a saved model without those that have no part in it, such as a Llama's
+    attn_steps: model.py may have got other defaults since, which these would contradict."""
+    unused = options_without_part(SimpleNamespace(**vars(ModelConfig) | saved))
+    return {name: value for name, value in saved.items() if name not in unused}
+
+
+def saved_config(saved: dict[str, Any]) -> ModelConfig:
+    return build(ModelConfig, with_a_part(saved))
+
+
 def read_export(folder: str) -> dict[str, Any]:
     """Read an export, or what transformers' save_pretrained made of it, as a checkpoint with
     weights in float32. UserError if config.json does not describe the weights."""
@@ -140,7 +152,7 @@ def read_export(folder: str) -> dict[str, Any]:
     kind = config.get('model_type')
     check(kind in ('llama', 'nanocem') and 'run' in config, f'{path} is not of an export: expected '
           f'model_type=llama or nanocem (it is {kind}), and run, what the model was trained on')
-    cfg = build(ModelConfig, read_llama(config, path) if kind == 'llama' else config)
+    cfg = saved_config(read_llama(config, path) if kind == 'llama' else config)
     # Find the name that each parameter has in the file. A tied matrix is there by its first name
     with torch.device('meta'):
         model = Transformer(cfg)
@@ -174,7 +186,7 @@ def read_export(folder: str) -> dict[str, Any]:
             warn(f'{folder}: model.py here is not the one that was exported, and no logits were '
                  'kept by which to tell whether it computes the same')
     # The weights fit other options, too, but were not trained with them
-    trained = vars(build(ModelConfig, run.get('options', vars(cfg))))
+    trained = vars(saved_config(run.get('options', vars(cfg))))
     changed = differences({name: value for name, value in trained.items()
                            if name not in MAY_CHANGE}, vars(cfg))
     if changed:

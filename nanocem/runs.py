@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import pickle
+import shlex
 import zipfile
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch
 from filelock import FileLock, Timeout
 
 import model as model_py
-from configurator import build, merge
+from configurator import merge
 from model import ModelConfig, Transformer
+from nanocem.documents import Reading
 from nanocem.errors import UserError, check, fail, warn
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
-from nanocem.hub import WEIGHTS_FILE, read_export
+from nanocem.hub import WEIGHTS_FILE, read_export, saved_config, with_a_part
 from nanocem.same import differences, differing, find_change
 from nanocem.tokenizers import MODEL_FILE
 
@@ -80,7 +82,7 @@ def resume_from(out_dir: str, given: dict[str, Any], rank: int, train: type) -> 
     if texts[0] == texts[1]:  # b.txt is ./b.txt
         given = given | {'text': saved['text']}
     given = given | {'init_from': saved['init_from']}  # where the run itself started
-    fixed = ('text', 'tokenizer', 'separator')
+    fixed = ('text', 'tokenizer', *Reading._fields)
     options = override(saved, given, fixed, out_dir, train)
     # Lock it first: the process that trains there may be about to write a checkpoint
     lock = None
@@ -104,21 +106,24 @@ def override(saved: dict[str, Any], given: dict[str, Any], fixed: tuple[str, ...
     must_match = {name: given[name] for name in fixed if name in given}
     check_match(path, (with_defaults(saved), must_match))
     others = {name: value for name, value in given.items() if name not in fixed}
-    return merge(saved, others, train, ModelConfig)
+    return merge(with_a_part(saved), others, train, ModelConfig)
 
 
 def with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
     """Return saved options, and the defaults of those that ModelConfig did not have then: the model
     was made without them."""
-    return asdict(build(ModelConfig, saved)) | saved
+    return saved | asdict(saved_config(saved))
 
 
-def check_match(path: str, *pairs: tuple[dict[str, Any], dict[str, Any]]) -> None:
+def check_match(
+    path: str, *pairs: tuple[dict[str, Any], dict[str, Any]],
+    remedy: str = '--init_from=scratch with another --out_dir starts a new run'
+) -> None:
     """UserError unless what was saved in `path` has the values of now, the other one of each pair.
     Names that were not saved are not compared."""
     different = [words for saved, now in pairs for words in differences(saved, now)]
     check(not different, f'the run in {path} has {", ".join(dict.fromkeys(different))}: expected '
-          'the same; --init_from=scratch with another --out_dir starts a new run')
+          f'the same; {remedy}')
 
 
 def check_resumable(start: Start, train: dict[str, Any], cfg: ModelConfig, data: dict[str, Any],
@@ -130,7 +135,7 @@ def check_resumable(start: Start, train: dict[str, Any], cfg: ModelConfig, data:
     recipe = {name: train[name] for name in RECIPE}
     check_match(path, (config['train'], recipe), (state.get('recipe', {}), recipe),
                 (with_defaults(config['model']), asdict(cfg)),
-                (state.get('model_config', {}), asdict(cfg)),
+                (with_a_part(state.get('model_config', {})), asdict(cfg)),
                 (config['data'], data), (state.get('data', {}), data))
     took = state.get('max_steps', config['max_steps'])
     check(took == steps, f'the run in {path} takes {took:,} steps (now {steps:,}), and had the '
@@ -255,7 +260,7 @@ def lock_folder(out_dir: str) -> Any:
 def warn_of_change(state: dict[str, Any], path: str) -> None:
     """Print a warning if this model.py computes something else than the one that made the
     checkpoint that was read from `path`."""
-    model = Transformer(build(ModelConfig, state['model_config']))
+    model = Transformer(saved_config(state['model_config']))
     load_weights(model, state, path)
     if change := describe_change(model, state):
         warn(f'{path}: {change}')
@@ -309,6 +314,14 @@ def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> bool:
              'intact')
         return False
     return True
+
+
+def describe_loss(out_dir: str, step: int) -> str:
+    """Return what a user reads whose run could not write its last weights."""
+    kept = [os.path.basename(path) for path in checkpoints(out_dir)]
+    return (f'the weights after step {step:,} could not be written, and are lost: {out_dir} has '
+            f'{kept[-1] if kept else "no checkpoint"}. Where there is room, --init_from=resume '
+            f'--out_dir={shlex.quote(out_dir)} {"goes on from it" if kept else "begins anew"}')
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
@@ -367,7 +380,7 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     """Load the model of best_checkpoint(path) onto a device, in evaluation mode. Return it and the
     checkpoint, whose `data` describes what it was trained on. UserError if there is none."""
     state = best_checkpoint(path)
-    model = Transformer(build(ModelConfig, state['model_config'])).to(find_device(device))
+    model = Transformer(saved_config(state['model_config'])).to(find_device(device))
     load_weights(model, state, path)
     state['change'] = describe_change(model, state)
     if state['change']:

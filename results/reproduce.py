@@ -46,7 +46,7 @@ from model import SIZES, Transformer
 from nanocem.errors import check
 from nanocem.files import write_atomic
 from nanocem.flops import flops_per_token
-from nanocem.report import markdown_table, read_csv
+from nanocem.report import csv_text, markdown_table, read_csv
 from study import (
     FIRST,
     RESULTS,
@@ -597,12 +597,12 @@ def leave_out_of_rows(found: Results) -> Results:
 
 def write_runs(runs: Results, path: str) -> None:
     """Write runs as a CSV with the columns of the families' runs.csv."""
-    lines = [','.join(RUN_COLUMNS)]
+    rows = []
     for run, result in runs.items():
         values = vars(run) | vars(result)
-        cells = ['' if values[name] is None else str(values[name]) for name in RUN_COLUMNS]
-        lines.append(','.join(cells))
-    write_atomic(path, ('\n'.join(lines) + '\n').encode())
+        rows.append({name: '' if values[name] is None else str(values[name])
+                     for name in RUN_COLUMNS})
+    write_atomic(path, csv_text(rows).encode())
 
 
 def claim_rows(effects: list[Row]) -> list[Shown]:

@@ -67,6 +67,12 @@ def edit_meta(folder: Path, **changes: Any) -> dict[str, Any]:
     return meta['splits']
 
 
+def override(flags: list[str], *given: str) -> list[str]:
+    """Return flags without those that are given in their place, and then these."""
+    names = {word.partition('=')[0] for word in given}
+    return [*(flag for flag in flags if flag.partition('=')[0] not in names), *given]
+
+
 def child(work: Callable[[], Any], output: Path, errors: Path, env: dict[str, str]) -> None:
     """Call `work` in this fresh process, with what it prints in files, and end as Python does."""
     for fd, path in ((1, output), (2, errors)):
@@ -127,7 +133,7 @@ def run_script(path: Path, *argv: str, cwd: Path, before: Any = None,
 class Run:
     """Start train.py in `world` processes."""
     def __init__(self, tmp: Path, *argv: str, world: int = 1, damage: Any = None):
-        options = list(argv) if RESUME in argv else [*TINY, *argv]
+        options = list(argv) if RESUME in argv else override(TINY, *argv)
         port = free_port()
         self.outputs: list[Path] = []
         self.processes: list[Any] = []

@@ -87,6 +87,67 @@ def test_the_configurator_names_no_option_of_a_script() -> None:
                 assert {*group} <= cls.__dataclass_fields__.keys()
 
 
+def test_a_text_a_path_or_a_list_that_is_given_twice_is_refused() -> None:
+    """As a shell writes --text={a,b}.txt: the first would not be read. A number overrides one."""
+    for script, options in (
+            ('train', '--text=a.txt --text=b.txt'), ('train', '--suffixes=.md --suffixes=.org'),
+            ('train', '--separator=a --seed=1 --separator=b'), ('evaluate', '--steps=1 --steps=2'),
+            ('evaluate', '--copying --copying=out/b'), ('evaluate', '--compare=a --compare=b'),
+            ('sample', '--prompt=a --prompt=b'), ('prepare_slimpajama', '--input=a --input=b')):
+        with pytest.raises(UserError, match=r'^--[a-z]+ is given twice: expected one'):
+            read_options(options.split(), *SCRIPTS[script])
+    options = '--tokens=5 --device=cpu --compile --tokens=6 --device=cuda --compile=False'
+    assert options_of(*options.split()) == {'tokens': 6, 'device': 'cuda', 'compile': False}
+
+
+def test_what_a_width_decides() -> None:
+    """Heads no narrower than the size's 64, an MLP of 8/3 D, the next even number, and
+    weights as wide as those of 768."""
+    for d_model, n_head, d_mlp in ((768, 12, 2048), (130, 2, 348), (97, 1, 260), (1536, 24, 4096)):
+        cfg = ModelConfig(d_model=d_model, positions='alibi')
+        assert (cfg.n_head, cfg.d_mlp) == (n_head, d_mlp)
+        assert cfg.init_std == pytest.approx(0.02 * (768 / d_model) ** 0.5)
+    cfg = ModelConfig(size='nano', attn_steps=2, mlp_steps=4)
+    assert (cfg.attn_step_size, cfg.mlp_step_size) == (0.5, 0.25)
+    assert (cfg.positions, cfg.score_scale) == ('alibi', 'model')
+    llama = ModelConfig(size='nano', attn='llama')
+    assert (llama.positions, llama.score_scale) == ('rope', 'head')
+    odd = ModelConfig(d_model=9, n_head=3, n_layer=1).llama()
+    assert (odd.positions, odd.attn, odd.mlp, odd.n_head) == ('alibi', 'llama', 'llama', 3)
+
+
+@pytest.mark.parametrize('options, words', [
+    ('attn=llama attn_steps=3', 'only for attn=cem'),
+    ('attn=llama exact_update=True', 'only for attn=cem'),
+    ('attn=llama positions=alibi score_scale=model', 'only for attn=cem'), ('tie=kv', 'attn=llama'),
+    ('mlp=llama mlp_steps=3', 'only for mlp=cem'), ('mlp=llama mlp_match=params', 'for mlp=cem'),
+    ('mlp=llama attn=llama residual=normed', 'only for attn=cem or mlp=cem'),
+    ('mlp=llama attn=llama preconditioner=diag', 'only for attn=cem or mlp=cem'),
+    ('attn_rank=3', 'only for preconditioner=diag_lowrank'),
+    ('mlp_rank=3', 'only for preconditioner=diag_lowrank'),
+    ('mlp=llama preconditioner=diag_lowrank mlp_rank=3', 'only for mlp=cem'),
+    ('rope_theta=7', 'only for positions=rope'), ('d_model=6 n_head=2 key_shift=half', 'is odd'),
+    ('d_model=6 n_head=2 positions=rope', 'is odd')])
+def test_an_option_without_a_part_is_refused(options: str, words: str) -> None:
+    """And one with a part is taken: the same beside what it is for."""
+    given = parse_flags(options)
+    with pytest.raises(UserError, match=words):
+        build(ModelConfig, given)
+
+
+@pytest.mark.parametrize('options', [
+    'attn=llama residual=normed', 'mlp=llama residual=normed', 'mlp=llama preconditioner=diag',
+    'preconditioner=diag_lowrank attn_rank=3 mlp_rank=3', 'positions=rope rope_theta=7',
+    'attn=llama tie=kv', 'attn=llama rope_theta=7', 'd_model=6 n_head=2'])
+def test_an_option_with_a_part_is_taken(options: str) -> None:
+    cfg = build(ModelConfig, parse_flags(options))
+    assert all(getattr(cfg, name) == value for name, value in parse_flags(options).items())
+
+
+def parse_flags(options: str) -> dict[str, Any]:
+    return read_options([f'--{option}' for option in options.split()], ModelConfig)
+
+
 def test_a_path_begins_at_the_home_folder_and_is_not_empty() -> None:
     """Also as an item, and beside True and False."""
     @dataclass

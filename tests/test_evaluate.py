@@ -15,6 +15,7 @@ from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
 from model import ModelConfig, Transformer, make_positions
+from nanocem.documents import Reading
 from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
 from nanocem.same import in_use
@@ -167,7 +168,7 @@ def test_the_newest_run_on_its_test_split(place: Path, report: Report) -> None:
 
 class LossyTokenizer(ByteTokenizer):
     """It loses all spaces and spells every other character in lower case."""
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, begins: bool = True) -> list[int]:
         return super().encode(text.replace(' ', '').lower())
 
 
@@ -306,6 +307,46 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
         assert f'differ in {name}.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
 
 
+@pytest.mark.parametrize('name', ['eval_tokens', 'test_tokens', 'batch_size', 'context_length',
+                                  'vocab_size', 'n_layer'])
+def test_what_makes_losses_incomparable_is_said(name: str, place: Path) -> None:
+    """Tokens of the tested text and the context do, and options of training do not."""
+    for n, folder in enumerate(('run', 'other')):
+        if n:
+            write_run(place / 'out/other', Path('data'), model_of())
+        path = place / f'out/{folder}/config.json'
+        config = json.loads(path.read_text())
+        part = 'train' if name in ('eval_tokens', 'test_tokens', 'batch_size') else 'model'
+        config[part] |= {name: 16 + 16 * n}
+        path.write_text(json.dumps(config))
+    text = evaluate.compare_runs(['out/run', 'out/other']).text
+    assert [name, '16', '32'] in cells(text)
+    assert (f'Losses cannot be compared: the runs differ in {name}.' in text) == (
+        name not in ('batch_size', 'n_layer'))
+    assert 'Bits per byte' not in text
+
+
+def test_bits_per_byte_of_two_tokenizers_can_be_compared(place: Path) -> None:
+    write_run(place / 'out/other', Path('data'), model_of())
+    config = json.loads(Path('out/other/config.json').read_text())
+    config['data'] = {'tokenizer': 'gpt2', 'val checksum': 2, 'test checksum': 2}
+    Path('out/other/config.json').write_text(json.dumps(config))
+    text = evaluate.compare_runs(['out/run', 'out/other']).text
+    assert 'Losses cannot be compared: the runs differ in val checksum, test checksum.' in text
+    assert 'Bits per byte of different tokenizers can be compared, if' in text
+
+
+def test_copying_beside_another_tokenizer_is_refused_for_that(place: Path) -> None:
+    other = write_run(place / 'out/other', Path('data'), model_of(key_shift='half'))
+    state = torch.load(other / 'best.pt')
+    torch.save(state | {'data': state['data'] | {'tokenizer': 'gpt2'}}, other / 'best.pt')
+    with pytest.raises(SystemExit) as stop:
+        evaluate.main(['--out_dir=out/run', '--copying=out/other', '--device=cpu'])
+    assert 'the run in out/other has tokenizer=gpt2 (now byte)' in stop.value.code
+    assert 'losses cannot be set side by side' in stop.value.code
+    assert 'init_from' not in stop.value.code
+
+
 def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
     write_run(place / 'out/shifted', Path('data'), model_of(key_shift='half'))
     config = json.loads(Path('out/run/config.json').read_text())
@@ -396,6 +437,28 @@ def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> Non
     assert f'Of the gap {repeated / total:.0%} comes from repeated targets' in text
     run.models = {'A': Copier(2.0), 'B': Copier(2.0)}
     assert 'There is no gap' in evaluate.report_copying(run).text
+
+
+def test_a_text_of_many_blocks_has_one_bos(tmp_path: Path) -> None:
+    """Its ids are those of the whole, and so are its bytes."""
+    text = 'The energy falls, step by step. ' * 6000
+    (tmp_path / 'a.txt').write_text(text)
+    ids, n_bytes, llama_tokens = evaluate.read_text_sequences(
+        str(tmp_path / 'a.txt'), ByteTokenizer(), 64, '', Reading())
+    flat = [*ids[:, :-1].flatten().tolist(), int(ids[-1, -1])]
+    assert [i for i in flat if i != NO_TARGET] == [256, *text.encode()]
+    assert (n_bytes, llama_tokens) == (len(text), None)
+
+
+@pytest.mark.parametrize('change', [0.01, 0.03])
+def test_a_gap_below_two_per_cent_is_none(change: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, 'copying', lambda model, *rest: {
+        kind: torch.full((4,), 1 + change * (model == 'B')) for kind in evaluate.COPYING})
+    run = SimpleNamespace(models={'A': 'A', 'B': 'B'}, sequences=(torch.zeros(1, 7), None, None),
+                          subject='', tokenizer=SimpleNamespace(name='of five', bos=0))
+    text = evaluate.report_copying(run).text
+    assert ('There is no gap: it is less than 2%.' in text) == (change < 0.02)
+    assert ('Of the gap 50% comes from repeated targets.' in text) == (change > 0.02)
 
 
 def test_a_gap_of_two_signs_has_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:

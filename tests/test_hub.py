@@ -127,6 +127,11 @@ def test_what_the_exported_model_does_not_take_is_refused(tmp_path: Path) -> Non
     idx = torch.randint(256, (2, 6))
     with pytest.raises(ValueError, match='does not take position_ids, use_cache'):
         model(idx, position_ids=torch.arange(6)[None], use_cache=True)
+    # A tuple has what the object has
+    for labels in (None, idx):
+        asked = model(idx, labels=labels, return_dict=False)
+        assert all(map(torch.equal, asked, model(idx, labels=labels).to_tuple()))
+        assert type(asked) is tuple and len(asked) == 1 + (labels is not None)
     # A mask can only say that the end of a text is padding
     mask = torch.ones(2, 6, dtype=torch.int64)
     mask[1, 4:] = 0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import train
-from running import BATCH, LENGTH, MODEL_FILES, SIZE_FILES, result, steps, write_data
+from running import BATCH, LENGTH, MODEL_FILES, SIZE_FILES, override, result, steps, write_data
 
 SIZE = ('--d_model=8 --n_layer=2 --n_head=2 --d_mlp=8 --eval_tokens=64 --test_tokens=64 '
         f'--context_length={LENGTH} --batch_size={BATCH} --micro_batch_size=2 --device=cpu '
@@ -55,8 +55,8 @@ def test_options_take_a_step_or_are_refused_in_one_line(
         names = rng.sample(sorted(VALUES), rng.randint(1, 5))
         options = [f'--{name}={rng.choice(VALUES[name].split())}' for name in names]
         try:
-            code = train.main([*SIZE, f'--data={data}', f'--out_dir={tmp_path / str(n)}', steps(2),
-                               *options])
+            code = train.main(override([*SIZE, f'--data={data}', steps(2),
+                                        f'--out_dir={tmp_path / str(n)}'], *options))
             assert code in (0, train.STOPPED), options
             taken += 1
         except SystemExit as error:

@@ -3,6 +3,7 @@ import bz2
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -27,10 +28,11 @@ from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 import prepare_slimpajama
 from nanocem import documents as docs
 from nanocem import prepare as prep
-from nanocem.data import TokenDataset
+from nanocem.data import TokenDataset, read_meta
+from nanocem.documents import Reading
 from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
-from running import RESUME, ROOT, TINY, run_script, steps
+from running import RESUME, ROOT, TINY, override, run_script, steps, write_data
 
 FILES = {'train': 'train_00000.bin', 'val': 'val.bin', 'test': 'test.bin'}
 
@@ -52,8 +54,8 @@ def prepare(where: Path | str, out: Path, *options: str) -> dict[str, Any]:
     """Run the command, by default with the byte tokenizer. Return meta.json, with the bytes of the
     shards and what was printed."""
     with redirect_stdout(io.StringIO()) as printed:
-        prepare_slimpajama.main(
-            [f'--input={where}', f'--out_dir={out}', '--tokenizer=byte', *options])
+        prepare_slimpajama.main(override(
+            [f'--input={where}', f'--out_dir={out}', '--tokenizer=byte'], *options))
     meta = json.loads((out / 'meta.json').read_text())
     return {**meta, 'shards': {path.name: path.read_bytes() for path in out.glob('*.bin')},
             'printed': printed.getvalue()}
@@ -70,24 +72,45 @@ def refused(where: Path | str, out: Path, *options: str) -> str:
 
 
 def expected(texts: list[str], held_out: float) -> dict[str, bytes]:
-    """Return the shards of the byte tokenizer, by a plain loop."""
+    """Return the shards of the byte tokenizer, by a plain loop. Copies go where the first went."""
     ids = {split: [] for split in prep.SPLITS}
+    found: dict[str, str] = {}
     for text in texts:
         x = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'big') / 2**64
         split = 'test' if x < held_out else 'val' if x < 2 * held_out else 'train'
+        split = found.setdefault(says(text), split)
         ids[split] += [256, *text.encode()] if text else []
     return {FILES[split]: np.array(i, '<u2').tobytes() for split, i in ids.items() if i}
+
+
+def says(text: str) -> str:
+    """Return what copies of a text have in common."""
+    return re.sub('\r\n?', '\n', text).strip() or text
+
+
+def texts_in(path: str, **reading: Any) -> list[str]:
+    """Return the documents that evaluate.py --text reads."""
+    return [''.join(blocks) for blocks in docs.text_documents(path, Reading(**reading))]
 
 
 def train_of(texts: list[str]) -> bytes:
     return expected(texts, 0)['train_00000.bin']
 
 
-def texts_of(made: dict[str, Any]) -> list[str]:
-    """Return the text of train, val and test, each of which has one BOS."""
-    ids = [np.frombuffer(made['shards'][file], '<u2') for file in FILES.values()]
-    assert all(i[0] == 256 and (i == 256).sum() == 1 for i in ids)
-    return [bytes(i[1:].tolist()).decode() for i in ids]
+def parts_of(made: dict[str, Any]) -> list[list[str]]:
+    """Return the texts of train, val and test, each of which follows a BOS."""
+    found = []
+    for file in FILES.values():
+        ids = np.frombuffer(made['shards'].get(file, b''), '<u2')
+        texts = np.split(ids, np.flatnonzero(ids == 256))[1:]
+        found.append([bytes(text[1:].tolist()).decode() for text in texts])
+    return found
+
+
+def joined(train: list[str], val: list[str], test: list[str]) -> str:
+    """Return a text that was cut: train, val, test, train, ... and at the end train."""
+    between = [''.join(part) for part in zip(train, val, test, strict=False)]
+    return ''.join([*between, train[-1]])
 
 
 def book(words: int, seed: int = 0) -> str:
@@ -180,8 +203,9 @@ def test_text_files_that_are_named_after_splits(tmp_path: Path) -> None:
     (tmp_path / 'in/TinyStories-valid.txt').write_text(val)
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1')
     assert 'val: 1 of 2 files, first TinyStories-valid.txt' in made['printed']
-    parts = texts_of(made)
-    assert parts[0] + parts[2] == train and parts[1] == val and len(parts[2]) > 0.09 * len(train)
+    parts = parts_of(made)
+    assert parts[1] == [val] and sum(map(len, parts[2])) > 0.09 * len(train)
+    assert joined(parts[0], [''] * 9, parts[2]) == train
 
 
 @pytest.mark.parametrize('n', [20, 300])
@@ -197,29 +221,95 @@ def test_many_text_files_are_split_like_rows(tmp_path: Path, n: int) -> None:
     rows = prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'rows', '--held_out=0.1')
     assert made['shards'] == rows['shards'] and made['splits'] == rows['splits']
     counts = [made['splits'][split]['documents'] for split in prep.SPLITS]
-    assert made['printed'] == rows['printed'] and sum(counts) == n
+    assert made['printed'].endswith(rows['printed']) and sum(counts) == n
     assert f'documents: {counts[0]} train, {counts[1]} val, {counts[2]} test' in made['printed']
 
 
-@pytest.mark.parametrize('words, together', [(60, True), (20_000, False)])
-def test_fewer_text_files_are_cut_by_position(tmp_path: Path, words: int, together: bool) -> None:
-    """Each of three: or as one text, if the parts of each would be short."""
-    texts = [f'{n} {book(words, seed=n)}' for n in range(3)]
-    (tmp_path / 'in').mkdir()
-    for n, text in enumerate(texts):
-        (tmp_path / f'in/{n}.txt').write_text(text)
+@pytest.mark.parametrize('suffix', ['txt', 'jsonl'])
+def test_of_few_documents_each_long_one_is_cut(tmp_path: Path, suffix: str) -> None:
+    """Whether they are files or rows. Val and test get their share from several places of each, and
+    not its beginning or end. A short one is train's, and of a copy nothing is read."""
+    texts = [f'{n} {book(20_000, seed=n)}' for n in range(3)]
+    texts = [*texts, 'a short one', texts[1].strip().replace('\n', '\r\n') + '\r\n']
+    for n, text in enumerate(texts if suffix == 'txt' else ['']):
+        path = write(tmp_path / f'in/{n}.{suffix}', texts)
+        if suffix == 'txt':
+            path.write_bytes(text.encode())
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.1')
-    assert 'Split by position: the end of the text is held out' in made['printed']
-    parts = [[bytes(ids[1:].tolist()).decode() for ids in np.split(all_ids, begins)[1:]]
-             for file in FILES.values() for all_ids in [np.frombuffer(made['shards'][file], '<u2')]
-             for begins in [np.flatnonzero(all_ids == 256)]]
-    for part in parts[1:]:
-        size = sum(map(len, part)) / sum(map(len, texts))
-        assert len(part) == (1 if together else 3) and 0.06 < size < 0.11
-    if together:
-        assert parts[0][:2] == texts[:2] and ''.join(part[-1] for part in parts) == texts[2]
-    else:
-        assert [''.join(each) for each in zip(*parts, strict=True)] == texts
+    assert 'Split by position: val and test get parts from several places' in made['printed']
+    assert 'copies left out: 1' in made['printed']
+    train, val, test = parts_of(made)
+    assert train.pop() == 'a short one' and (len(train), len(val), len(test)) == (27, 24, 24)
+    for n in range(3):
+        mine = train[9 * n:][:9], val[8 * n:][:8], test[8 * n:][:8]
+        assert joined(*mine) == texts[n]
+        assert len(mine[0][0]) > len(texts[n]) / 25 < len(mine[0][8])
+        for part in mine[1:]:
+            assert 0.09 < sum(map(len, part)) / len(texts[n]) < 0.11
+            assert max(map(len, part)) < 1.5 * min(map(len, part))
+
+
+@pytest.mark.parametrize('size, share, n', [
+    (5_000, 0.05, 1), (10_239, 0.05, 1), (10_240, 0.05, 2), (40_960, 0.05, 8), (10**7, 0.05, 8)])
+def test_as_many_places_as_have_parts_worth_reading(size: int, share: float, n: int) -> None:
+    """Of 256 characters at least, and at most eight. Each split gets its share to a character."""
+    ends = prep.places(size, share, ['val', 'test'])
+    assert [split for _, split in ends] == ['train', 'val', 'test'] * n + ['train']
+    begins = [0, *(end for end, _ in ends)]
+    for split in ('val', 'test'):
+        parts = [end - begin for begin, (end, of) in zip(begins, ends, strict=False) if of == split]
+        assert sum(parts) == pytest.approx(share * size) and max(parts) < min(parts) + 1
+    assert begins[1] > 0.1 * size < size - begins[-2]
+
+
+def test_a_licence_at_an_end_is_hardly_held_out(tmp_path: Path) -> None:
+    """Nor is a table of contents at the beginning. They are a tenth of the text each."""
+    texts = ['contents. ' * 1400, book(18_000), 'licence. ' * 1500]
+    (tmp_path / 'book.txt').write_text(''.join(texts))
+    made = prepare(tmp_path / 'book.txt', tmp_path / 'out', '--held_out=0.05')
+    for part in parts_of(made)[1:]:
+        text = ''.join(part)
+        assert len(text) > 5000 and 'contents' not in text and 'licence' not in text
+
+
+@pytest.mark.parametrize('n', [3, 10, 19, 60])
+def test_short_documents_are_never_cut(tmp_path: Path, n: int) -> None:
+    texts = [book(40, seed=seed) for seed in range(n)]
+    made = prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0.05')
+    parts = parts_of(made)
+    assert sorted(itertools.chain(*parts)) == sorted(texts) and all(parts)
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_fewer_documents_than_splits_are_cut_however_short(tmp_path: Path, n: int) -> None:
+    """The longest of them."""
+    texts = [book(120, seed=seed) for seed in range(n)]
+    made = prepare(write(tmp_path / 'a.jsonl', texts), tmp_path / 'out', '--held_out=0.05')
+    assert [split['documents'] for split in made['splits'].values()] == [n + 1, 1, 1]
+    assert 'train has few' not in made['printed'] and 'test has few tokens' in made['printed']
+
+
+@pytest.mark.parametrize('n', [12, 300, 2500])
+def test_copies_go_where_the_first_went(tmp_path: Path, n: int) -> None:
+    """They differ in line ends and in space around them. Copies of few documents count once. Texts
+    with seed 3."""
+    rng = random.Random(3)
+    texts = [f'{k}\n{book(rng.randrange(3, 60), seed=k)}.' for k in range(n)]
+    changes = [str.strip, lambda text: text + '\n', lambda text: f'\n  {text}\t',
+               lambda text: text.replace('\n', '\r\n') + '\r\n', lambda text: text + '\r']
+    copies = [rng.choice(changes)(rng.choice(texts)) for _ in range(n)]
+    everything = [*texts, *copies]
+    rng.shuffle(everything)
+    where = tmp_path / 'in'
+    for k, text in enumerate(everything):
+        where.mkdir(exist_ok=True)
+        (where / f'{k:04d}.md').write_bytes(text.encode())
+    made = prepare(where, tmp_path / 'out', '--held_out=0.1')
+    parts = parts_of(made)
+    assert sorted(itertools.chain(*parts)) == sorted(everything) and all(parts)
+    held = [{says(text) for text in part} for part in parts]
+    assert not held[0] & held[1] and not held[0] & held[2] and not held[1] & held[2]
+    assert made['shards'] == expected(everything, 0.1) or n == 12
 
 
 @pytest.mark.parametrize('name, split', [
@@ -233,7 +323,7 @@ def test_fewer_text_files_are_cut_by_position(tmp_path: Path, words: int, togeth
     ('contest.jsonl', None), ('détest.txt', None), ('a.jsonl', None), ('trained.txt', None)])
 def test_the_names_of_splits(name: str, split: str | None) -> None:
     """The words of Hugging Face's datasets, also with a number, set or data behind."""
-    assert docs.find_split(name) == split
+    assert docs.find_split(name, Reading()) == split
 
 
 @pytest.mark.parametrize('names', [
@@ -255,7 +345,7 @@ def test_names_of_splits_without_files_to_train_on(tmp_path: Path) -> None:
     write(tmp_path / 'in/test.jsonl', documents(60, 1))
     assert 'named after val and test, and none for train' in refused(
         tmp_path / 'in', tmp_path / 'out')
-    assert list(docs.text_documents(str(tmp_path / 'in'))) == documents(60, 1)  # evaluate.py's
+    assert texts_in(str(tmp_path / 'in')) == documents(60, 1)  # evaluate.py's
     write(tmp_path / 'in/other.jsonl', documents(200, 2))
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2')
     assert 'Split by the names of files, and val by a hash of each document' in made['printed']
@@ -263,13 +353,14 @@ def test_names_of_splits_without_files_to_train_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('text', [book(50_000), '你好世界' * 90_000], ids=['words', 'no spaces'])
-def test_the_end_of_a_text_file_is_held_out(tmp_path: Path, text: str) -> None:
+def test_a_text_is_cut_at_words(tmp_path: Path, text: str) -> None:
     (tmp_path / 'book.txt').write_text(text)
     made = prepare(tmp_path / 'book.txt', tmp_path / 'out', '--held_out=0.1')
-    parts = texts_of(made)
-    assert ''.join(parts) == text
-    assert all(0.09 < len(part) / len(text) < 0.11 for part in parts[1:])
-    assert ' ' not in text or all(part[0] in ' \n' for part in parts[1:])
+    parts = parts_of(made)
+    assert joined(*parts) == text and [len(part) for part in parts] == [9, 8, 8]
+    for part in parts[1:]:
+        assert 0.09 < sum(map(len, part)) / len(text) < 0.11
+        assert ' ' not in text or all(words[0] in ' \n' for words in part)
     short = prepare(tmp_path / 'book.txt', tmp_path / 'short', '--tokens=20K', '--held_out=0.1')
     assert short['shards']['train_00000.bin'] == made['shards']['train_00000.bin'][:40_000]
     assert short['shards']['val.bin'] == made['shards']['val.bin']
@@ -310,13 +401,36 @@ def test_a_folder_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_is_trained_on_an_even_sample_of_the_train_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prep, 'BPE_TEXT', 100_000)
-    texts = [f'{n:04d}' + 'x' * 996 for n in range(1000)]
+    texts = [f'{n:04d}' + 'x' * 996 for n in range(3000)]
+    train = [text for text in texts if prep.split_by_hash(text, 0.005) == 'train']
     o = prep.PrepareConfig(input=str(write(tmp_path / 'a.jsonl', texts)), tokenizer='byte')
-    sample = prep.sample_train(o, docs.find_source(o.input))
-    assert {prep.split_by_hash(text, 0.005) for text in sample} == {'train'}
-    numbers = [int(text[:4]) for text in sample]
-    assert 95 <= len(numbers) <= 100 and set(np.diff(numbers)) <= {10, 11}  # 1% are held out
+    for size in (100_000, 2_100_000):
+        monkeypatch.setattr(prep, 'BPE_TEXT', size)
+        sample = prep.Sample()
+        prep.find_rule(o, docs.find_source(o.input, Reading()), sample)
+        found = [text for text, *_ in sample.texts]
+        assert size * 0.45 < sum(map(len, found)) <= size and {*found} <= {*train}
+        gaps = {*np.diff([int(text[:4]) for text in found])}
+        assert max(gaps) <= 2 * min(gaps) + 2
+    assert found == train[::2]
+
+
+@pytest.mark.parametrize('n, words', [(1, 90_000), (15, 9000), (60, 300), (2100, 20)])
+def test_a_tokenizer_is_trained_on_text_of_train_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, words: int
+) -> None:
+    """By whichever part of the rule it is divided: cut, the last held out, or by a hash."""
+    monkeypatch.setattr(prep, 'BPE_TEXT', 300_000)
+    texts = [f'{k}: {book(words, seed=k)}' for k in range(n)]
+    o = prep.PrepareConfig(str(write(tmp_path / 'a.jsonl', texts)), tokenizer='byte', held_out=0.1)
+    sample = prep.Sample()
+    prep.find_rule(o, docs.find_source(o.input, Reading()), sample)
+    train, *held = parts_of(prepare(o.input, tmp_path / 'out', '--held_out=0.1'))
+    found = [text for text, *_ in sample.texts]
+    assert 50_000 < sum(map(len, found)) <= 300_000
+    for text in found:
+        assert any(text in part for part in train)
+    assert sum(any(text in part for part in itertools.chain(*held)) for text in found) == 0
 
 
 def test_a_tokenizer_that_loses_text(tmp_path: Path) -> None:
@@ -442,6 +556,43 @@ def test_the_tokenizer_of_a_users_text(tmp_path: Path, monkeypatch: pytest.Monke
         assert load_tokenizer(made).sha256 == load_tokenizer(folder).sha256
 
 
+@pytest.mark.parametrize('size, tokenizer, held_out', [
+    (999_999, 'byte', 0.05), (1_000_000, 'bpe1024', 0.05), (4_999_999, 'bpe1024', 0.05),
+    (5_000_000, 'bpe2048', 0.05), (19_999_999, 'bpe2048', 0.05), (20_000_000, 'bpe4096', 0.005),
+    (999_999_999, 'bpe4096', 0.005), (1_000_000_000, 'bpe32000', 0.005)])
+def test_what_the_size_of_a_text_decides(
+    size: int, tokenizer: str, held_out: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer and the share held out are those of the page. An older rule has other data."""
+    monkeypatch.chdir(tmp_path)
+    Path('a.txt').write_text('a text')
+    monkeypatch.setattr(docs.Source, 'size', lambda self: size)
+    made = []
+    monkeypatch.setattr(prep, 'prepare', lambda o, source: made.append(o))
+    folder = prep.find_data('data', 'a.txt')
+    monkeypatch.setattr(prep, 'RULE', prep.RULE - 1)
+    assert prep.find_data('data', 'a.txt') != folder
+    assert [(o.tokenizer, o.held_out) for o in made] == [(tokenizer, held_out)] * 2
+
+
+def test_ids_take_two_bytes_where_that_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only train has several shards."""
+    monkeypatch.setattr(prep, 'SHARD_TOKENS', 3)
+    for vocab_size, dtype in ((65_536, '<u2'), (65_537, '<u4')):
+        (tmp_path / dtype).mkdir()
+        writer = prep.Writer(str(tmp_path / dtype), vocab_size)
+        for split in prep.SPLITS:
+            for ids in ([1, 2], [3, vocab_size - 1, 5], [6, 7]):
+                writer.append(split, ids)
+            named = [(shard['file'], shard['tokens']) for shard in writer.splits[split]['shards']]
+            in_train = [(f'train_0000{n}.bin', size) for n, size in enumerate([3, 3, 1])]
+            assert named == (in_train if split == 'train' else [(f'{split}.bin', 7)])
+            content = b''.join((tmp_path / dtype / name).read_bytes() for name, _ in named)
+            assert np.frombuffer(content, dtype).tolist() == [1, 2, 3, vocab_size - 1, 5, 6, 7]
+
+
 def test_a_default_tokenizer_that_does_not_suit_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -468,58 +619,65 @@ def test_rows_under_any_suffix(tmp_path: Path, name: str, in_folder: bool) -> No
     if name.endswith('bz2'):
         path.write_bytes(bz2.compress(path.read_bytes()))
     path.rename(path.with_name(name))
-    if in_folder and not name.lower().endswith(docs.ROWS):  # not a file that a folder is read for
-        assert 'only 1' in refused(tmp_path / 'in', tmp_path / 'out')
-        return
     where = tmp_path / 'in' if in_folder else tmp_path / 'in' / name
     made = prepare(where, tmp_path / 'out', '--held_out=0.1')
     assert made['shards'] == expected(texts, 0.1)
 
 
 def test_what_a_folder_leaves_out_is_counted(tmp_path: Path) -> None:
-    """A .json beside rows is read if it has rows, left out if it describes them, and refused if it
-    is an array of rows."""
+    """Beside rows, what describes them: JSON without rows, rows of other fields, README.md."""
     folder, texts = tmp_path / 'in', documents(300, seed=2)
-    write(folder / 'a.jsonl', texts[:200])
-    write(folder / 'b.json', texts[200:])
+    write(folder / 'a.jsonl', texts[:100])
+    write(folder / 'b.json', texts[100:200])
+    (folder / 'c.json').write_text(json.dumps([{'text': text} for text in texts[200:]], indent=1))
     (folder / 'dataset_infos.json').write_text('{"default": {"splits": 1}}')
     (folder / 'indented.json').write_text(json.dumps({'text': 1}, indent=1))
-    for name in ('README.md', 'x.csv', 'y.CSV', 'c.txt.gz', 'LICENSE'):
-        (folder / name).write_text('not read')
+    (folder / 'index.csv').write_text('name,size\na.jsonl,100\n')
+    (folder / 'names.jsonl').write_text('{"name": "a"}\n{"name": "b"}\n')
+    for name in ('README.md', 'LICENSE'):
+        (folder / name).write_text('about the rows')
+    (folder / 'logo.png').write_bytes(b'\x89PNG\r\n\x1a\n\0\0')
     made = prepare(folder, tmp_path / 'out', '--held_out=0.1')
-    assert made['shards'] == expected(texts, 0.1) and made['files'] == ['a.jsonl', 'b.json']
-    assert ('files left out: 1 without suffix, 2 .csv, 2 .json, 1 .md, 1 .txt.gz'
-            in made['printed'])
-    (folder / 'array.json').write_text(json.dumps([{'text': 'a'}], indent=1))
-    assert "of an array jq -c '.[]' FILE" in refused(folder, tmp_path / 'other')
+    assert made['shards'] == expected(texts, 0.1)
+    assert made['files'] == ['a.jsonl', 'b.json', 'c.json']
+    assert re.search(r'Files: 3, [\d,]+ bytes \(2 \.json, 1 \.jsonl\)\n', made['printed'])
+    for words in ('2 JSON without rows, 40 bytes (2 .json)', '1 binary, 10 bytes (1 .png)',
+                  '2 without "text" in its rows, 50 bytes (1 .csv, 1 .jsonl): --column=',
+                  '2 about the rows, 28 bytes (1 without suffix, 1 .md)'):
+        assert words in made['printed'], words
 
 
 @pytest.mark.parametrize('name, content, message', [
-    ('a.csv', 'id,text\n1,a\n', 'a.csv is a table, which is not read: expected text or rows'),
-    ('a.TSV', 'id\ttext\n1\ta\n', 'a.TSV is a table'),
-    ('a.json', '[{"text": "a"}]', "a.json, line 1: expected .* of an array jq -c '.\\[\\]' FILE"),
-    ('a', '[\n {"text": "a"}\n]', 'a, line 1: expected .* of an array jq'),
-    ('a.json', '{\n "text": "a"\n}', 'a.json, line 1: expected'),
-    ('a.json', '{"content": "a"}\n', 'a.json, line 1: expected .*--column=NAME'),
-    ('in/a.csv', 'text', 'in holds no .parquet, .* file, only 1 .csv; as one text: cat'),
-    ('in/a.json.gz', gzip.compress(b'{"content": "a"}\n', mtime=0), 'a.json.gz, line 1: expected'),
-    ('in/a.json', '{"content": "a"}\n', 'a.json, line 1: expected')])
+    ('a.csv', 'id,n\n1,a\n', 'a.csv is without "text" in its rows, only id, n: --column'),
+    ('a.TSV', 'id\treview\n1\ta\n', r'a.TSV is without "text" in its rows, only id, review'),
+    ('a.json', '[{"body": "a"}]', 'a.json is without "text" in its rows, only body: --column'),
+    ('a.json', '["a", "b"]', r"a.json is JSON, a list of texts: jq -c '.\[\] \| {text: .}' "),
+    ('a.json', '{\n "text": "a"\n}', 'a.json is JSON without rows, only text: expected text, or'),
+    ('a.json', '{"content": "a"}\n', 'a.json is JSON without rows, only content: .*--column=NAME'),
+    ('a.json', '{"chats": {"list": [{"messages": [{"text": "a"}]}]}}',
+     r"a.json is JSON with rows inside: jq -c '.chats.list\[\].messages\[\]' \S+a.json > NEW.jso"),
+    ('a', '{"cells": [],\n "nbformat": 4}', 'a is Jupyter: jupyter nbconvert --to markdown .*a'),
+    ('in/a.csv', 'name', 'a.csv is without "text" in its rows, only name: --column'),
+    ('in/a.json.gz', gzip.compress(b'{"n": "a"}\n', mtime=0), 'is JSON without rows, only n: '),
+    ('in/.a.txt', 'text', 'in holds no text: 1 hidden'),
+    ('data', '', 'data is a run or a data folder of nanoCEM: --data')])
 def test_what_is_not_read_is_refused(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    if 'in/a.json' in name:  # not even beside a text that could be read
-        (tmp_path / 'in/README.txt').write_text('A data card. ' * 900)
+    if name == 'data':
+        write_data(path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     where = tmp_path / name.partition('/')[0]
     assert re.search(message, refused(where, tmp_path / 'out'))
 
 
 @pytest.mark.parametrize('column, message', [
-    ('n', r'row 1: expected text in the column "n", not .1. .*--column'),
-    ('bytes', r'row 1: expected text in the column "bytes"'),
-    ('lists', r'row 1: expected text in the column "lists"'),
+    ('n', r'row 1: expected text in the column "n", not a number, .1. .*--column'),
+    ('bytes', r'row 1: expected text in the column "bytes", not bytes'),
+    ('lists', r'row 1: expected text in the column "lists", not a list'),
     ('broken', r'row 2: not UTF-8')])
 def test_columns_that_are_not_text(tmp_path: Path, column: str, message: str) -> None:
     broken = pa.array([b'a', b'caf\xe9'], pa.binary()).cast(pa.string(), safe=False)
@@ -579,7 +737,7 @@ def test_texts_between_separators_are_documents(
     assert whole['shards'] == {'train_00000.bin': train_of([path.read_text()])}
     assert 'separator' not in whole['config']  # as in folders of an older version
     monkeypatch.chdir(tmp_path)
-    folder = prep.find_data('', 'a.txt', separator='<|endoftext|>')
+    folder = prep.find_data('', 'a.txt', reading=Reading(separator='<|endoftext|>'))
     assert folder != prep.find_data('', 'a.txt')
     assert json.loads(Path(folder, 'meta.json').read_text())['splits']['test']['documents'] > 1
 
@@ -675,15 +833,17 @@ def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize('name, content, message', [
-    ('a.jsonl', b'{"text": "a"}\n{"text": "caf\xe9"}\n', 'a.jsonl, line 2: .* byte 0xe9 in posit'),
-    ('a.jsonl', '{"text": "a"}\n'.encode('utf-16'), r"line 1: .* in UTF-8 .* \('utf-16"),
+    ('a.jsonl', b'{"text": "a"}\n{"text": "caf\xe9"}\n',
+     'a.jsonl is not UTF-8 at byte 27 .*: --encoding=cp1252'),
+    ('a.jsonl', b'{"text": "a"}\n' * 9000 + b'{"text": "caf\xe9"}',
+     'a.jsonl, line 9001: .* byte 0xe9 in posit'),
     ('a.jsonl', b'{"text": "a"}\n{"text": "a", "n": ' + b'[' * 10**5 + b']' * 10**5 + b'}\n',
      'a.jsonl, line 2: expected .*recursion'),
     ('a.jsonl', b'{"text": "a", "n": ' + b'9' * 5000 + b'}\n', 'line 1: expected .*digits'),
     ('a.jsonl', b'["a"]', r'line 1: expected {"text": "..."} in UTF-8 on .* not b.\["a"\]'),
     ('a.jsonl', b'{"text": "a"},\n', r'line 1: expected .* \(Extra data: line 1 column 14'),
     ('a.jsonl', b'{"text": "a"}\n\n{"text": "', 'line 3: expected'),
-    ('a.jsonl', b'{"title": "a"}\n', r'--column=NAME reads another field\), not .*{"title": "a"}'),
+    ('a.jsonl', b'{"title": "a"}\n', 'without "text" in its rows, only title: --column'),
     ('a.jsonl.gz', gzip.compress(b'{"text": "a"}', mtime=0)[:-9],
      'a.jsonl.gz: Truncated compressed stream'),
     ('a.parquet', b'PAR1' * 9, 'a.parquet: .*Parquet'),
@@ -698,9 +858,9 @@ def test_the_documents_of_a_text(tmp_path: Path) -> None:
     """evaluate.py --text reads what train.py --text reads."""
     texts = [*documents(5, seed=1), 'last']
     for name in ('a.jsonl', 'a.parquet'):
-        assert list(docs.text_documents(str(write(tmp_path / name, [*texts, ''])))) == texts
+        assert texts_in(str(write(tmp_path / name, [*texts, '']))) == texts
     (tmp_path / 'a.txt').write_text(texts[0])
-    assert list(docs.text_documents(str(tmp_path / 'a.txt'))) == texts[:1]
+    assert texts_in(str(tmp_path / 'a.txt')) == texts[:1]
 
 
 def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -759,13 +919,61 @@ def test_a_folder_or_a_file_of_a_hub_repository(tmp_path: Path, downloads: list[
         made = prepare(where, tmp_path / str(len(where)), '--held_out=0.2')
         assert made['shards'] == expected(texts, 0.2)
         assert made['source'] == f'{DATA}@{COMMIT}' and 'data/1.parquet' in made['files']
-    assert 'holds no .parquet' in refused(f'{DATA}/nothing', tmp_path / 'n')
+    assert 'holds no text' in refused(f'{DATA}/nothing', tmp_path / 'n')
     assert "must be 'namespace/name'" in refused('hf://datasets/data', tmp_path / 'n')
 
 
 def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('huggingface_hub.dataset_info', lambda *_, **__: 1 / 0)
     assert 'by zero (is there a network?)' in refused(DATA, tmp_path / 'out')
+
+
+def test_without_a_network_other_tokenizers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('huggingface_hub.hf_hub_download', lambda *_, **__: 1 / 0)
+    path = write(tmp_path / 'a.jsonl', documents(30, seed=1))
+    assert re.search('tokenizer=llama cannot be downloaded: without a network --tokenizer=bpe2048, '
+                     r'byte or FILE\.model', refused(path, tmp_path / 'out', '--tokenizer=llama'))
+
+
+def test_a_limit_of_tokens_before_a_split_has_any_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is long enough."""
+    monkeypatch.setattr(prep, 'BATCH', 1)
+    (tmp_path / 'a.txt').write_text(book(90_000))
+    said = refused(tmp_path / 'a.txt', tmp_path / 'out', '--tokens=5K', '--held_out=0.05')
+    assert 'train is full at 5,000 tokens, before val has any: --tokens=N takes more' in said
+    made = prepare(tmp_path / 'a.txt', tmp_path / 'out', '--tokens=200K', '--held_out=0.05')
+    assert made['splits']['train']['tokens'] == 200_000
+
+
+def test_another_programs_data_folder_is_told(tmp_path: Path) -> None:
+    """As nanoGPT's. Its name is not given to prepare_slimpajama.py, which would refuse it."""
+    for name in ('train.bin', 'val.bin', 'meta.pkl'):
+        (tmp_path / name).write_bytes(b'1')
+    with pytest.raises(UserError, match=r'is no data folder, and holds meta\.pkl, train\.bin, val'
+                       r'\.bin\. --text=FILE trains on a text'):
+        read_meta(str(tmp_path))
+    with pytest.raises(UserError, match=r'prepare_slimpajama\.py --out_dir=.*none makes'):
+        read_meta(str(tmp_path / 'none'))
+
+
+def test_a_piped_prompt_is_not_kept(tmp_path: Path) -> None:
+    (tmp_path / 'a').write_text('The river')
+    done = run_script(ROOT / 'sample.py', f'--out_dir={ROOT}/pretrained/cem', '--prompt_file=-',
+                      '--tokens=3', '--device=cpu', cwd=tmp_path,
+                      before=partial(pipe_into, 0, tmp_path / 'a'))
+    assert done.stdout.startswith('The river') and [*tmp_path.iterdir()] == [tmp_path / 'a']
+
+
+@pytest.mark.parametrize('script', ['train', 'sample', 'evaluate', 'export', 'bench',
+                                    'synthetic_gp', 'prepare_slimpajama'])
+def test_a_script_finds_its_files_with_a_safe_path(tmp_path: Path, script: str) -> None:
+    done = subprocess.run([sys.executable, '-P', ROOT / f'{script}.py', '--help'], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and '--' in done.stdout, done.stderr
 
 
 @needs_llama

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from running import ROOT, TINY, edit_meta, steps, write_data
+from running import ROOT, TINY, edit_meta, override, steps, write_data
 
 REFUSED = """
 model               --size=7b                              size=7b: expected one of nano
@@ -81,7 +81,7 @@ reproduce           --figure=3d                            figure=3d: expected o
 reproduce           --figure=3a --size=85m                 size=85m: expected one of XS
 reproduce           --size=XS                              size=XS is for --figure
 prepare_slimpajama  --input=none                           no such file or folder
-prepare_slimpajama  --input=data                           config.json, line 1: expected
+prepare_slimpajama  --input=data                           a run or a data folder of nanoCEM
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
@@ -128,7 +128,7 @@ def test_refused_in_one_line(case: list[str], here: Path, monkeypatch: pytest.Mo
     tiny = [*TINY, steps(1)] if script in ('model', 'train') else []
     if tiny and not re.search('--(text|data)=', argv):
         tiny.append('--data=data')
-    options = [*(word for word in tiny if 'resume' not in argv), *argv.split()]
+    options = override([word for word in tiny if 'resume' not in argv], *argv.split())
     with pytest.raises(SystemExit) as stop:
         importlib.import_module(script.replace('model', 'train')).main(options)
     assert words in stop.value.code and '\n' not in stop.value.code, stop.value.code

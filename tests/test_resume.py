@@ -13,7 +13,18 @@ import running
 import train
 from nanocem import runs
 from nanocem.runs import checkpoints, read_checkpoint
-from running import BATCH, RESUME, Run, assert_one_line, losses, result, same, steps, weights
+from running import (
+    BATCH,
+    RESUME,
+    Run,
+    assert_one_line,
+    losses,
+    override,
+    result,
+    same,
+    steps,
+    weights,
+)
 
 
 def copied(run: Path, tmp: Path) -> Path:
@@ -128,7 +139,7 @@ def test_a_text_may_be_named_again_and_must_be_the_same(tmp_path: Path) -> None:
     assert run.codes == [0] and 'resuming after step 2' in run.text, run.text
     run = Run(tmp_path, '--text=./a.txt', '--out_dir=o', RESUME, damage=there).wait()
     assert run.codes == [0], run.text
-    run = Run(tmp_path, *options, '--text=b.txt', RESUME, damage=there).wait()
+    run = Run(tmp_path, *override(options, '--text=b.txt'), RESUME, damage=there).wait()
     assert run.codes == [1] and 'the run in o has text=a.txt (now b.txt)' in run.text, run.text
 
 

@@ -1,6 +1,7 @@
 """Run folders: checkpoints, log, names and locks. The damage is real."""
 import io
 import itertools
+import json
 import math
 import os
 import random
@@ -24,6 +25,26 @@ from nanocem.runs import Log, checkpoints, last_checkpoint, read_checkpoint, sav
 from running import RESUME, TINY, Run, log, losses, same, steps, write_data
 
 # Checkpoints
+
+def test_a_llama_is_read_whatever_the_defaults_of_cem(tmp_path: Path) -> None:
+    """A model.py with another default of attn_steps has saved another one, which has no part."""
+    data, out = write_data(tmp_path / 'data'), tmp_path / 'o'
+    options = [f'--data={data}', f'--out_dir={out}', steps(2), '--attn=llama', '--attn_steps=1',
+               '--attn_step_size=None', '--mlp=llama', '--mlp_steps=1']
+    assert Run(tmp_path, *options, '--stop_step=1').wait().codes == [75]
+    other = {'attn_steps': 7, 'attn_step_size': 1 / 7, 'mlp_rank': 9}
+    config = json.loads((out / 'config.json').read_text())
+    (out / 'config.json').write_text(json.dumps(config | {'model': config['model'] | other}))
+    for path in out.glob('*.pt'):
+        state = torch.load(path, weights_only=True)
+        torch.save(state | {'model_config': state['model_config'] | other}, path)
+    assert runs.load_model(str(out))[0].cfg.attn_steps == 1
+    assert Run(tmp_path, f'--out_dir={out}', RESUME).wait().codes == [0]
+    tuned = [f'--init_from={out}', f'--out_dir={tmp_path / "t"}', steps(1)]
+    names = {'--d_model', '--n_layer', '--n_head', '--d_mlp', '--attn_steps', '--mlp_steps'}
+    flags = [flag for flag in TINY if flag.partition('=')[0] not in names]
+    assert train.main([*flags, *tuned]) == 0
+
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     halves: tuple[Path, Path], tmp_path: Path

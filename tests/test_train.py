@@ -7,6 +7,7 @@ import math
 import os
 import pty
 import random
+import re
 import shutil
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch._dynamo.backends.registry import lookup_backend
 from torch.nn.parallel import DistributedDataParallel
@@ -27,11 +29,11 @@ import train
 from model import ModelConfig, Transformer
 from nanocem import loss as loss_fn
 from nanocem import process, runs
-from nanocem.data import TokenDataset
+from nanocem.data import TokenDataset, evenly_spaced
 from nanocem.fast import plug_in
 from nanocem.hardware import compile_for, peak_flops
-from nanocem.runs import checkpoints, read_checkpoint
-from running import RESUME, Run, log, losses, result, same, steps
+from nanocem.runs import checkpoints, load_model, read_checkpoint
+from running import RESUME, Run, log, losses, override, result, same, steps, write_data
 from train import TrainConfig, choose_precision, learning_rate
 
 CPU = torch.device('cpu')
@@ -179,8 +181,8 @@ def test_what_is_missing_is_said_before_a_folder_is_made(
 ) -> None:
     monkeypatch.setattr(train, 'find_spec', lambda name: None)
     with pytest.raises(SystemExit, match='tensorboard=True needs pip install tensorboard'):
-        train.main([*running.TINY, f'--data={data}', f'--out_dir={tmp_path / "o"}',
-                    '--tensorboard=True'])
+        train.main(override(running.TINY, f'--data={data}', f'--out_dir={tmp_path / "o"}',
+                            '--tensorboard=True'))
     assert not (tmp_path / 'o').exists()
 
 
@@ -289,7 +291,8 @@ def test_a_run_leaves_its_process_as_it_was(data: Path, tmp_path: Path) -> None:
     same(tmp_path / 'a', tmp_path / 'b')
     assert process() == before and codes == [0]
     with pytest.raises(SystemExit, match='consecutive steps'):
-        train.main([*options, steps(40), '--learning_rate=1e6', f'--out_dir={tmp_path / "c"}'])
+        train.main(override(options, steps(40), '--learning_rate=1e6',
+                            f'--out_dir={tmp_path / "c"}'))
     assert process() == before
 
 
@@ -378,6 +381,57 @@ def test_a_second_signal_leaves_no_half_file(data: Path, tmp_path: Path) -> None
     assert not list(out.glob('*.tmp'))
 
 
+def test_bits_per_byte_leave_bos_out(tmp_path: Path) -> None:
+    """BOS counts as a token, and neither its loss nor a byte of it in the bits: by a plain loop."""
+    ids = [i for n in range(300) for i in (256, *f'{n} words of text'.encode())]
+    data, out = write_data(tmp_path / 'data', vocab_size=257, ids=ids), tmp_path / 'o'
+    assert train.main([*running.TINY, f'--data={data}', f'--out_dir={out}', steps(1)]) == 0
+    model, _ = load_model(str(out))
+    n = running.LENGTH
+    starts = evenly_spaced((len(ids) - 1) // n, 200 // n) * n
+    x, y = (torch.tensor([ids[at + k:at + k + n] for at in starts]) for k in (0, 1))
+    nats = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction='none')
+    text = nats[y.flatten() != 256]
+    assert 0 < len(text) < len(nats)
+    assert result(out)['test_loss'] == pytest.approx(float(nats.mean()), rel=1e-5)
+    for split in ('val', 'test'):
+        bits = result(out)[f'{split}_bits_per_byte']
+        assert bits == pytest.approx(float(text.mean()) / math.log(2), rel=1e-5)
+
+
+def no_checkpoint(after: int, times: int) -> None:
+    """Let this process write no checkpoint from this step on, for so many times."""
+    write, failed = runs.write_atomic, itertools.count()
+
+    def write_or_fail(path: str, content: Any) -> None:
+        step = re.search(r'step_(\d+)\.pt$', path)
+        if step and int(step[1]) >= after and next(failed) < times:
+            raise OSError(27, 'File too large')
+        write(path, content)
+
+    runs.write_atomic = write_or_fail
+
+
+@pytest.mark.parametrize('after, times, stop, code, kept', [
+    (1, 99, 4, 1, 'begins anew'), (4, 99, 4, 1, 'step_00000002.pt'), (4, 1, 4, 0, ''),
+    (1, 99, 3, 1, 'begins anew'), (3, 99, 3, train.STOPPED, 'step_00000002.pt'),
+    (3, 1, 3, train.STOPPED, ''), (2, 1, 4, 0, '')], ids=str)
+def test_last_weights_that_are_lost_are_told(
+    after: int, times: int, stop: int, code: int, kept: str, data: Path, tmp_path: Path
+) -> None:
+    """They are written once more at the end. A run that could not is no success, but one that stops
+    can go on from what is there."""
+    out = tmp_path / 'o'
+    run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', steps(4), f'--stop_step={stop}',
+              '--checkpoint_interval=2', damage=partial(no_checkpoint, after, times)).wait()
+    assert run.codes == [code], run.text
+    line = f'the weights after step {stop} could not be written, and are lost: {out} has'
+    assert (line in run.text) == bool(kept) and kept in run.text, run.text
+    assert ('Stopped after' in run.text) == (stop < 4 and not kept)
+    assert (out / 'result.json').exists() == (stop == 4)
+    assert (out / f'step_{stop:08d}.pt').exists() == (not kept)
+
+
 @pytest.mark.parametrize('env, starts', [
     (dict(SLURM_NTASKS='2', SLURM_STEP_ID='0'), False), (dict(SLURM_STEP_NUM_TASKS='2'), False),
     (dict(OMPI_COMM_WORLD_SIZE='2'), False), (dict(PMI_SIZE='4'), False),
@@ -386,11 +440,17 @@ def test_a_second_signal_leaves_no_half_file(data: Path, tmp_path: Path) -> None
     # As docs/slurm.sh starts it, and with a torchrun on each machine that knows no other
     (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='16', GROUP_WORLD_SIZE='2'), True),
     (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='8', GROUP_WORLD_SIZE='1'), False),
-    (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='2'), True)], ids=str)
+    (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='2'), True),
+    # srun -n 4 --pty bash: the shell is the first task, and the others end at once
+    (dict(SLURM_STEP_NUM_TASKS='4', SLURM_PTY_PORT='1', SLURM_PROCID='0'), True),
+    (dict(SLURM_NTASKS='4', SLURM_STEP_ID='0', SLURM_PTY_PORT='1'), True),
+    (dict(SLURM_STEP_NUM_TASKS='4', SLURM_PTY_PORT='1', SLURM_PROCID='1'), False),
+    (dict(OMPI_COMM_WORLD_SIZE='2', SLURM_STEP_NUM_TASKS='4', SLURM_PTY_PORT='1'), False)], ids=str)
 def test_another_launcher_is_told_of_torchrun(env: dict[str, str], starts: bool) -> None:
     """Each of its tasks would train the whole run."""
     expected = contextlib.nullcontext() if starts else pytest.raises(
-        ValueError, match=r'would train the whole run: start one torchrun .* docs/slurm.sh')
+        ValueError, match=r'^(\w+)=\d: .* would train the whole run: start one torchrun .* '
+        r'docs/slurm\.sh does; in a shell that is the only task, unset \1$')
     with expected:
         process.check_launcher(env)
 
@@ -490,8 +550,8 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped(
 
     monkeypatch.setattr(train.Transformer, 'forward', forward)
     out = tmp_path / 'o'
-    assert train.main([*running.TINY, '--micro_batch_size=4', f'--data={data}', f'--out_dir={out}',
-                       steps(5)]) == 0
+    assert train.main(override(running.TINY, '--micro_batch_size=4', f'--data={data}',
+                               f'--out_dir={out}', steps(5))) == 0
     (event,) = [line for line in log(out) if line.get('event') == 'skipped']
     assert event['step'] == 3 and event['loss'] > 0 and event['grad_norm'] is None
     assert result(out)['skipped'] == 1

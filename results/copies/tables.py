@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'token
 from matplotlib.figure import Figure
 
 from nanocem.files import write_atomic
-from nanocem.report import markdown_table, read_csv
+from nanocem.report import csv_text, markdown_table, read_csv
 from study import TRIAL_SEEDS, Row, Run
 from verdicts import (
     RULES,
@@ -82,11 +82,6 @@ def table(rows: list[Row]) -> str:
     return markdown_table([*rows[0]], [[*row.values()] for row in rows])
 
 
-def csv_text(rows: list[Row]) -> bytes:
-    lines = [','.join(rows[0]), *(','.join(row.values()) for row in rows)]
-    return '\n'.join([*lines, '']).encode()
-
-
 def draw(rows: list[Row], size: str = 'S') -> Figure:
     """Draw the losses of repeated and of other targets of four models, at one scale."""
     figure = Figure((8.3, 3.3), layout='constrained')
@@ -115,8 +110,8 @@ def main() -> None:
     for text in (verdict_table(verdicts), table(copying), table(ablations)):
         print(f'{text}\n')
     write_atomic(f'{HERE}/effects.csv', effects_csv({'copies': verdicts}).encode())
-    write_atomic(f'{HERE}/copying.csv', csv_text(copying))
-    write_atomic(f'{HERE}/ablations.csv', csv_text(ablations))
+    write_atomic(f'{HERE}/copying.csv', csv_text(copying).encode())
+    write_atomic(f'{HERE}/ablations.csv', csv_text(ablations).encode())
     draw(copying).savefig(f'{HERE}/copies.png', dpi=200)
 
 
