@@ -38,7 +38,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import BaseAttention, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.documents import Reading, text_documents
+from nanocem.documents import Reading
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
@@ -54,6 +54,7 @@ from nanocem.runs import (
     with_defaults,
 )
 from nanocem.same import differing, in_use
+from nanocem.sources import text_documents
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits

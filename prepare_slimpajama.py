@@ -20,9 +20,10 @@ from types import SimpleNamespace
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import command_line, read_options
-from nanocem.documents import Reading, keep_piped
+from nanocem.documents import Reading
 from nanocem.prepare import PrepareConfig, prepare
 from nanocem.process import process_of_a_run
+from nanocem.sources import keep_piped
 
 
 @command_line

@@ -20,11 +20,11 @@ from configurator import (
     read_options,
     user_errors,
 )
-from nanocem.documents import read_text
 from nanocem.errors import check, warn
 from nanocem.fast import may_use_cache, plug_in
 from nanocem.runs import load_model, newest_run
 from nanocem.sampling import sample_text
+from nanocem.sources import read_text
 from nanocem.tokenizers import tokenizer_of
 
 

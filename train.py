@@ -37,7 +37,7 @@ from configurator import PathStr, build, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
-from nanocem.documents import Reading, is_pipe, keep_piped
+from nanocem.documents import Reading
 from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
@@ -49,6 +49,7 @@ from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run
 from nanocem.same import in_use, model_text, outputs_to_keep
 from nanocem.sampling import sample_text
+from nanocem.sources import is_pipe, keep_piped
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given

@@ -23,18 +23,11 @@ from tqdm import tqdm
 from configurator import PathStr, in_range, set_if_none
 from nanocem import tokenizers
 from nanocem.data import FORMAT, checksums
-from nanocem.documents import (
-    HUB,
-    Reading,
-    Source,
-    check_separator,
-    find_source,
-    keep_piped,
-    read_documents,
-)
+from nanocem.documents import Reading, read_documents
 from nanocem.errors import UserError, check, fail
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_atomic
 from nanocem.report import short_name
+from nanocem.sources import HUB, Source, check_separator, find_source, keep_piped
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same

@@ -28,6 +28,7 @@ import train
 from configurator import build, read_options
 from nanocem import documents as docs
 from nanocem import prepare as prep
+from nanocem import sources
 from nanocem.documents import BLOCK, Reading
 from nanocem.errors import UserError
 from running import ROOT, TINY, run_script, steps, write_data
@@ -288,7 +289,7 @@ def test_our_own_runs_and_data_are_no_text(
     for folder in ('out/nano', 'more/data', 'pretrained/cem'):
         if os.path.isdir(folder):
             assert 'is a run or a data folder of nanoCEM' in refused(folder, tmp_path / 'none')
-    source = docs.find_source('.', Reading())
+    source = sources.find_source('.', Reading())
     assert {*source.files} == {f'{n:02d}.md' for n in range(30)} | {'out/log/x/README.txt'}
 
 
@@ -342,7 +343,7 @@ def test_a_folder_is_entered_once(tmp_path: Path) -> None:
     found, printed = read(folder)
     assert found == sorted([*texts(8), 'linked']) and time.monotonic() - begin < 20
     assert 'Files: 9, ' in printed and 'Left out: 2 no file, or a link that leads now' in printed
-    names = [*docs.find_source(str(folder), Reading()).files]
+    names = [*sources.find_source(str(folder), Reading()).files]
     assert names == [*named, 'elsewhere/a.txt']  # by their own names, where they have one
 
 

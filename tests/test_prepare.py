@@ -28,6 +28,7 @@ from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 import prepare_slimpajama
 from nanocem import documents as docs
 from nanocem import prepare as prep
+from nanocem import sources
 from nanocem.data import TokenDataset, read_meta
 from nanocem.documents import Reading
 from nanocem.errors import UserError
@@ -90,7 +91,7 @@ def says(text: str) -> str:
 
 def texts_in(path: str, **reading: Any) -> list[str]:
     """Return the documents that evaluate.py --text reads."""
-    return [''.join(blocks) for blocks in docs.text_documents(path, Reading(**reading))]
+    return [''.join(blocks) for blocks in sources.text_documents(path, Reading(**reading))]
 
 
 def train_of(texts: list[str]) -> bytes:
@@ -323,7 +324,7 @@ def test_copies_go_where_the_first_went(tmp_path: Path, n: int) -> None:
     ('contest.jsonl', None), ('détest.txt', None), ('a.jsonl', None), ('trained.txt', None)])
 def test_the_names_of_splits(name: str, split: str | None) -> None:
     """The words of Hugging Face's datasets, also with a number, set or data behind."""
-    assert docs.find_split(name, Reading()) == split
+    assert sources.find_split(name, Reading()) == split
 
 
 @pytest.mark.parametrize('names', [
@@ -407,7 +408,7 @@ def test_a_tokenizer_is_trained_on_an_even_sample_of_the_train_split(
     for size in (100_000, 2_100_000):
         monkeypatch.setattr(prep, 'BPE_TEXT', size)
         sample = prep.Sample()
-        prep.find_rule(o, docs.find_source(o.input, Reading()), sample)
+        prep.find_rule(o, sources.find_source(o.input, Reading()), sample)
         found = [text for text, *_ in sample.texts]
         assert size * 0.45 < sum(map(len, found)) <= size and {*found} <= {*train}
         gaps = {*np.diff([int(text[:4]) for text in found])}
@@ -424,7 +425,7 @@ def test_a_tokenizer_is_trained_on_text_of_train_alone(
     texts = [f'{k}: {book(words, seed=k)}' for k in range(n)]
     o = prep.PrepareConfig(str(write(tmp_path / 'a.jsonl', texts)), tokenizer='byte', held_out=0.1)
     sample = prep.Sample()
-    prep.find_rule(o, docs.find_source(o.input, Reading()), sample)
+    prep.find_rule(o, sources.find_source(o.input, Reading()), sample)
     train, *held = parts_of(prepare(o.input, tmp_path / 'out', '--held_out=0.1'))
     found = [text for text, *_ in sample.texts]
     assert 50_000 < sum(map(len, found)) <= 300_000
@@ -566,7 +567,7 @@ def test_what_the_size_of_a_text_decides(
     """The tokenizer and the share held out are those of the page. An older rule has other data."""
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text('a text')
-    monkeypatch.setattr(docs.Source, 'size', lambda self: size)
+    monkeypatch.setattr(sources.Source, 'size', lambda self: size)
     made = []
     monkeypatch.setattr(prep, 'prepare', lambda o, source: made.append(o))
     folder = prep.find_data('data', 'a.txt')
@@ -829,7 +830,7 @@ def test_the_files_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     unreadable = Mock(side_effect=PermissionError(13, 'Permission denied'))
     monkeypatch.setattr('os.scandir', unreadable)
     with pytest.raises(UserError, match='Permission denied'):
-        docs.list_files(str(folder))
+        sources.list_files(str(folder))
 
 
 @pytest.mark.parametrize('name, content, message', [
@@ -866,7 +867,7 @@ def test_the_documents_of_a_text(tmp_path: Path) -> None:
 def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's Python without its tests and installed packages, split by hash."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(docs, 'LIBRARY', str(tmp_path / 'lib'))
+    monkeypatch.setattr(sources, 'LIBRARY', str(tmp_path / 'lib'))
     texts = documents(600, seed=1)
     Path('lib/test').mkdir(parents=True)
     Path('lib/site-packages').mkdir()

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocem import documents as reading
-from nanocem.documents import TextFile, read_text
+from nanocem.documents import TextFile
 from nanocem.errors import UserError
+from nanocem.sources import read_text
 from nanocem.tokenizers import (
     ByteTokenizer,
     Gpt2Tokenizer,
