@@ -111,6 +111,12 @@ class TrainConfig:
         in_range(self, 0, 0.9999, 'warmup beta1 beta2')
         in_range(self, 0, 1, 'final_lr')
         in_range(self, 0, 2**63 - 1, 'seed')
+        check(not self.tensorboard or bool(find_spec('tensorboard')),
+              'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
+        check(not self.tokenizer or bool(self.text), 'tokenizer is for --text=FILE: data has its '
+              'own')
+        for name in Reading.of(self).given():
+            check(bool(self.text), f'{name} is for --text=FILE: data is read already')
 
 
 def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
@@ -141,12 +147,6 @@ def main(argv: list[str]) -> int:
         given['text'] = keep_piped(given['text'], Reading.of(SimpleNamespace(**given)))
     start = runs.start_from(given, rank, TrainConfig)
     cfg, resume = build(TrainConfig, start.options), start.config is not None
-    check(not cfg.tensorboard or bool(find_spec('tensorboard')),
-          'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
-    check(not cfg.tokenizer or bool(cfg.text), 'tokenizer is for --text=FILE: data has its own')
-    reading = Reading.of(cfg)
-    for name in reading.given():
-        check(bool(cfg.text), f'{name} is for --text=FILE: data is read already')
 
     # Choose the device
     device = find_device(cfg.device)
@@ -161,7 +161,7 @@ def main(argv: list[str]) -> int:
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
         data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, start.state or start.pretrained,
-                             reading)
+                             Reading.of(cfg))
     meta = read_meta(data_dir)
     if start.pretrained:
         runs.check_match(cfg.init_from, (start.pretrained['data'], meta))  # the tokenizer
