@@ -5,10 +5,12 @@ Evaluate a trained model.
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              energies along the steps; does the first one descend?
-    python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change
+    python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change;
+                                               --layer=3 draws one layer
     python evaluate.py --copying               how well does it repeat what stood in its context?
     python evaluate.py --copying=out/b         the same beside another run: where is the gap?
-    python evaluate.py --compare=out/a,out/b   a table of the results of runs, and their losses
+    python evaluate.py --compare=out/a,out/b   a table of the results of runs, and their losses;
+                                               with --text=FILE their losses on it, of exports too
 
 Tables are printed. Pictures of --energies, --attention and --compare go into out/results.
 """
@@ -18,7 +20,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -36,12 +38,13 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import PathStr, build, command_line, in_range, read_options
-from model import BaseAttention, Transformer
+from model import BaseAttention, ModelConfig, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
+from nanocem.hub import WEIGHTS_FILE, read_export
 from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
 from nanocem.report import markdown_table, short_name
 from nanocem.runs import (
@@ -66,6 +69,8 @@ MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *CHE
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
 COPYING = {'repeated': 'repeated: their {} stood earlier', 'other': 'other',
            'first': 'half a context, read once', 'second': 'the same, read again'}
+NO_LLAMA = ('results/ have perplexities per token of Llama, whose tokenizer.model is not here '
+            '($LLAMA_TOKENIZER names it). Bits per byte need none.')
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
 
@@ -86,12 +91,14 @@ class EvaluateConfig:
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
+    layer: int | None = None  # for --attention: draw this layer alone, counted from 1
     copying: bool | PathStr = False  # losses of repeated targets and others; RUN: of both runs
     compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
-        in_range(self, 1, 10**15, 'tokens')
+        in_range(self, 1, 10**15, 'tokens layer')
+        check(self.layer is None or self.attention is not None, 'layer is for --attention=TEXT')
         for name in Reading.of(self).given():
             check(bool(self.text), f'{name} is for --text=FILE: data is read already')
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
@@ -202,7 +209,10 @@ def report_loss(run: 'Evaluated') -> Report:
         if llama_tokens:
             row['perplexity per Llama token'] = f'{perplexity(text_nats / llama_tokens):.6g}'
         rows.append(row)
-    return Report(run.subject, markdown_table([*row], [[*row.values()] for row in rows]))
+    text = markdown_table([*row], [[*row.values()] for row in rows])
+    if text_bytes and run.cfg.text and not llama_tokens:
+        text += f'\n\n{NO_LLAMA}'
+    return Report(run.subject, text)
 
 
 # Copying
@@ -302,9 +312,10 @@ def report_copying(run: 'Evaluated') -> Report:
     over = {'repeated': gap['repeated'] / len(A['repeated']),
             'other': gap['other'] / len(A['other']), 'all': total / n_targets}
     differences = ', '.join(f'{kind} {math.expm1(d):+.1%}' for kind, d in over.items())
-    text += f'\nPerplexity of {" over ".join(run.models)}: {differences}.'
+    text += (f'\nPerplexity a token of {" over ".join(run.models)}, on {run.source}: '
+             f'{differences}.')
     if abs(math.expm1(over['all'])) < SMALLEST_GAP:
-        text += f'\nThere is no gap: it is less than {SMALLEST_GAP:.0%}.'
+        text += f'\nA gap of less than {SMALLEST_GAP:.0%} is not divided.'
     elif gap['repeated'] * gap['other'] < 0:
         parts = (f'{kind} targets {value / n_targets:+.4f}' for kind, value in gap.items())
         text += f'\nIn nats a token the gap is {" and ".join(parts)}.'
@@ -415,7 +426,8 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
 
 def report_attention(run: 'Evaluated') -> Report:
     """Report which fraction of its attention each step after the first moves to other keys, mean
-    over heads and queries. The picture has the maps: heads across, layers and steps down."""
+    over heads and queries. The picture has the maps, heads across, layers and steps down: those of
+    the first step, and what later steps change in them."""
     model, tokenizer, cfg = run.model, run.tokenizer, run.model.cfg
     ids = [tokenizer.bos, *tokenizer.encode(run.cfg.attention)]
     check(1 < len(ids) <= cfg.context_length, f'attention: the text has {len(ids) - 1} tokens; '
@@ -425,16 +437,29 @@ def report_attention(run: 'Evaluated') -> Report:
     uses = cfg.attn_reuse * cfg.loops
     names = [f'layer {n}' + (f', use {use}' if uses > 1 else '')
              for n in range(1, cfg.n_layer + 1) for use in range(1, uses + 1)]
+    # Draw one layer, or all
+    drawn = [*zip(names, maps, strict=True)]
+    if run.cfg.layer:
+        check(run.cfg.layer <= cfg.n_layer, f'layer={run.cfg.layer}: expected 1 to {cfg.n_layer}')
+        drawn = drawn[(run.cfg.layer - 1) * uses:run.cfg.layer * uses]
     T, K = maps[0].shape[:2]
     # Draw a panel for each head of each step
-    figure = Figure((1 + 1.5 * K, 0.5 + 1.7 * T * len(maps)), layout='constrained')
-    figure.suptitle('query down, key across; grey: square root of the weight', fontsize=7)
-    panels = figure.subplots(T * len(maps), K, squeeze=False)
+    figure = Figure((1 + 1.5 * K, 0.5 + 1.7 * T * len(drawn)), layout='constrained')
+    title = 'query down, key across; grey: square root of the weight'
+    most = max(float((alpha[1:] - alpha[:1]).abs().max()) for _, alpha in drawn) if T > 1 else 0
+    if T > 1:
+        title += f'; later steps: less than in step 1 (blue) or more (red), up to {most:.2g}'
+    figure.suptitle(title, fontsize=7)
+    panels = figure.subplots(T * len(drawn), K, squeeze=False)
     for (row, k), axes in np.ndenumerate(panels):
         n, t = divmod(row, T)
+        name, alpha = drawn[n]
+        if t == 0:
+            axes.imshow(alpha[0, k].sqrt().numpy(), cmap='Greys', vmin=0, vmax=1)
+        else:
+            axes.imshow((alpha[t, k] - alpha[0, k]).numpy(), cmap='RdBu_r', vmin=-most, vmax=most)
         step = f'step {t + 1}, ' if T > 1 else ''
-        axes.imshow(maps[n][t, k].sqrt().numpy(), cmap='Greys', vmin=0, vmax=1)
-        axes.set_title(f'{names[n]}\n{step}head {k + 1}', fontsize=6)
+        axes.set_title(f'{name}\n{step}head {k + 1}', fontsize=6)
         axes.set(xticks=[], yticks=[])
         if k == 0 and len(words) <= 24:
             axes.set_yticks(range(len(words)), words, fontsize=5, parse_math=False)
@@ -454,10 +479,39 @@ def report_attention(run: 'Evaluated') -> Report:
 
 # Runs side by side
 
+def compare_on_text(cfg: EvaluateConfig) -> Report:
+    """Report the losses of runs and exports on a text, and the perplexity of each over that of the
+    last one, if their tokens are the same."""
+    rows, losses, tokenizers = [], [], []
+    for folder in cfg.compare:
+        run = Evaluated(replace(cfg, compare=(), out_dir=folder))
+        ids, text_bytes, _ = run.sequences
+        n_targets, nats, text_nats = evaluate_loss(run.model, ids, run.tokenizer.bos)
+        losses.append(nats / n_targets)
+        tokenizers.append([run.state['data'][name] for name in TOKENIZER_KEYS])
+        bits = f'{text_nats / math.log(2) / text_bytes:.4f}' if text_bytes else ''
+        rows.append([folder, f'{run.model.num_params():,}', f'{n_targets:,.0f}', bits,
+                     f'{perplexity(losses[-1]):.6g}'])
+    for row, loss, tokenizer in zip(rows, losses, tokenizers, strict=True):
+        same = tokenizer == tokenizers[-1]
+        row.append(f'{math.expm1(loss - losses[-1]):+.1%}' if same else 'other tokens')
+    header = ['run', 'parameters', 'tokens', 'bits per byte', 'perplexity',
+              f'perplexity over {cfg.compare[-1]}']
+    return Report(f'Runs on {cfg.text}', markdown_table(header, rows))
+
+
+def read_run(folder: str) -> dict[str, Any]:
+    """Return the config.json of a run, or what an export knows of it. Raises UserError."""
+    if not os.path.isfile(f'{folder}/{WEIGHTS_FILE}'):
+        return read_config(folder)
+    state = read_export(folder)
+    return {'train': {}, 'model': state['model_config'], 'data': state['data'], 'code': in_use()}
+
+
 def compare_runs(folders: Sequence[str]) -> Report:
     """Report the results of runs and the options in which they differ, and plot their training
     losses. A line names what makes the losses incomparable. UserError if a folder has no run."""
-    configs = [read_config(folder) for folder in folders]
+    configs = [read_run(folder) for folder in folders]
     results, notes = compare_results(folders, configs)
     parts = [results]
     different = differing_options(configs)
@@ -470,7 +524,9 @@ def compare_runs(folders: Sequence[str]) -> Report:
     if len({tuple(of_run.get(name) for name in TOKENIZER_KEYS) for of_run in data}) > 1:
         notes.append('Bits per byte of different tokenizers can be compared, if the runs were '
                      'tested on the same text.')
-    return Report('Runs', '\n\n'.join([*parts, *notes]), plot_training_losses(folders),
+    logs = [folder for folder in folders if os.path.exists(f'{folder}/log.jsonl')]
+    figure = plot_training_losses(folders) if logs else None
+    return Report('Runs', '\n\n'.join([*parts, *notes]), figure,
                   picture_name('compare', *folders))
 
 
@@ -489,7 +545,13 @@ def compare_results(folders: Sequence[str],
         except UserError as error:
             notes.append(f'No result of {folder}: {error}.')
         cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
+        if not cells[0]:
+            with torch.device('meta'):
+                model = Transformer(build(ModelConfig, config['model']))
+            cells[0] = f'{model.num_params():,}'
         rows.append([folder, *cells])
+        if not config['train']:
+            notes.append(f'{folder} is an export, without results: --text=FILE measures its loss.')
         for edit in result.get('edits', []):
             notes.append(f'{folder}: {short_list(edit["definitions"])} of model.py were edited '
                          f'after step {edit["after_step"]:,}.')
@@ -571,9 +633,12 @@ class Evaluated:
         return self.cfg.data or self.state['data_dir']
 
     @property
+    def source(self) -> str:
+        return self.cfg.text or f'{self.cfg.split} split of {self.data_dir}'
+
+    @property
     def subject(self) -> str:
-        source = self.cfg.text or f'{self.cfg.split} split of {self.data_dir}'
-        return f'{self.path}, step {self.state["step"]}; {source}'
+        return f'{self.path}, step {self.state["step"]}; {self.source}'
 
     @cached_property
     def sequences(self) -> Sequences:
@@ -624,9 +689,9 @@ def main(argv: list[str]) -> None:
     check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
     check(not (cfg.copying and cfg.steps), 'copying is measured with T as trained: no steps')
     if cfg.compare:
-        others = ', '.join(name for name in given if name != 'compare')
-        check(not others, f'--compare takes folders of runs alone, and not {others}')
-        return show(compare_runs(cfg.compare))
+        others = ', '.join(given.keys() - {'compare', 'text', 'device', *Reading._fields})
+        check(not others, f'--compare takes folders and a --text alone, and not {others}')
+        return show(compare_on_text(cfg) if cfg.text else compare_runs(cfg.compare))
     run = Evaluated(cfg)
     check(bool(cem_kinds(run.model)) or not (cfg.steps or cfg.energies),
           f'{run.path} is all Llama: steps and energies are those of CEM sublayers')

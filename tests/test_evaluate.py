@@ -15,7 +15,9 @@ from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
 from model import ModelConfig, Transformer, make_positions
+from nanocem import hub
 from nanocem.documents import Reading
+from nanocem.errors import UserError
 from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
 from nanocem.same import in_use
@@ -276,6 +278,18 @@ def test_energies_and_attention_of_a_run(place: Path, report: Report) -> None:
     _, text, figure, _ = evaluate.report_attention(run)
     assert text.startswith('No attention takes a second step')
     assert figure.axes[2].get_title() == 'layer 1, use 2\nhead 1'
+    # One layer alone: its first step, and what the second changes
+    run.model, run.cfg = model_of(), evaluate.EvaluateConfig(attention='word', layer=2)
+    figure = evaluate.report_attention(run).figure
+    maps = evaluate.attention_maps(run.model, ids)[1]
+    assert len(figure.axes) == 2 * maps.shape[1]
+    for t, drawn in ((0, maps[0].sqrt()), (1, maps[1] - maps[0])):
+        for k in range(maps.shape[1]):
+            found = figure.axes[t * maps.shape[1] + k].images[0].get_array()
+            assert torch.equal(torch.as_tensor(found.data), drawn[k])
+    run.cfg.layer = 3
+    with pytest.raises(UserError, match='layer=3: expected 1 to 2'):
+        evaluate.report_attention(run)
 
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
@@ -285,7 +299,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     evaluate.main(['--compare=out/run,out/bpe'])
     assert Path('out/results/compare-run-bpe.png').exists()
     assert cells(capsys.readouterr().out) == [
-        ['out/run', '', '', '', '', '', '', ''],
+        ['out/run', f'{model_of().num_params():,}', *[''] * 6],
         ['out/bpe', '1,234,567', '64', '', '', '', '', ''], ['data', 'data', 'bpe']]
     _, text, figure, _ = evaluate.compare_runs(['out/run', 'out/bpe'])
     assert 'Losses cannot be compared' not in text  # the same text in another folder
@@ -305,6 +319,37 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
         known = config['data'] | {name: 2}
         Path('out/bpe/config.json').write_text(json.dumps(config | {'data': known}))
         assert f'differ in {name}.' in evaluate.compare_runs(['out/run', 'out/bpe']).text
+
+
+def test_exports_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
+    """Beside a run, too: their options, and their losses on a text."""
+    llama = model_of(attn='llama')
+    for name, model in (('a', model_of()), ('b', llama)):
+        hub.export(model, f'hub/{name}', {
+            'step': 1, 'data_dir': 'data', 'model_config': vars(model.cfg),
+            'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}})
+    report = evaluate.compare_runs(['hub/a', 'hub/b', 'out/run'])
+    assert report.figure is not None
+    assert ['attn', 'cem', 'llama', 'cem'] in cells(report.text)
+    assert 'hub/b is an export, without results: --text=FILE measures its loss.' in report.text
+    assert evaluate.compare_runs(['hub/a', 'hub/b']).figure is None
+    capsys.readouterr()
+    Path('text.txt').write_text('A text of some words')
+    evaluate.main(['--compare=hub/b,out/run,hub/a', '--text=text.txt', '--device=cpu'])
+    rows = cells(capsys.readouterr().out)
+    ids = torch.tensor([[256, *b'A text of some words']])
+    losses = {}
+    for name, model in (('hub/b', llama), ('hub/a', model_of())):
+        parts = [model(ids[:, i:i + n], ids[:, i + 1:i + n + 1])[1] * n
+                 for i, n in ((0, 16), (16, 4))]
+        losses[name] = float(sum(parts)) / 20
+    over = math.expm1(losses['hub/b'] - losses['hub/a'])
+    assert rows[0][:3] == ['hub/b', f'{llama.num_params():,}', '20']
+    assert float(rows[0][3]) == pytest.approx(losses['hub/b'] / math.log(2), abs=1e-3)
+    assert float(rows[0][5].strip('%')) == pytest.approx(100 * over, abs=0.06)
+    assert rows[2][5] == '+0.0%'
+    with pytest.raises(SystemExit, match='takes folders and a --text alone, and not steps'):
+        evaluate.main(['--compare=hub/b,hub/a', '--steps=1'])
 
 
 @pytest.mark.parametrize('name', ['eval_tokens', 'test_tokens', 'batch_size', 'context_length',
@@ -432,11 +477,11 @@ def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> Non
     repeated = sum(sums['A'][True]) - sum(sums['B'][True])
     total = repeated + sum(sums['A'][False]) - sum(sums['B'][False])
     run = SimpleNamespace(models=models, sequences=(ids, None, None), subject='A, B',
-                          tokenizer=SimpleNamespace(name='of five', bos=0))
+                          source='a text', tokenizer=SimpleNamespace(name='of five', bos=0))
     text = evaluate.report_copying(run).text
     assert f'Of the gap {repeated / total:.0%} comes from repeated targets' in text
     run.models = {'A': Copier(2.0), 'B': Copier(2.0)}
-    assert 'There is no gap' in evaluate.report_copying(run).text
+    assert 'is not divided' in evaluate.report_copying(run).text
 
 
 def test_a_text_of_many_blocks_has_one_bos(tmp_path: Path) -> None:
@@ -455,9 +500,9 @@ def test_a_gap_below_two_per_cent_is_none(change: float, monkeypatch: pytest.Mon
     monkeypatch.setattr(evaluate, 'copying', lambda model, *rest: {
         kind: torch.full((4,), 1 + change * (model == 'B')) for kind in evaluate.COPYING})
     run = SimpleNamespace(models={'A': 'A', 'B': 'B'}, sequences=(torch.zeros(1, 7), None, None),
-                          subject='', tokenizer=SimpleNamespace(name='of five', bos=0))
+                          subject='', source='', tokenizer=SimpleNamespace(name='of five', bos=0))
     text = evaluate.report_copying(run).text
-    assert ('There is no gap: it is less than 2%.' in text) == (change < 0.02)
+    assert ('A gap of less than 2% is not divided.' in text) == (change < 0.02)
     assert ('Of the gap 50% comes from repeated targets.' in text) == (change > 0.02)
 
 
@@ -468,7 +513,7 @@ def test_a_gap_of_two_signs_has_no_shares(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(evaluate, 'copying', lambda model, *rest: dict(
         zip(evaluate.COPYING, losses[model] * 2, strict=True)))
     run = SimpleNamespace(models={'A': 'A', 'B': 'B'}, sequences=(torch.zeros(1, 7), None, None),
-                          subject='', tokenizer=SimpleNamespace(name='of five', bos=0))
+                          subject='', source='', tokenizer=SimpleNamespace(name='of five', bos=0))
     text = evaluate.report_copying(run).text
     assert 'the gap is repeated targets -0.3333 and other targets +0.0667.' in text
     assert 'Of the gap' not in text
