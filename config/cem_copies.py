@@ -1,5 +1,6 @@
-"""The best CEM model of results/README.md: attention in one step, which looks for what followed a
-token, beside Llama's MLP. With the diagonal its steps follow the energy only roughly.
+"""CEM attention in one step, which looks for what followed a token, beside Llama's MLP: the model of
+pretrained/cem_copies. With the paper's diagonal its steps follow the energy only roughly. Those of
+config/cem_three.py, which is better, follow it exactly.
 
     python train.py config/cem_copies.py config/mini.py
 """

@@ -1,5 +1,4 @@
-"""Llama with ALiBi that has what config/cem_copies.py gives CEM: the baseline of the cured models,
-and the best model of results/README.md."""
+"""Llama with ALiBi that has what config/cem_copies.py gives CEM: what to compare it with."""
 attn = 'llama'
 mlp = 'llama'
 positions = 'alibi'

@@ -28,11 +28,11 @@ def test_the_files_are_those_of_the_runs(tmp_path, monkeypatch: pytest.MonkeyPat
     # The intervals on the page, and the numbers of one seed, are among the printed ones
     printed = capsys.readouterr().out.replace('%', '')
     page = (ROOT / 'results/README.md').read_text(encoding='utf-8')
-    cure = page[page.index('## What cures it?'):page.index('## Do the paper')]
+    cure = page[page.index('## What narrows it?'):page.index('## Do the paper')]
     interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
     shown = re.findall(interval, cure)
-    assert len(shown) == 12 and not set(shown) - set(re.findall(interval, printed))
-    for number in re.findall(r'M (\+[.\d]+)', cure):
+    assert len(shown) == 13 and not set(shown) - set(re.findall(interval, printed))
+    for number in re.findall(r'At M, one seed, [^;]* (\+[.\d]+)%', cure):
         assert f'M {number}' in printed
 
 
@@ -49,9 +49,12 @@ def test_an_effect_is_the_mean_of_paired_differences() -> None:
 
 @pytest.mark.parametrize(('file', 'model'), [
     ('cem_copies', 'attn-1-copies'), ('cem_plain_copies', 'cem-2-copies'),
-    ('llama_copies', 'llama-alibi-copies')])
+    ('llama_copies', 'llama-alibi-copies'), ('cem_three', 'attn-1-three'),
+    ('llama_three', 'llama-alibi-three')])
 def test_config_files_are_models_of_the_study(file: str, model: str) -> None:
     theirs = read_options([f'config/{file}.py'], ModelConfig)
-    (row,) = [row for row in read_csv(f'{tables.HERE}/models.csv') if row['model'] == model]
+    rows = [row for study in ('copies', 'gradient')
+            for row in read_csv(f'{ROOT}/results/{study}/models.csv')]
+    row = next(row for row in rows if row['model'] == model)
     ours = read_options(row['options'].split(), ModelConfig)
     assert ModelConfig(**theirs) == ModelConfig(**ours)
