@@ -27,8 +27,10 @@ def test_the_files_are_those_of_the_runs(tmp_path, monkeypatch: pytest.MonkeyPat
         assert written == published[f'{name}.csv'], name
     # The intervals on the page, and the numbers of one seed, are among the printed ones
     printed = capsys.readouterr().out.replace('%', '')
-    page = (ROOT / 'results/README.md').read_text(encoding='utf-8')
-    cure = page[page.index('## What narrows it?'):page.index('## Do the paper')]
+    pages = [(ROOT / f'results/{name}').read_text(encoding='utf-8')
+             for name in ('README.md', 'notes.md')]
+    cure = (pages[0][pages[0].index('## What narrows it?'):pages[0].index('## Do the paper')]
+            + pages[1][pages[1].index('## Options'):pages[1].index('## Size L')])
     interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
     shown = re.findall(interval, cure)
     assert len(shown) == 13 and not set(shown) - set(re.findall(interval, printed))

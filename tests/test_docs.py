@@ -18,8 +18,8 @@ from nanocem.runs import load_model
 from running import ROOT
 
 # The most lines that each page has; other pages have 95.
-LINES = {'README.md': 130, 'docs/options.md': 125, 'results/README.md': 135,
-         'results/notes.md': 160, 'results/tokens/README.md': 45, 'results/gp/README.md': 45,
+LINES = {'README.md': 130, 'docs/options.md': 125, 'results/README.md': 145,
+         'results/notes.md': 165, 'results/tokens/README.md': 45, 'results/gp/README.md': 45,
          'results/figures/README.md': 60, 'docs/paper.md': 140, 'docs/speed.md': 125,
          'docs/data.md': 105}
 PAGES = ['README.md', *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md')))]

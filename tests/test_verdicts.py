@@ -113,7 +113,10 @@ def test_published_words_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
     cure = verdict_table_of_copies()
     computed = set(re.findall(interval, ''.join([first, *later, cure]).replace('%', '')))
-    shown = re.findall(interval, (ROOT / 'results/README.md').read_text(encoding='utf-8'))
+    pages = [(ROOT / f'results/{name}').read_text(encoding='utf-8')
+             for name in ('README.md', 'notes.md')]
+    shown = re.findall(interval, pages[0] + pages[1][pages[1].index('## Options'):
+                                                     pages[1].index('## Size L')])
     assert len(shown) > 20 and [each for each in shown if each not in computed] == []
 
 
