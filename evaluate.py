@@ -689,7 +689,8 @@ def main(argv: list[str]) -> None:
     check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
     check(not (cfg.copying and cfg.steps), 'copying is measured with T as trained: no steps')
     if cfg.compare:
-        others = ', '.join(given.keys() - {'compare', 'text', 'device', *Reading._fields})
+        allowed = {'compare', 'text', 'device', *Reading._fields}
+        others = ', '.join(name for name in given if name not in allowed)
         check(not others, f'--compare takes folders and a --text alone, and not {others}')
         return show(compare_on_text(cfg) if cfg.text else compare_runs(cfg.compare))
     run = Evaluated(cfg)

@@ -59,7 +59,7 @@ evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expected 1, 2, 3
 evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
-evaluate            --compare=llama                       llama is an export, without the options
+evaluate            --compare=llama,gone                  no run in gone
 sample              llama                                  other files and folders: --out_dir
 evaluate            --out_dir=llama --separator=x          separator is for --text=FILE
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
