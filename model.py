@@ -14,14 +14,15 @@ the key-query diagonal d_k of Eq. 12 are options of the paper. Algorithm 1 leave
 of the diagonal's part of the energy, and exact_update=True adds it.
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are the formulas of Algorithm 1. Its steps are added to norm(x), which
-diverged at the paper's width, so by default we add them to x. Algorithm 1 has no RoPE: comments
-that begin with "rope:" are ours. So are key_shift and match_bias, with which CEM learns to copy.
+Comments at the ends of lines are shapes, or the formulas of Algorithm 1. Its steps are added to
+norm(x), which diverged at the paper's width, so by default we add them to x. Algorithm 1 has no
+RoPE: comments that begin with "rope:" are ours. Nor has it key_shift, match_bias and
+kq_diag=scaled, with which CEM learns to copy.
 docs/paper.md lists our choices where the paper is silent.
 
 This file needs torch alone, and can be copied into another project (docs/options.md). Attention is
-torch's own, and generate keeps a cache. nanocem/fast.py knows faster ways for some machines; an
-edit of the lines here that one of them replaces is told by its text, and runs as it is written.
+torch's own, and generate keeps a cache. nanocem/fast.py replaces some lines here by faster ones on
+some machines. Where you edit such a line, yours runs, and a warning says so.
 
 Shapes: B batch, I new and J attended positions (I < J with a cache), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
@@ -63,13 +64,14 @@ class ModelConfig:
     values. ValueError for a bad value, or for CEM's options on Llama."""
     # For config files: a size drops the widths that an earlier file gave
     RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'd_mlp'),)
+    # The options that --help shows; --help=all shows all
     FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
              'preconditioner', 'kq_diag')
     # The words of a Literal are the values that an option can have
     size: Literal[tuple(SIZES)] | None = None  # preset of the next four options; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
-    n_head: int | None = None  # K, attention heads; default: of the size's width, or wider
+    n_head: int | None = None  # K, heads; default: the most that are at least as wide as the size's
     d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
     vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens; the layers take any number
@@ -107,7 +109,7 @@ class ModelConfig:
 
     def needs_h(self) -> bool:
         """Return whether scores depend on the context h beside the keys."""
-        return not self.kq_diag == self.match_bias == 'none'
+        return self.kq_diag != 'none' or self.match_bias != 'none'
 
     def has_bias(self) -> bool:
         """Return whether something is added to the products of queries and keys, beside the causal
@@ -153,8 +155,8 @@ class Positions(NamedTuple):
 
 class Cache:
     """What attention keeps of past tokens, so that `generate` reads each token once. Sublayers ask
-    for their parts in the same order in each forward pass. An edit that lets tokens meet elsewhere
-    than in attention, or changes scores there alone, needs generate(use_cache=False).
+    for their parts in the same order in each forward pass. An edit that lets tokens meet outside
+    attention, or that changes scores but not attend_to_h, needs generate(use_cache=False).
 
         numbers kept a token and sublayer         plain     with the diagonal or the match bias
         Llama: keys and values                    2 D       3 D, h too
@@ -173,7 +175,7 @@ class Cache:
         self.next_kept = self.next_last = 0  # what is asked for next
 
     def append(self, new: Tensor) -> Tensor:
-        """Keep new (..., I, n) behind that of past tokens. Return all, (..., J, n)."""
+        """Keep new (..., I, width) behind that of past tokens. Return all, (..., J, width)."""
         n, J = self.next_kept, self.length + new.shape[-2]
         self.next_kept += 1
         if n == len(self.kept):  # the first pass: copied when there is more
@@ -213,8 +215,8 @@ def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None) -> P
     options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
     i = torch.arange(past, past + I, device=x.device)[:, None]
     distance = (i - torch.arange(past + I, device=x.device)).to(options['dtype'])
-    # Where nothing is added to it the mask is None, and attend asks torch for its own causal mask,
-    # which needs no memory. Whoever adds to the mask makes it here
+    # None where nothing is added: attend then asks torch for its own causal mask, which needs no
+    # memory. An edit that adds to the mask needs causal_mask(distance) here
     mask = causal_mask(distance) if cfg.has_bias() or past > 0 else None
     angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
     return Positions(distance, mask, angle.cos(), angle.sin(), cache)
@@ -253,7 +255,7 @@ class BaseAttention(nn.Module):
             self.diag_weight = nn.Parameter(torch.zeros(K))  # g_k
         elif cfg.kq_diag != 'none':
             self.kq_diag = nn.Parameter(torch.zeros(1 if cfg.kq_diag == 'shared' else K, D))
-        # Whether the diagonal's part of the energy has its gradient among the updates
+        # Whether attend also returns the diagonal's gradient: not in Algorithm 1, nor without one
         self.whole_gradient = cfg.exact_update or cfg.kq_diag == 'scaled'
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -325,8 +327,8 @@ class BaseAttention(nn.Module):
     def bias(self, pos: Positions, u: Tensor | None, h: Tensor) -> Tensor | None:
         """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
         broadcasts: -inf where i may not attend to j, ALiBi's b_ijk = -m_k (i - j) + (b_self_k if
-        i = j else b_cross_k), add_match's products, weighted for each head, and the diagonal's
-        scores, without u none. None: torch's causal mask alone."""
+        i = j else b_cross_k), add_match's products, weighted for each head, and if u is given the
+        diagonal's scores. None: torch's causal mask alone."""
         b = pos.mask
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
@@ -464,7 +466,7 @@ class CEMAttention(BaseAttention):
                     h: Tensor) -> tuple[Tensor, Tensor | None]:
         """Attend without keys, and return what attend does: k_j . q_i = h_j . (W_K^T q_i), so that
         the scores, the diagonal's too, are products of h with one matrix for all heads, and h is
-        read once. An edit of the scores is one of these lines, too."""
+        read once. Whoever edits scores or attend edits this, too."""
         I, W_K = q.shape[2], self.W_K.unflatten(0, (self.K, -1))  # (K, R, D)
         halves = [W_K] if self.cfg.key_shift == 'none' else list(W_K.chunk(2, dim=1))
         # Map each head's query to a row that meets h_j: W_K^T q_i / tau + d_k * u_i / tau. With
@@ -597,8 +599,8 @@ class Preconditioner(nn.Module):
 
     def fold(self, W: Tensor, eta: float) -> Tensor:
         """Return eta times each of the n matrices, applied to its rows of a weight; inside
-        fold_once it is computed the first time alone."""
-        folded = self.folded  # another thread may end its fold_once
+        fold_once it is computed once."""
+        folded = self.folded  # read once: another thread may end its fold_once
         if folded is None:
             return eta * self(W)
         if not folded:
@@ -665,6 +667,7 @@ class Transformer(nn.Module):
             return self.next_logits(idx, cache), None
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
+        # A `hidden` of one's own may take ids alone
         x = self.hidden(idx) if cache is None else self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
@@ -697,7 +700,8 @@ class Transformer(nn.Module):
         """Return the logits of the token after ids (B, I), which follow those in the cache:
         (B, vocabulary)."""
         x = self.hidden(idx) if cache is None else self.hidden(idx, cache)
-        return F.linear(x[:, -1], self.head).float()
+        logits = F.linear(x[:, -1], self.head)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
@@ -768,6 +772,7 @@ def require_one_shape(u: Tensor, h: Tensor) -> None:
             'each h')
 
 
+# As in energy.py: each of the two files runs alone
 class Phi(torch.autograd.Function):
     """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
     identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2. torch.func.hessian and jvp work. But

@@ -47,7 +47,7 @@ from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run
-from nanocem.same import in_use, model_text, outputs_to_keep
+from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep
 from nanocem.sampling import sample_text
 from nanocem.sources import is_pipe, keep_piped
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
@@ -61,6 +61,7 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 @dataclass
 class TrainConfig:
     """The run. The defaults are the paper's recipe (Table 2)."""
+    # configurator.py says what these three mean
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
     RESETS = (('data', 'tokenizer', *Reading._fields),)  # those of an earlier text
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
@@ -133,20 +134,23 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 @command_line
 @process_of_a_run()
 def main(argv: list[str]) -> int:
+    """Train a model, and test it. Return the exit code: 0, or STOPPED for a run that can go on."""
     # torchrun starts a process for each GPU, and sets its rank. Only rank 0 prints
     check_launcher(os.environ)
     rank, world_size = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
     if rank > 0:
         sys.stdout = None  # print then does nothing
 
-    # Read the options, and what the run starts from
+    # Read the options, and what the run starts from: from scratch there are options alone, a run to
+    # resume adds its config.json and last checkpoint, and other weights are `pretrained`
     given = read_options(argv, TrainConfig, ModelConfig)
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
         check(world_size == 1 or not is_pipe(given['text']), 'a pipe is read by one process: '
               'prepare_slimpajama.py --input=- makes a data folder for more')
         given['text'] = keep_piped(given['text'], Reading.of(SimpleNamespace(**given)))
     start = runs.start_from(given, rank, TrainConfig)
-    cfg, resume = build(TrainConfig, start.options), start.config is not None
+    cfg = build(TrainConfig, start.options)
+    resume = start.config is not None
 
     # Choose the device
     device = find_device(cfg.device)
@@ -243,7 +247,8 @@ def main(argv: list[str]) -> int:
     elif start.pretrained:
         runs.load_weights(raw_model, start.pretrained, cfg.init_from)
         runs.warn_of_change(start.pretrained, cfg.init_from)
-    state, start = None, start._replace(state=None, pretrained=None)  # free their memory
+    state = optimizer_state = None  # free their memory
+    start = start._replace(state=None, pretrained=None)
     # Check that all processes are at the same step, and have weights with the same sum of bits
     sum_of_bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
     local = torch.tensor([step, sum_of_bits])
@@ -257,7 +262,7 @@ def main(argv: list[str]) -> int:
                   'model': asdict(model_cfg), 'data': data_identity, 'max_steps': max_steps,
                   'code': code}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
-        runs.keep_text(out_dir, model_text(), step)
+        runs.keep_text(out_dir, MODEL_TEXT, step)
         if step < max_steps:  # an old result is not that of this run
             Path(out_dir, 'result.json').unlink(missing_ok=True)
         if tokenizer.path:
@@ -425,6 +430,7 @@ def main(argv: list[str]) -> int:
         atexit.unregister(os._exit)
     lost = '' if saved == step else runs.describe_loss(out_dir, step)
     if step < max_steps:
+        # With no checkpoint at all there is nothing to go on with
         check(not lost or bool(runs.checkpoints(out_dir)), lost)
         print(lost or f'Stopped after step {step}; go on with --init_from=resume '
               f'--out_dir={shlex.quote(out_dir)}', flush=True)

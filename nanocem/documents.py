@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from nanocem.errors import check, fail
 
-JSON_ROWS = ('.jsonl', '.ndjson', '.json')
-ROWS = (*JSON_ROWS, '.csv', '.tsv', '.parquet')  # files in which each row is a document
+# Files in which each row is a document
+ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')
 PACKED = {'.gz': 'gzip', '.zst': 'zstd', '.bz2': 'bz2'}  # rows are read packed, too
 BLOCK = 1 << 16  # Text is read in blocks of at most this many bytes.
 LONGEST_ROW = 1 << 24  # bytes; rows of tables are shorter, and of JSON those that tell what it is
@@ -161,7 +161,7 @@ def read_table(path: str, encoding: str, column: str) -> Iterator[str | None]:
     from pyarrow import csv as table_csv
     from pyarrow import string
     with unpacked(path) as stream:
-        head = decode(stream.peek(BLOCK)[:BLOCK], encoding)
+        head = decode_block(stream.peek(BLOCK)[:BLOCK], encoding)
         batches = table_csv.open_csv(
             stream, table_csv.ReadOptions(block_size=LONGEST_ROW, use_threads=False,
                                           encoding=encoding.removesuffix('-sig')),
@@ -273,7 +273,7 @@ def reading_errors(path: str) -> Iterator[None]:
 
 def delimiter(text: str) -> str:
     """Return what stands between the columns of a table: what its first line has most of."""
-    line = text.lstrip().partition('\n')[0]
+    line = re.sub('"[^"]*"', '', text.lstrip().partition('\n')[0])  # not inside quotes
     return max(',;\t', key=line.count)
 
 
@@ -284,12 +284,12 @@ def encoding_of_mark(head: bytes) -> str:
     return next((name for mark, name in marks.items() if head.startswith(mark)), 'utf-8')
 
 
-def decode(head: bytes, encoding: str) -> str:
+def decode_block(head: bytes, encoding: str) -> str:
     """Decode the first block of a file, which may end inside a character. UnicodeDecodeError."""
     return codecs.getincrementaldecoder(encoding)().decode(head, final=len(head) < BLOCK)
 
 
-def decoded(path: str, encoding: str, errors: str = 'strict') -> Iterator[str]:
+def decode_file(path: str, encoding: str, errors: str = 'strict') -> Iterator[str]:
     """Yield a whole file, decoded. UnicodeDecodeError."""
     decoder = codecs.getincrementaldecoder(encoding)(errors)
     with unpacked(path) as stream:

@@ -71,7 +71,7 @@ TEXTS = {
     'Preconditioner.forward': '3db317ab', 'RMSNorm.forward': '1536aa19',
     'Transformer.fold_once': '88b873af', 'Transformer.forward': '6ce22b86',
     'Transformer.generate': 'c818fcd6', 'Transformer.hidden': '8731bf27',
-    'Transformer.loss': '2060a599', 'Transformer.next_logits': 'b9cd6db5',
+    'Transformer.loss': '2060a599', 'Transformer.next_logits': '65b35e7a',
     'Transformer.positions': '537c8c4b', 'alibi_slopes': '6e1ec471', 'causal_mask': '58831617',
     'make_positions': 'f569aaef', 'previous': '46eee1b9'}
 
@@ -83,8 +83,9 @@ def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.f
     stands for is what runs, and a warning says so, unless impl or loss asks for one by its name;
     with `flags` the warning names the flags of train.py for that."""
     unplug(model)
-    name, edits = choose_attention(model, impl, dtype, compiled), {}
-    # Let model.py's own lines run where they are others than those known
+    name = choose_attention(model, impl, dtype, compiled)
+    edits = {}
+    # An attention that was asked for by its name runs as it is. Any other yields to an edit
     if name != impl:
         found = find_edits(owners(model, ATTENTION), TEXTS)
         own = own_attention(found) if found else name
@@ -98,8 +99,8 @@ def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.f
     # Put what is faster in place
     if in_parts:
         model.loss = partial(loss_in_parts, model)
-    for block in model.blocks:
-        if name != 'sdpa':
+    if name != 'sdpa':
+        for block in model.blocks:
             block.attn.attend = partial(ATTEND[name], block.attn)
     if compiled and device_of(model).type == 'cuda':
         plug_tables(model)
@@ -108,8 +109,8 @@ def plug_in(model: Transformer, impl: str = 'auto', dtype: torch.dtype = torch.f
 
 
 def own_attention(edits: list[str]) -> str:
-    """Return how an edited model attends: by its own attend, or where that is as it was, and the
-    scores that it leaves to torch are not, by these."""
+    """Return how an edited model attends: by `scores`, if these are edited and attend is not, which
+    leaves them to torch and would not see it; or else by its own attend, sdpa."""
     methods = {edit.rpartition('.')[2] for edit in edits}
     return 'scores' if {'scores', 'causal_mask'} & methods and 'attend' not in methods else 'sdpa'
 
@@ -171,11 +172,10 @@ def choose_attention(model: Transformer, impl: str, dtype: torch.dtype, compiled
         return impl
     if device.type == 'cuda' and can_triton:
         return 'triton'
-    # Torch's fused attention gives no weights, which the whole gradient needs. On a CPU it has no
-    # backward pass for a bias, and is slower when it is compiled for a short context
+    # Torch's fused attention gives no weights, which the whole gradient needs. Without CUDA it has
+    # no backward pass for a bias, and is slower when it is compiled for a short context
     short = compiled and model.cfg.context_length <= SHORT_CONTEXT
-    on_cpu = device.type != 'cuda'
-    pays = on_cpu and (attn.cfg.has_bias() or short)
+    pays = device.type != 'cuda' and (attn.cfg.has_bias() or short)
     return 'blockwise' if attn.whole_gradient or pays else 'sdpa'
 
 
@@ -266,7 +266,7 @@ def by_scores(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
 def triton_kernels(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
                    h: Tensor) -> tuple[Tensor, Tensor | None]:
     """Attend to a whole sequence by the kernels of triton_attention.py, which read k alone."""
-    # A sample at the end of a run has no autocast
+    # Untied values, a cache, and a dtype without kernels, as of the sample at the end of a run
     if v is not k or pos.cache is not None or not runs_triton(q.device, q.dtype, q.shape[-1]):
         return type(attn).attend(attn, q, k, v, pos, u, h)
     from nanocem import triton_attention

@@ -78,8 +78,8 @@ def resume_from(out_dir: str, given: dict[str, Any], rank: int, train: type) -> 
     UserError."""
     config = read_config(out_dir)
     saved = {**config['model'], **config['train'], 'stop_step': None}
-    texts = [os.path.abspath(options.get('text') or '') for options in (saved, given)]
-    if texts[0] == texts[1]:  # b.txt is ./b.txt
+    texts = [options.get('text') for options in (saved, given)]
+    if all(texts) and os.path.abspath(texts[0]) == os.path.abspath(texts[1]):  # b.txt is ./b.txt
         given = given | {'text': saved['text']}
     given = given | {'init_from': saved['init_from']}  # where the run itself started
     fixed = ('text', 'tokenizer', *Reading._fields)
@@ -299,20 +299,21 @@ def checkpoints(out_dir: str) -> list[str]:
 
 
 def save_checkpoint(out_dir: str, name: str, state: dict[str, Any]) -> bool:
-    """Write a checkpoint completely or not at all, and delete all numbered ones but the last two.
+    """Write a checkpoint completely or not at all. A numbered one deletes those before it but one.
     If writing fails, print a warning and return False: earlier checkpoints stay."""
     path = f'{out_dir}/{name}'
     buffer = io.BytesIO()
     torch.save(state, buffer)
     try:
         write_atomic(path, buffer.getbuffer())
-        # Do not count those of later steps: they are damaged, since the run was resumed before them
-        for old in [old for old in checkpoints(out_dir) if os.path.basename(old) <= name][:-2]:
-            os.remove(old)
     except OSError as error:
         warn(f'{path} not written ({error.strerror}); the run goes on, earlier checkpoints are '
              'intact')
         return False
+    # Do not count those of later steps: they are damaged, since the run was resumed before them
+    for old in [old for old in checkpoints(out_dir) if os.path.basename(old) <= name][:-2]:
+        with contextlib.suppress(OSError):  # the next checkpoint tries again
+            os.remove(old)
     return True
 
 

@@ -28,7 +28,7 @@ import torch
 import model as model_py
 from nanocem.errors import warn
 
-N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and tokens whose logits are kept
+N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced
 MOST_ERROR = 1e-6  # of the logits' norm; in float64 machines differ by 1e-12
 
@@ -95,11 +95,6 @@ def as_numbers(lines: list[str]) -> torch.Tensor:
 
 # Was model.py edited?
 
-def model_text() -> str:
-    """Return the text of model.py as it was when the program began."""
-    return TEXT
-
-
 def syntax(node: Any) -> Any:
     """Return what a part of a program says, without its comments, docstrings and line ends. All
     versions of Python return the same: fields that are empty are left out."""
@@ -147,9 +142,9 @@ def codes_of(code: CodeType) -> dict[str, CodeType]:
 
 
 # The text that the program began with. Whoever saves model.py while it runs, runs the earlier one
-TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
-DEFINITIONS = definitions(TEXT)
-CODES = codes_of(compile(TEXT, model_py.__file__, 'exec'))
+MODEL_TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
+DEFINITIONS = definitions(MODEL_TEXT)
+CODES = codes_of(compile(MODEL_TEXT, model_py.__file__, 'exec'))
 
 
 def checksum_of(function: Any) -> str:
@@ -188,7 +183,7 @@ def in_use() -> dict[str, str]:
     return found
 
 
-def model_file(text: str = TEXT) -> ModuleType:
+def model_file(text: str = MODEL_TEXT) -> ModuleType:
     """Return model.py as its file has it, without classes that a script has put in their place."""
     spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', model_py.__file__)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)

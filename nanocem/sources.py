@@ -24,8 +24,8 @@ from nanocem.documents import (
     Reading,
     TextFile,
     array_values,
-    decode,
-    decoded,
+    decode_block,
+    decode_file,
     delimiter,
     encoding_of_mark,
     has_separator,
@@ -130,7 +130,7 @@ def find_source(where: str, reading: Reading) -> Source:
     """Find the files of an input, and say which of them are read. UserError if there are none, or
     if most of what may be meant is not read."""
     if where == 'builtin':  # the standard library, without its tests and installed packages
-        excluded = {*INSTALLED, 'test', 'tests', 'idle_test'}
+        excluded = {'test', 'tests', 'idle_test'}
         files = {}
         for name in list_files(LIBRARY)[0]:
             if name.endswith('.py') and excluded.isdisjoint(name.split('/')):
@@ -401,7 +401,7 @@ def look_at(path: str, head: bytes, reading: Reading) -> File | Reason:
     encoding = find_encoding(path, head, reading.encoding)
     if isinstance(encoding, Reason):
         return encoding
-    text = decode(head, encoding)
+    text = decode_block(head, encoding)
     if suffix in ('.csv', '.tsv'):
         return missing(table_columns(text), reading) or File('table', encoding)
     found = look_at_json(path, text, len(head) < BLOCK, encoding, reading) or 'text'
@@ -453,7 +453,11 @@ def look_at_object(path: str, encoding: str, reading: Reading) -> Reason | None:
         return NOTEBOOK
     if isinstance(value, list) and value and isinstance(value[0], str):
         return TEXTS
-    if place := rows_inside(value, reading.column):
+    place = ''
+    with contextlib.suppress(RecursionError):  # it is nested too deeply for rows
+        place = rows_inside(value, reading.column)
+    if place:
+        place = '.' + place.removeprefix('.')  # for jq an array at the top is .[]
         return Reason('JSON with rows inside', f"jq -c '{place}' FILE > NEW.jsonl writes them; "
                       'docs/data.md has a line that makes one document of a conversation',
                       is_rows=True)
@@ -530,7 +534,7 @@ def find_encoding(path: str, head: bytes, given: str | None) -> str | Reason:
     # Where there is another one to try, the whole file tells which it has
     if is_text(head, marked) and is_whole_text(path, marked):
         return marked
-    if b'\0' not in head and is_damaged_utf8(islice(decoded(path, 'utf-8', 'replace'), 1000)):
+    if b'\0' not in head and is_damaged_utf8(islice(decode_file(path, 'utf-8', 'replace'), 1000)):
         return DAMAGED
     if is_text(head, given) and is_whole_text(path, given):
         return given
@@ -542,15 +546,15 @@ def find_encoding(path: str, head: bytes, given: str | None) -> str | Reason:
 def is_text(head: bytes, encoding: str) -> bool:
     """Return whether the first block of a file is text in this encoding, without NUL."""
     try:
-        return '\0' not in decode(head, encoding)
-    except UnicodeDecodeError:
+        return '\0' not in decode_block(head, encoding)
+    except UnicodeError:  # also of UTF-16 without its mark
         return False
 
 
 def is_whole_text(path: str, encoding: str) -> bool:
     try:
-        return not any('\0' in text for text in decoded(path, encoding))
-    except UnicodeDecodeError:
+        return not any('\0' in text for text in decode_file(path, encoding))
+    except UnicodeError:  # also of UTF-16 without its mark
         return False
 
 
@@ -579,7 +583,7 @@ def why_no_text(head: bytes) -> Reason:
     # UTF-16 has spaces, and what can be printed
     for encoding in ('utf-16-le', 'utf-16-be'):
         if is_text(head, encoding):
-            text = decode(head, encoding)
+            text = decode_block(head, encoding)
             printable = sum(map(str.isprintable, text)) + sum(map(str.isspace, text))
             if text.count(' ') > len(text) / 50 and printable > 0.95 * len(text):
                 return Reason('UTF-16 without a mark of byte order',

@@ -166,6 +166,9 @@ def test_another_encoding_reads_what_is_not_utf8(tmp_path: Path) -> None:
         folder, tmp_path / 'out', '--encoding=klingon')
     assert "is neither UTF-8 nor ascii: the name of another --encoding" in refused(
         folder / '17.srt', tmp_path / 'out', '--encoding=ascii')
+    # UTF-16 without a mark of byte order raises another error than others
+    assert "is neither UTF-8 nor utf-16: the name of another" in refused(
+        folder / '17.srt', tmp_path / 'out', '--encoding=utf-16')
 
 
 @pytest.mark.parametrize('kind', ['jsonl', 'csv', 'json', 'txt'])
@@ -197,7 +200,8 @@ ROWS = [f'{n}: {text},\n"so", he said;\t{n}' for n, text in enumerate(texts(40))
     ('a.json.gz', gzip.compress(json.dumps([{'text': row} for row in ROWS]).encode())),
     ('a.csv', as_table(ROWS)), ('a.csv', as_table(ROWS, ';')), ('a.TSV', as_table(ROWS, '\t')),
     ('a.csv.gz', gzip.compress(as_table(ROWS).encode())),
-    ('a.csv', as_table(ROWS).replace('\r\n', '\n'))], ids=range(13))
+    ('a.csv', as_table(ROWS, ';').replace('id;', '"id, of all, in order";', 1)),
+    ('a.csv', as_table(ROWS).replace('\r\n', '\n'))], ids=range(14))
 def test_rows_are_rows_wherever_they_are(tmp_path: Path, name: str, content: str | bytes) -> None:
     folder = files(tmp_path / 'in', {name: content})
     assert read(folder)[0] == sorted(ROWS) == read(folder / name)[0]

@@ -657,6 +657,8 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path: Path) -> None:
     ('a.json', '{"content": "a"}\n', 'a.json is JSON without rows, only content: .*--column=NAME'),
     ('a.json', '{"chats": {"list": [{"messages": [{"text": "a"}]}]}}',
      r"a.json is JSON with rows inside: jq -c '.chats.list\[\].messages\[\]' \S+a.json > NEW.jso"),
+    ('a.json', '[[{"text": "a"}]]', r"a.json is JSON with rows inside: jq -c '.\[\]\[\]' "),
+    ('a.json', '[' * 600 + ']' * 600, 'a.json is JSON without rows: '),
     ('a', '{"cells": [],\n "nbformat": 4}', 'a is Jupyter: jupyter nbconvert --to markdown .*a'),
     ('in/a.csv', 'name', 'a.csv is without "text" in its rows, only name: --column'),
     ('in/a.json.gz', gzip.compress(b'{"n": "a"}\n', mtime=0), 'is JSON without rows, only n: '),

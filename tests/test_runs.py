@@ -101,6 +101,16 @@ def test_the_last_checkpoints_stay_and_the_best_apart(
     assert {'step_mine.pt', 'step_1.pt'} <= set(os.listdir(out))
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_loses_no_new_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(path)
+    monkeypatch.setattr(os, 'remove', refuse)
+    names = [f'step_{step:08d}.pt' for step in (3, 6, 9)]
+    assert all([save_checkpoint(str(tmp_path), name, {'step': 1}) for name in names])
+    assert [os.path.basename(path) for path in checkpoints(str(tmp_path))] == names
+
+
 def disk_is_full() -> None:
     """Let no file of this process grow beyond 6,000 bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -45,7 +45,7 @@ OPTIONS = dict(size='nano', vocab_size=300, context_length=80, kq_diag='shared',
 
 
 def edited_text(old: str, new: str) -> str:
-    text = same.model_text()
+    text = same.MODEL_TEXT
     assert old in text
     return text.replace(old, new)
 
@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_an_edit_that_changes_no_logit(tmp_path: Path) -> Non
     begun = train(tmp_path, *TINY, f'--data={data}', '--out_dir=o', running.steps(6),
                   '--stop_step=2')
     assert begun.returncode == 75, begun.stderr
-    assert (tmp_path / 'o/model.py').read_text() == same.model_text()
+    assert (tmp_path / 'o/model.py').read_text() == same.MODEL_TEXT
     # One that computes something else
     (tmp_path / 'model.py').write_text(edited_text(*EDITS['SiLU -> GELU'][1:]))
     refused = train(tmp_path, '--out_dir=o', RESUME)
@@ -173,8 +173,8 @@ def test_a_run_goes_on_with_an_edit_that_changes_no_logit(tmp_path: Path) -> Non
     assert resumed.returncode == 75 and 'step 2: Transformer.hidden. The' in resumed.stderr
     assert 'diff o/model_until_2.py' in resumed.stderr
     assert 'F.dropout' in (tmp_path / 'o/model.py').read_text()
-    assert (tmp_path / 'o/model_until_2.py').read_text() == same.model_text()
-    (tmp_path / 'model.py').write_text(same.model_text())
+    assert (tmp_path / 'o/model_until_2.py').read_text() == same.MODEL_TEXT
+    (tmp_path / 'model.py').write_text(same.MODEL_TEXT)
     ended = train(tmp_path, '--out_dir=o', RESUME)
     assert ended.returncode == 0 and 'edited since step 4' in ended.stderr, ended.stderr
     assert json.loads((tmp_path / 'o/result.json').read_text())['edits'] == [
