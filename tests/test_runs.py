@@ -107,7 +107,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_loses_no_new_one(
         raise PermissionError(path)
     monkeypatch.setattr(os, 'remove', refuse)
     names = [f'step_{step:08d}.pt' for step in (3, 6, 9)]
-    assert all([save_checkpoint(str(tmp_path), name, {'step': 1}) for name in names])
+    assert all(save_checkpoint(str(tmp_path), name, {'step': 1}) for name in names)
     assert [os.path.basename(path) for path in checkpoints(str(tmp_path))] == names
 
 
