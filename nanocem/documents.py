@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ class TextFile:
                 except UnicodeDecodeError as error:
                     fail(not_in(self.encoding, self.path, begin + error.start, error.reason))
                 check('\0' not in text, f'{self.path} has a NUL after byte {begin:,}: '
-                      + NUL_REMEDY.replace('FILE', self.path))
+                      + NUL_REMEDY.replace('FILE', shlex.quote(self.path)))
                 words = WHOLE_WORDS.match(text) if left > 0 else None
                 end = words.end() if words else len(text)
                 if end > 0:
@@ -268,7 +269,8 @@ def reading_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (ArrowException, OSError) as error:
-        fail(f'{path}: {error}')
+        hint = ' (--encoding=cp1252, or another, reads what is not UTF-8)'
+        fail(f'{path}: {error}' + (hint if 'UTF8' in str(error) else ''))
 
 
 def delimiter(text: str) -> str:

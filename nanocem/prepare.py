@@ -133,9 +133,10 @@ def read_parts(o: PrepareConfig, source: Source, rule: 'Rule') -> Iterator[Part]
 class Rule:
     """What each split gets of the documents that are named after neither val nor test. A split is
     held out of them if no file is named after it. Of fewer than WHOLE documents the long ones are
-    each cut. Of fewer than MANY the last are held out whole, if a hash of their texts would leave
-    val or test less than half its share. Of more the hash decides. Copies count once, and go where
-    the first one goes: texts are copies that differ in line ends and in space around them alone."""
+    each cut. Of others one that is most of the text is train's. Of fewer than MANY the last are
+    held out whole, if a hash of their texts would leave val or test less than half its share. Of
+    more the hash decides. Copies count once, and go where the first one goes: texts are copies that
+    differ in line ends and in space around them alone."""
     def __init__(self, o: PrepareConfig, source: Source):
         named = {file.split for file in source.files.values()}
         self.names = named != {None}
@@ -145,6 +146,7 @@ class Rule:
         self.how = ''  # in words
         self.ends: list[Ends] = []  # of the first MANY documents
         self.split_of: dict[int, str] = {}  # of what documents say, by a hash of it
+        self.cut: set[int] = set()  # those of documents that are cut
 
     def ends_of(self, number: int, blocks: Iterable[str]) -> Ends:
         """Return where the parts of a document end, by its number or else by its hash."""
@@ -153,6 +155,8 @@ class Rule:
         if not self.held_out:
             return whole('train')
         text = hash_text(blocks)
+        if text.says in self.cut:  # a copy
+            return []
         return whole(self.split_of.setdefault(text.says, self.split_by_hash(text)))
 
     def split_by_hash(self, text: 'HashedText') -> str:
@@ -167,21 +171,27 @@ class Rule:
         longest = max((text.size for text in texts), default=0)
         counts = Counter(self.split_of.values())
         fewest = min(counts[split] for split in ('train', *self.held_out))
-        if n < WHOLE and (n < 3 or self.share * longest >= PART):
-            # Cut the long ones, or if none is long all; leave out copies, whose parts would overlap
+        few, total = len(texts) < MANY, sum(text.size for text in texts)
+        most = {text.says for text in texts if text.size > total / 2}
+        if n < WHOLE and ((n < 3 and few) or self.share * longest >= PART):
             self.how = 'position: val and test get parts from several places of each long text'
+            # Cut the long ones, or if none is long all; leave out copies, whose parts would overlap
             long = min(longest, PART / self.share)
-            for number, text in enumerate(texts):
-                is_copy = text.says in (other.says for other in texts[:number])
+            for text in texts:
                 ends = places(text.size, self.share, self.held_out)
-                self.ends.append([] if is_copy else ends if text.size >= long else whole('train'))
-        elif len(texts) < MANY and fewest < self.share * n / 2:
+                ends = ends if text.size >= long else whole('train')
+                self.ends.append([] if text.says in self.cut else ends)
+                self.cut.add(text.says)
+            return
+        if n >= 3 and (few or n < WHOLE) and fewest < self.share * n / 2:
             self.how = f'position: the last of {n} documents are held out'
-            self.split_of = split_by_number([*self.split_of], self.held_out, self.share)
-            self.ends = [whole(self.split_of[text.says]) for text in texts]
+            most_first = sorted(self.split_of, key=lambda says: says not in most)
+            self.split_of = split_by_number(most_first, self.held_out, self.share)
         else:
             self.how = 'a hash of each document'
-            self.ends = [whole(self.split_of[text.says]) for text in texts]
+        # Val or test would be what is most of the text, and nothing else
+        self.split_of |= dict.fromkeys(most, 'train')
+        self.ends = [whole(self.split_of[text.says]) for text in texts]
 
     def describe(self) -> str:
         """Return in words by what the documents are divided."""

@@ -372,7 +372,11 @@ def best_checkpoint(path: str) -> dict[str, Any]:
         return read_export(path)
     for file in (path, f'{path}/best.pt'):
         if os.path.isfile(file):
-            return read_checkpoint(file)
+            try:
+                return read_checkpoint(file)
+            except UserError as error:
+                others = checkpoints(path)
+                fail(f'{error}' + (f'; {others[-1]} is an earlier or later one' if others else ''))
     return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py '
                                          'config/mini.py makes a run')
 

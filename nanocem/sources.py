@@ -101,6 +101,7 @@ CARD = Reason('about the rows')
 ABOUT_OTHERS = Reason('JSON without rows')
 TEXTS = Reason('JSON, a list of texts', "jq -c '.[] | {text: .}' FILE > NEW.jsonl makes rows of it",
                is_rows=True)
+ONE_ROW = Reason('JSON, one row on many lines', 'jq -c . FILE >> NEW.jsonl makes a row of it')
 NOTEBOOK = Reason('Jupyter', 'jupyter nbconvert --to markdown FILE converts it')
 WITH_NUL = Reason('text with NUL bytes', NUL_REMEDY)
 NOT_UTF8 = Reason('not UTF-8', '--encoding=cp1252, or the name of another encoding, reads it')
@@ -461,6 +462,8 @@ def look_at_object(path: str, encoding: str, reading: Reading) -> Reason | None:
         return Reason('JSON with rows inside', f"jq -c '{place}' FILE > NEW.jsonl writes them; "
                       'docs/data.md has a line that makes one document of a conversation',
                       is_rows=True)
+    if isinstance(value, dict) and isinstance(value.get(reading.column), str):
+        return ONE_ROW
     keys = ', '.join([*value][:20]) if isinstance(value, dict) else ''
     return ABOUT_OTHERS._replace(detail=f', only {keys}' if keys else '')
 
@@ -507,7 +510,8 @@ def missing(names: list[str], reading: Reading) -> Reason | None:
     if reading.column in names:
         return None
     known = ', '.join(map(str, names[:20]))
-    return Reason(f'without "{reading.column}" in its rows', '--column=NAME reads another one',
+    return Reason(f'without "{reading.column}" in its rows', '--column=NAME reads another one '
+                  '(docs/data.md: conversations, and tables without a first line of names)',
                   f', only {known}', is_rows=True)
 
 

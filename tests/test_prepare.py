@@ -226,6 +226,29 @@ def test_many_text_files_are_split_like_rows(tmp_path: Path, n: int) -> None:
     assert f'documents: {counts[0]} train, {counts[1]} val, {counts[2]} test' in made['printed']
 
 
+@pytest.mark.parametrize('size', [6000, 60])
+def test_ten_texts_that_are_repeated_2500_times_do_not_leak(tmp_path: Path, size: int) -> None:
+    """More rows than decide the rule, and fewer texts than are held out whole."""
+    texts = [book(size, seed=n) for n in range(10)]
+    made = prepare(write(tmp_path / 'a.jsonl', texts * 250), tmp_path / 'out', '--held_out=0.1')
+    train, val, test = (''.join(part) for part in parts_of(made))
+    for held_out in val, test:
+        pieces = [held_out[i:i + 90] for i in range(0, len(held_out) - 90, 90)] or [held_out]
+        assert pieces and not any(piece in train for piece in pieces)
+
+
+@pytest.mark.parametrize('n', [30, 300])
+def test_a_text_that_is_most_of_all_is_no_split_of_its_own(tmp_path: Path, n: int) -> None:
+    for number, text in enumerate(documents(n, seed=3)):
+        (tmp_path / f'in/{number:03d}.txt').parent.mkdir(exist_ok=True)
+        (tmp_path / f'in/{number:03d}.txt').write_text(text)
+    for seed in range(4):  # of the hash
+        (tmp_path / 'in/server.log').write_text(book(900_000, seed=seed))
+        made = prepare(tmp_path / 'in', tmp_path / f'out{seed}', '--held_out=0.1')
+        sizes = [sum(map(len, part)) for part in parts_of(made)]
+        assert sizes[0] > 900_000 and all(0 < size < 100_000 for size in sizes[1:])
+
+
 @pytest.mark.parametrize('suffix', ['txt', 'jsonl'])
 def test_of_few_documents_each_long_one_is_cut(tmp_path: Path, suffix: str) -> None:
     """Whether they are files or rows. Val and test get their share from several places of each, and
@@ -653,7 +676,7 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path: Path) -> None:
     ('a.TSV', 'id\treview\n1\ta\n', r'a.TSV is without "text" in its rows, only id, review'),
     ('a.json', '[{"body": "a"}]', 'a.json is without "text" in its rows, only body: --column'),
     ('a.json', '["a", "b"]', r"a.json is JSON, a list of texts: jq -c '.\[\] \| {text: .}' "),
-    ('a.json', '{\n "text": "a"\n}', 'a.json is JSON without rows, only text: expected text, or'),
+    ('a.json', '{\n "text": "a"\n}', r'a.json is JSON, one row on many lines: jq -c . \S+a.json '),
     ('a.json', '{"content": "a"}\n', 'a.json is JSON without rows, only content: .*--column=NAME'),
     ('a.json', '{"chats": {"list": [{"messages": [{"text": "a"}]}]}}',
      r"a.json is JSON with rows inside: jq -c '.chats.list\[\].messages\[\]' \S+a.json > NEW.jso"),
