@@ -47,7 +47,7 @@ from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run
-from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep
+from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep, warn_if_not_causal
 from nanocem.sampling import sample_text
 from nanocem.sources import is_pipe, keep_piped
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
@@ -221,6 +221,8 @@ def main(argv: list[str]) -> int:
     peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     optimizers = make_optimizers(raw_model, cfg, dtype)
+    if rank == 0:
+        warn_if_not_causal(raw_model)
     attention = plug_in(raw_model, cfg.attn_impl, dtype, compiled, cfg.loss_impl,
                         flags=True)
     model = compile_for(device, raw_model, attention) if compiled else raw_model

@@ -22,7 +22,7 @@ from nanocem.errors import UserError, check, fail, warn
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config, with_a_part
-from nanocem.same import differences, differing, find_change
+from nanocem.same import differences, differing, find_change, warn_if_not_causal
 from nanocem.tokenizers import MODEL_FILE
 
 # Options that must stay the same when a run is resumed; so must its model and its data
@@ -390,6 +390,7 @@ def load_model(path: str, device: str = 'cpu') -> tuple[Transformer, dict[str, A
     state['change'] = describe_change(model, state)
     if state['change']:
         warn(f'{path}: {state["change"]}')
+    warn_if_not_causal(model)
     return model.eval(), state
 
 

@@ -38,27 +38,38 @@ MOST_ERROR = 1e-6  # of the logits' norm; in float64 machines differ by 1e-12
 def outputs(model: Any) -> list[str]:
     """Return some logits that a model gives with its own weights for fixed ids, in float64: a line
     of numbers for each token."""
-    # A GPU of Apple has no float64
-    device = 'cuda' if model.head.device.type == 'cuda' else 'cpu'
-    vocab_size, length = len(model.head), min(N_IDS, model.cfg.context_length)
-    tokens = [n for n in TOKENS if n < length] or [length - 1]
-    with fixed_numbers(device), torch.autocast(device, enabled=False):
-        # Unlike to(dtype), double() leaves complex numbers alone, such as an edit's rotations
-        exact = copy.deepcopy(model).to(device).double().eval()
-        idx = torch.arange(length, device=device)[None] * 7919 % vocab_size
-        kept = torch.linspace(0, vocab_size - 1, N_LOGITS, device=device).long()
+    with exact_copy(model) as (exact, idx):
+        tokens = [n for n in TOKENS if n < idx.shape[1]] or [idx.shape[1] - 1]
+        kept = torch.linspace(0, len(model.head) - 1, N_LOGITS, device=idx.device).long()
         logits = exact(idx)[0][0, tokens][:, kept]
     return [' '.join(f'{x:.10g}' for x in row) for row in logits.tolist()]
 
 
 @contextlib.contextmanager
-def fixed_numbers(device: str) -> Iterator[None]:
-    """Inside there are no gradients, and the same random numbers each time, which those outside do
-    not notice."""
+def exact_copy(model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield a copy of a model in float64, and fixed ids (1, I) for it. Inside there are no
+    gradients, and the same random numbers each time, which those outside do not notice."""
+    # A GPU of Apple has no float64
+    device = 'cuda' if model.head.device.type == 'cuda' else 'cpu'
     gpus = [torch.cuda.current_device()] if device == 'cuda' else []
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(gpus):
+    with (torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(gpus),
+          torch.autocast(device, enabled=False)):
         torch.manual_seed(0)
-        yield
+        # Unlike to(dtype), double() leaves complex numbers alone, such as an edit's rotations
+        exact = copy.deepcopy(model).to(device).double().eval()
+        length = min(N_IDS, model.cfg.context_length)
+        yield exact, torch.arange(length, device=device)[None] * 7919 % len(model.head)
+
+
+def warn_if_not_causal(model: Any) -> None:
+    """Print a warning if logits depend on later tokens, as after an edit of model.py that forgets
+    the mask: its losses are low, and say nothing of the text that it writes."""
+    with contextlib.suppress(Exception), exact_copy(model) as (exact, idx):  # of an edit: any
+        n = idx.shape[1] // 2
+        whole, part = exact(idx)[0][0, :n], exact(idx[:, :n])[0][0]
+        if float((whole - part).norm()) > MOST_ERROR * float(whole.norm()):
+            warn('this model.py lets a token see later ones, or is random: logits change if the '
+                 'text is cut after them. Its losses say nothing about text that it writes')
 
 
 def outputs_to_keep(model: Any) -> dict[str, list[str]]:

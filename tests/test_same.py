@@ -117,6 +117,18 @@ def test_a_checkpoint_of_an_edit_that_cannot_be_copied_keeps_no_logits(
         capsys.readouterr().err)
 
 
+@pytest.mark.parametrize('edit', [
+    'gamma = gamma + F.linear(F.pad(h, (0, 0, -1, 1)), self.W)',  # looks one token ahead
+    'gamma = gamma + gamma.mean(dim=1, keepdim=True)',
+    'gamma = F.dropout(gamma, 0.5, training=True)', ''])
+def test_a_model_that_sees_later_tokens_is_told(edit: str, capsys: pytest.CaptureFixture) -> None:
+    line = 'gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)'
+    text = edited_text(line, f'{line}\n        {edit}')
+    model = same.model_file(text).Transformer(ModelConfig(**OPTIONS))
+    same.warn_if_not_causal(model)
+    assert ('lets a token see later ones' in capsys.readouterr().err) == bool(edit)
+
+
 def test_outputs_disturb_nothing_and_are_alike_in_any_precision_and_mode() -> None:
     model = randomize(Transformer(ModelConfig(**OPTIONS)), seed=6).float()
     state, kept = torch.get_rng_state(), same.outputs(model)
