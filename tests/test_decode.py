@@ -25,7 +25,7 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
     model, idx = randomize(Transformer(cfg), seed=10), torch.randint(50, (2, 16))
     ends = [5, 6, 7, 10, 15, 16]
     found = logits_in_parts(model, idx, ends)
-    right = model(idx)[0][:, [end - 1 for end in ends]].float()
+    right = model(idx)[0][:, [end - 1 for end in ends]]
     torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
 
 
