@@ -39,7 +39,7 @@ def test_the_files_are_those_of_the_runs(tmp_path, monkeypatch: pytest.MonkeyPat
     assert len(rows) >= 4
     for row in rows:
         for cell in filter(None, map(str.strip, row[4:])):
-            assert cell in printed, cell
+            assert cell.rstrip(')') in printed, cell
 
 
 def test_an_effect_is_the_mean_of_paired_differences() -> None:

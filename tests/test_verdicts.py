@@ -11,6 +11,7 @@ from scipy.stats import ttest_ind, ttest_rel
 
 from nanocem.report import read_csv
 from results.copies import tables
+from results.gradient import tables as gradient
 from results.tokens import verdicts
 from results.tokens.verdicts import RULES, Effect, compare, decide, judge, noise_by_kind
 from running import ROOT
@@ -88,9 +89,12 @@ EFFECTS = {
     's1': 'scarce-83k +1.2% (+0.0 to +2.4; seeds 1: +2.3, 2: +0.5, 3: +0.9)'}
 
 
-def verdict_table_of_copies() -> str:
-    tables.RULES[tables.HERE] = tables.copies_rule
-    return verdicts.verdict_table(tables.judge(tables.HERE))
+def later_verdict_tables() -> str:
+    later = {tables.HERE: tables.copies_rule, gradient.HERE: gradient.gradient_rule}
+    with pytest.MonkeyPatch.context() as patch:
+        for folder, rule in later.items():
+            patch.setitem(RULES, folder, rule)
+        return ''.join(verdicts.verdict_table(judge(folder)) for folder in later)
 
 
 def test_published_words_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -111,7 +115,7 @@ def test_published_words_and_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert len(words) == len(read_csv(f'{folder}/verdicts.csv'))
     # The intervals on the pages are those of the published runs
     interval = r'[-+][.\d]+ \([-+][.\d]+ to [-+][.\d]+'
-    cure = verdict_table_of_copies()
+    cure = later_verdict_tables()
     computed = set(re.findall(interval, ''.join([first, *later, cure]).replace('%', '')))
     pages = [(ROOT / f'results/{name}').read_text(encoding='utf-8')
              for name in ('README.md', 'notes.md')]
