@@ -47,7 +47,7 @@ class Browser:
     def run(self, expression: str) -> Any:
         return self.send('POST', '/execute/sync', script=f'return ({expression})', args=[])
 
-    def wait(self, expression: str, seconds: float = 30) -> Any:
+    def wait(self, expression: str, seconds: float = 90) -> Any:
         """Return the expression's value once it is true."""
         end = time.monotonic() + seconds
         while not (value := self.run(expression)):

@@ -120,7 +120,7 @@ def test_chips_begin_texts(wide: Browser) -> None:
     assert wide.run("[document.activeElement.id, text.tokens.length]") == ['prompt', 1]
     wide.type('#prompt', 'My cat Ulqorra sleeps. Call Ulqorra')
     wide.click('#again')
-    wide.wait('todo > 0 && isTold')  # its numbers do not wait for the end
+    wide.wait('isTold')
     wide.run('write(0)')
     wait_until_read(wide)
     assert 'Ulqorra stands here twice.' in wide.text('#copying')

@@ -396,7 +396,7 @@ def test_bits_per_byte_leave_bos_out(tmp_path: Path) -> None:
     assert result(out)['test_loss'] == pytest.approx(float(nats.detach().mean()), rel=1e-5)
     for split in ('val', 'test'):
         bits = result(out)[f'{split}_bits_per_byte']
-        assert bits == pytest.approx(float(text.mean()) / math.log(2), rel=1e-5)
+        assert bits == pytest.approx(float(text.detach().mean()) / math.log(2), rel=1e-5)
 
 
 def no_checkpoint(after: int, times: int) -> None:
