@@ -99,8 +99,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         in_range(self, 1, 10**15, 'tokens layer')
         check(self.layer is None or self.attention is not None, 'layer is for --attention=TEXT')
-        for name in Reading.of(self).given():
-            check(bool(self.text), f'{name} is for --text=FILE: data is read already')
+        Reading.of(self).check_text(self.text)
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
         check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
         self.compare = tuple(map(os.path.expanduser, self.compare))

@@ -116,8 +116,7 @@ class TrainConfig:
               'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
         check(not self.tokenizer or bool(self.text), 'tokenizer is for --text=FILE: data has its '
               'own')
-        for name in Reading.of(self).given():
-            check(bool(self.text), f'{name} is for --text=FILE: data is read already')
+        Reading.of(self).check_text(self.text)
 
 
 def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:

@@ -13,7 +13,9 @@ from nanocem.errors import check, fail
 
 # Files in which each row is a document
 ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')
-PACKED = {'.gz': 'gzip', '.zst': 'zstd', '.bz2': 'bz2'}  # rows are read packed, too
+# Rows are read packed, too: suffixes, pyarrow's names, and how such files begin
+PACKED = {'.gz': ('gzip', b'\x1f\x8b'), '.zst': ('zstd', b'\x28\xb5\x2f\xfd'),
+          '.bz2': ('bz2', b'BZh')}
 BLOCK = 1 << 16  # Text is read in blocks of at most this many bytes.
 LONGEST_ROW = 1 << 24  # bytes; rows of tables are shorter, and of JSON those that tell what it is
 LONGEST_LINE = 1 << 28  # bytes; what is longer, such as a hole in a file, is no row
@@ -45,6 +47,11 @@ class Reading(NamedTuple):
             ends = [suffix.lower().strip('.* ') for suffix in suffixes]
             found['suffixes'] = tuple(end and f'.{end}' for end in ends)  # '': without suffix
         return cls(**found)
+
+    def check_text(self, text: str | None) -> None:
+        """UserError for an option of reading without a text to read."""
+        for name in self.given():
+            check(bool(text), f'{name} is for --text=FILE: data is read already')
 
     def given(self) -> dict[str, Any]:
         """Return those that are not the defaults."""
@@ -258,8 +265,7 @@ def unpacked(path: str) -> Iterator[io.BufferedReader]:
 
 def packed_by(head: bytes) -> str | None:
     """Return what packed a file that begins with `head`, if pyarrow unpacks it."""
-    begins = {b'\x1f\x8b': 'gzip', b'\x28\xb5\x2f\xfd': 'zstd', b'BZh': 'bz2'}
-    return next((name for begin, name in begins.items() if head.startswith(begin)), None)
+    return next((name for name, begin in PACKED.values() if head.startswith(begin)), None)
 
 
 @contextlib.contextmanager

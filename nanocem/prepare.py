@@ -321,13 +321,9 @@ def hash_text(blocks: Iterable[str], sample: 'Sample | None' = None, number: int
     return HashedText(digest.digest(), int.from_bytes(of_words[:7], 'big'), size)
 
 
-def split_by_hash(text: str, held_out: float) -> str:
+def split_of_digest(digest: bytes, held_out: float) -> str:
     """Choose the split of a document by a hash of its text. Val and test each get the fraction
     `held_out` of all documents."""
-    return split_of_digest(hashlib.sha256(text.encode()).digest(), held_out)
-
-
-def split_of_digest(digest: bytes, held_out: float) -> str:
     x = int.from_bytes(digest[:8], 'big') / 2 ** 64  # 0 to 1
     if x < held_out:
         return 'test'

@@ -170,8 +170,9 @@ def test_pairs_are_counted_in_the_training_text(tmp_path) -> None:
     train = shards[0].astype(int).tolist()
     text = [*train[:8] * 7, *train[30:37] * 7]
     ids = torch.tensor(text).view(5, 21)
-    losses = run.evaluate.target_losses(model, ids, 256)
-    found = run.by_count(model, {'data_dir': str(data)}, ids, 256)
+    losses, repeated = run.targets(model, ids, 256)
+    assert torch.equal(losses, run.evaluate.target_losses(model, ids, 256))
+    found = run.by_count(losses, repeated, ids, str(data), 257)
     expected = [[] for _ in run.COUNTS]
     for row, loss in zip(ids.tolist(), losses, strict=True):
         for t in range(1, len(row)):

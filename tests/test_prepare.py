@@ -426,7 +426,8 @@ def test_a_tokenizer_is_trained_on_an_even_sample_of_the_train_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [f'{n:04d}' + 'x' * 996 for n in range(3000)]
-    train = [text for text in texts if prep.split_by_hash(text, 0.005) == 'train']
+    train = [text for text in texts
+             if prep.split_of_digest(hashlib.sha256(text.encode()).digest(), 0.005) == 'train']
     o = prep.PrepareConfig(input=str(write(tmp_path / 'a.jsonl', texts)), tokenizer='byte')
     for size in (100_000, 2_100_000):
         monkeypatch.setattr(prep, 'BPE_TEXT', size)

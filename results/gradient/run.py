@@ -134,16 +134,21 @@ def options_of(size: str, name: str, seed: str, variant: str) -> list[str]:
     return list({option.partition('=')[0]: option for option in options}.values())
 
 
-def by_count(model: torch.nn.Module, state: dict, ids: Tensor, bos: int) -> list[list[float]]:
+def targets(model: torch.nn.Module, ids: Tensor, bos: int) -> tuple[Tensor, Tensor]:
+    """Return the loss of each target, NaN where it is no text, and whether it is a repeated one."""
+    losses = evaluate.target_losses(model, ids, bos)
+    return losses, evaluate.repeated_targets(ids, model.cfg.vocab_size) & ~losses.isnan()
+
+
+def by_count(losses: Tensor, repeated: Tensor, ids: Tensor, data_dir: str,
+             V: int) -> list[list[float]]:
     """Return the number and the mean loss of repeated targets, by how often their pair stands in
-    the training text: from each of COUNTS up to the next."""
-    length, V = ids.shape[1] - 1, model.cfg.vocab_size
+    the training text: from each of COUNTS up to the next. V is the size of the vocabulary."""
+    length = ids.shape[1] - 1
     counts = np.zeros(V * V, dtype=np.int64)
-    for tokens in TokenDataset(state['data_dir'], 'train', length).shards:
+    for tokens in TokenDataset(data_dir, 'train', length).shards:
         pairs = tokens[:-1].astype(np.int64) * V + tokens[1:]
         counts += np.bincount(pairs, minlength=V * V)
-    losses = evaluate.target_losses(model, ids, bos)
-    repeated = evaluate.repeated_targets(ids, V) & ~losses.isnan()
     n = torch.from_numpy(counts)[(ids[:, :-1].clamp(min=0) * V + ids[:, 1:].clamp(min=0))]
     found = []
     for low, high in zip(COUNTS, (*COUNTS[1:], 1 << 62), strict=True):
@@ -174,6 +179,8 @@ def train_cell(size: str, name: str, seed: str, variant: str, *options: str) -> 
     losses = {kind: loss[~loss.isnan()] for kind, loss in found.items()}
     means = [f'{float(losses[kind].mean()):.6f}'
              for kind in ('repeated', 'other', 'first', 'second')]
+    counted = by_count(*targets(model, ids, tokenizer.bos), ids, state['data_dir'],
+                       model.cfg.vocab_size)
     weights = ['', '']
     for n, of in enumerate(('match_weight', 'diag_weight')):
         if hasattr(model.blocks[0].attn, of):
@@ -182,7 +189,7 @@ def train_cell(size: str, name: str, seed: str, variant: str, *options: str) -> 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
     row = [size, name, rate, seed, variant, *(result[key] for key in COLUMNS[5:11]),
            loss_per_llama_token(result), len(losses['repeated']), len(losses['other']), *means,
-           json.dumps(by_count(model, state, ids, tokenizer.bos)), device, *weights]
+           json.dumps(counted), device, *weights]
     steps = [line['loss'] for line in read_json_lines(f'{out_dir}/log.jsonl') if 'loss' in line]
     curve = [[end, round(statistics.fmean(steps[end - EVERY:end]), 4)]
              for end in range(EVERY, len(steps) + 1, EVERY)]
@@ -195,14 +202,14 @@ def measure_pretrained() -> None:
     rows = []
     for folder in sorted((ROOT / 'pretrained').glob('*/config.json')):
         model, state = runs.load_model(str(folder.parent))
-        state['data_dir'] = 'data/english'  # an export keeps the folder's name alone
+        data_dir = 'data/english'  # an export keeps the folder's name alone
         tokenizer = tokenizer_of(state)
-        ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, state['data_dir'],
-                                         tokenizer, model.cfg.context_length)
-        other = evaluate.copying(model, ids, tokenizer.bos)['other']
-        other = other[~other.isnan()]
+        ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, data_dir, tokenizer,
+                                         model.cfg.context_length)
+        losses, repeated = targets(model, ids, tokenizer.bos)
+        other = losses[~repeated & ~losses.isnan()]
         parts = [[len(other), round(float(other.mean()), 6)],
-                 *by_count(model, state, ids, tokenizer.bos)]
+                 *by_count(losses, repeated, ids, data_dir, model.cfg.vocab_size)]
         rows += [[folder.parent.name, kind, *part] for kind, part in
                  zip(('not repeated', *COUNTS), parts, strict=True)]
         print(folder.parent.name, parts, flush=True)
