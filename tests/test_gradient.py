@@ -71,7 +71,7 @@ def test_models_with_as_many_weights_have_them(name: str) -> None:
                 if key in ModelConfig.__dataclass_fields__})).num_params()
 
     same = 'key_shift', 'match_bias', 'kq_diag'
-    for row in run.MODELS.values():
+    for row in run.models(run.HERE).values():
         for size in 'SM':
             if width := int(row[f'd_mlp_{size}'] or 0):
                 options = read_options(row['options'].split(), ModelConfig)
