@@ -7,8 +7,6 @@ Evaluate a trained model.
     python evaluate.py --energies              energies along the steps; does the first one descend?
     python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change;
                                                --layer=3 draws one layer
-    python evaluate.py --copying               how well does it repeat what stood in its context?
-    python evaluate.py --copying=out/b         the same beside another run: where is the gap?
     python evaluate.py --compare=out/a,out/b   a table of the results of runs, and their losses;
                                                with --text=FILE their losses on it, of exports too
 
@@ -17,7 +15,6 @@ Tables are printed. Pictures of --energies, --attention and --compare go into ou
 import math
 import os
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,22 +30,20 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import BaseAttention, ModelConfig, Transformer
-from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
+from nanocem.data import TOKENIZER_KEYS
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
 from nanocem.hub import WEIGHTS_FILE, read_export
-from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
+from nanocem.loss import NO_TARGET, TOKENS_AT_ONCE, perplexity, sum_losses
 from nanocem.report import markdown_table, short_name
 from nanocem.runs import (
-    check_match,
     load_model,
     newest_run,
     read_config,
@@ -57,18 +52,11 @@ from nanocem.runs import (
     with_defaults,
 )
 from nanocem.same import differing, in_use
-from nanocem.sources import text_documents
-from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
+from nanocem.tokenizers import Sequences, describe_source, read_sequences, tokenizer_of
 
-TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
-# Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
-Sequences = tuple[Tensor, int | None, int | None]
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
 # Options in which runs must agree if their losses are to be compared
 MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *CHECKSUMS)
-SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
-COPYING = {'repeated': 'repeated: their {} stood earlier', 'other': 'other',
-           'first': 'half a context, read once', 'second': 'the same, read again'}
 NO_LLAMA = ('results/ have perplexities per token of Llama, whose tokenizer.model is not here '
             '($LLAMA_TOKENIZER names it). Bits per byte need none.')
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
@@ -92,7 +80,6 @@ class EvaluateConfig:
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
     attention: str | None = None  # a text whose attention maps to show
     layer: int | None = None  # for --attention: draw this layer alone, counted from 1
-    copying: bool | PathStr = False  # losses of repeated targets and others; RUN: of both runs
     compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
@@ -113,69 +100,9 @@ class Report(NamedTuple):
     name: str = ''  # of the picture's file
 
 
-def same_model(a: Transformer, b: Transformer) -> bool:
-    """Return whether two models have the same options and weights, wherever they were read."""
-    return a.cfg == b.cfg and all(map(torch.equal, a.parameters(), b.parameters()))
-
-
 def cem_kinds(model: Transformer) -> list[str]:
     """Return which of attn and mlp are CEM's in this model."""
     return [kind for kind in ('attn', 'mlp') if getattr(model.cfg, kind) == 'cem']
-
-
-# What the loss is measured on
-
-def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
-                        reading: Reading) -> Sequences:
-    """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document. Each
-    token but the first is a target once. Bytes and Llama's tokens are not counted if the tokenizer
-    loses text. Llama's need its tokenizer, at $LLAMA_TOKENIZER or in data_dir."""
-    llama = find_llama(data_dir)
-    n_ids = text_bytes = llama_tokens = 0
-    lossless = True
-    with tempfile.TemporaryFile() as file:  # of the ids: a text may be larger than memory
-        for document in text_documents(path, reading):
-            begins = True
-            for block in document:
-                encoded = tokenizer.encode(block, begins)
-                ids = [tokenizer.bos, *encoded] if begins else encoded
-                file.write(np.array(ids, np.int32).tobytes())
-                n_ids += len(ids)
-                lossless = lossless and keeps_text(tokenizer, encoded, block)
-                text_bytes += len(block.encode())
-                if llama:
-                    llama_tokens += len(llama.encode(block, begins))
-                begins = False
-        check(n_ids > 1, f'text={path} is empty')
-        length = min(length, n_ids - 1)
-        padding = -(n_ids - 1) % length  # up to a multiple of length
-        file.write(np.full(padding, NO_TARGET, np.int32).tobytes())
-        file.flush()
-        ids = torch.from_numpy(np.memmap(file, np.int32, 'r+'))
-    # Divide the ids into sequences, which share one token each: the last target is the next input
-    sequences = ids.unfold(0, length + 1, length)
-    if spelled_bytes(tokenizer, {'lossless': lossless}) is None:
-        return sequences, None, None
-    return sequences, text_bytes, llama_tokens if llama else None
-
-
-def read_shards(cfg: EvaluateConfig, state: dict[str, Any], folder: str, tokenizer: Any,
-                length: int) -> Sequences:
-    """Read evenly spaced sequences of token shards, with at most cfg.tokens targets. UserError if
-    the shards are not there, were made with another tokenizer, or, in the run's own folder, have
-    changed."""
-    check(os.path.exists(folder), f'{folder}, the data to evaluate on, is not here: --text=FILE '
-          'evaluates on a text, --data=FOLDER on other data')
-    data = TokenDataset(folder, cfg.split, length)
-    for name, value in data.identity.items():
-        saved = state['data'].get(name, value)
-        check(value == saved or bool(cfg.data and name not in TOKENIZER_KEYS),
-              f'data={folder}: its {name} is {value}, that of the run {saved}; expected '
-              'data of the same tokenizer, or the same data as in training unless --data is given')
-    x, y = data.batch(evenly_spaced(len(data), cfg.tokens // length))
-    token_bytes = spelled_bytes(tokenizer, data.meta)
-    text_bytes = None if token_bytes is None else int(token_bytes[y].sum())
-    return torch.cat([x, y[:, -1:]], dim=1), text_bytes, None
 
 
 # Loss
@@ -211,115 +138,6 @@ def report_loss(run: 'Evaluated') -> Report:
     text = markdown_table([*row], [[*row.values()] for row in rows])
     if text_bytes and run.cfg.text and not llama_tokens:
         text += f'\n\n{NO_LLAMA}'
-    return Report(run.subject, text)
-
-
-# Copying
-
-@torch.no_grad()
-def target_losses(model: Transformer, ids: Tensor, bos: int) -> Tensor:
-    """Return the loss of each target of sequences (n, length + 1), in nats: (n, length), float64.
-    It is NaN where the target is BOS or padding."""
-    device = model.embedding.device
-    losses = []
-    blocks = ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1]))
-    for block in tqdm(blocks, disable=None, leave=False):
-        x, y = block[:, :-1].long().clamp(min=0), block[:, 1:].long()
-        loss = token_losses(model(x.to(device))[0], y.to(device))
-        check(not loss.isnan().any(), 'a loss is NaN: the model has diverged, or is damaged')
-        losses.append(loss.masked_fill((y == bos) | (y == NO_TARGET), torch.nan))
-    return torch.cat(losses)
-
-
-def repeated_targets(ids: Tensor, vocab_size: int, n_before: int = 1) -> Tensor:
-    """Return which targets of sequences (n, length + 1) are repeated, (n, length): the target and
-    the n_before tokens before it stood earlier in the same sequence, in this order. Padding counts
-    as text; it stands at the end, where nothing comes after it."""
-    # Give each run of n_before + 1 tokens a number of its own
-    runs = ids.unfold(1, n_before + 1, 1)  # (n, length + 1 - n_before, n_before + 1)
-    number = torch.zeros_like(runs[..., 0], dtype=torch.int64)
-    for tokens in runs.unbind(-1):
-        number = number * vocab_size + tokens
-    # A stable sort puts equal numbers side by side, the earliest first: the others are repeated
-    number, order = number.sort(dim=1, stable=True)
-    equal = F.pad(number[:, 1:] == number[:, :-1], (1, 0))
-    repeated = torch.empty_like(equal).scatter(1, order, equal)
-    return F.pad(repeated, (n_before - 1, 0))  # the first targets have too few tokens before them
-
-
-def stretch(n_before: int) -> str:
-    """Return what stood earlier, in words: a target, and what is before it. Four are of bytes."""
-    return 'pair' if n_before == 1 else f'last {n_before + 1} bytes'
-
-
-def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dict[str, Tensor]:
-    """Measure how well a model repeats what stands in its context. Return the losses in nats of
-
-        repeated    targets that complete a pair (the token before, the target) that stood earlier
-                    in the same sequence; with n_before=4, for bytes: the four before and the target
-        other       all other targets
-        first       the first half of each sequence, less a token, after a BOS
-        second      the same tokens once more, after these
-
-    The sequences (n, length + 1) are cut as training cuts them. BOS is no target."""
-    check(ids.shape[1] > 4, f'copying: the sequences have {ids.shape[1] - 1} tokens: expected a '
-          'text, and a context, of 4 or more')
-    losses = target_losses(model, ids, bos)
-    repeated = torch.cat([repeated_targets(block, model.cfg.vocab_size, n_before)
-                          for block in ids.split(max(1, 1_000_000 // ids.shape[1]))])
-    # Read the first half of each sequence twice. Without padding: a text's last one may have some
-    half = ids[(ids != NO_TARGET).all(dim=1), :ids.shape[1] // 2 - 1]
-    begin = torch.full_like(half[:, :1], bos)
-    first, second = target_losses(model, torch.cat([begin, half, half], dim=1), bos).chunk(2, dim=1)
-    found = {'repeated': losses[repeated], 'other': losses[~repeated],
-             'first': first, 'second': second}
-    for kind, loss in found.items():
-        check(not loss.isnan().all(), 'copying: no target is of the kind '
-              f'"{COPYING[kind].format(stretch(n_before))}": expected a longer text')
-    return found
-
-
-def report_copying(run: 'Evaluated') -> Report:
-    """Report the losses of repeated and other targets, and of a text read twice, of one run or two.
-    Of two, also which part of the gap between them comes from repeated targets: the sum over these
-    of the difference of the losses, over the same sum over all targets."""
-    n_before = 4 if run.tokenizer.name == 'byte' else 1
-    ids, *_ = run.sequences
-    found, rows, gains = [], [], []
-    for name, model in run.models.items():
-        losses = {kind: loss[~loss.isnan()]
-                  for kind, loss in copying(model, ids, run.tokenizer.bos, n_before).items()}
-        n_targets = len(losses['repeated']) + len(losses['other'])
-        for kind, words in COPYING.items():
-            n, mean = len(losses[kind]), float(losses[kind].mean())
-            share = f'{n / n_targets:.1%}' if kind in ('repeated', 'other') else ''
-            kind_in_words = words.format(stretch(n_before))
-            rows.append([name, kind_in_words, f'{n:,}', share, f'{mean:.4f}',
-                         f'{perplexity(mean):.6g}'])
-        gain = math.expm1(losses['second'].mean() - losses['first'].mean())
-        gains.append(f'{gain:+.1%} in {name}')
-        found.append(losses)
-    header = ['run', 'targets', 'number', 'share', 'loss, nats a token', 'perplexity']
-    text = markdown_table(header, rows)
-    text += f'\n\nA second reading changes perplexity by {", ".join(gains)}.'
-    if len(found) == 1:
-        return Report(run.subject, text)
-    # Divide the gap between the two runs
-    A, B = found
-    gap = {kind: float((A[kind] - B[kind]).sum()) for kind in ('repeated', 'other')}
-    total = gap['repeated'] + gap['other']
-    over = {'repeated': gap['repeated'] / len(A['repeated']),
-            'other': gap['other'] / len(A['other']), 'all': total / n_targets}
-    differences = ', '.join(f'{kind} {math.expm1(d):+.1%}' for kind, d in over.items())
-    text += (f'\nPerplexity a token of {" over ".join(run.models)}, on {run.source}: '
-             f'{differences}.')
-    if abs(math.expm1(over['all'])) < SMALLEST_GAP:
-        text += f'\nA gap of less than {SMALLEST_GAP:.0%} is not divided.'
-    elif gap['repeated'] * gap['other'] < 0:
-        parts = (f'{kind} targets {value / n_targets:+.4f}' for kind, value in gap.items())
-        text += f'\nIn nats a token the gap is {" and ".join(parts)}.'
-    else:
-        text += f'\nOf the gap {gap["repeated"] / total:.0%} comes from repeated targets.'
     return Report(run.subject, text)
 
 
@@ -600,52 +418,22 @@ def differing_options(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 # The command line
 
 class Evaluated:
-    """A run, another one that --copying may set beside it, and what they are evaluated on, which is
-    read when a report asks for it. UserError if the two cannot be compared."""
+    """A run, and what it is evaluated on, which is read when a report asks for it."""
     def __init__(self, cfg: EvaluateConfig):
         self.cfg = cfg
         self.path = cfg.out_dir or newest_run()
         self.model, self.state = load_model(self.path, cfg.device)
         self.tokenizer = tokenizer_of(self.state)
-        self.models = {self.path: self.model}
-        if isinstance(cfg.copying, str):
-            self.load_beside(cfg.copying)
-        for model in self.models.values():
-            plug_in(model)
-
-    def load_beside(self, path: str) -> None:
-        """Load another run, whose tokens must be the same."""
-        other, state = load_model(path, self.cfg.device)
-        check(not same_model(other, self.model), f'copying={path} has the weights of {self.path}: '
-              'expected another run, or --copying alone')
-        tokenizer = {name: self.state['data'][name] for name in TOKENIZER_KEYS}
-        check_match(path, (state['data'], tokenizer),
-                    remedy=f'the tokens of {self.path} and of {path} are others, whose losses '
-                    'cannot be set side by side')
-        length, own_length = other.cfg.context_length, self.model.cfg.context_length
-        check(length == own_length, f'copying={path} has a context of {length} tokens, and '
-              f'{self.path} one of {own_length}: expected the same')
-        self.models[path] = other
-
-    @property
-    def data_dir(self) -> str:
-        return self.cfg.data or self.state['data_dir']
-
-    @property
-    def source(self) -> str:
-        return self.cfg.text or f'{self.cfg.split} split of {self.data_dir}'
+        plug_in(self.model)
 
     @property
     def subject(self) -> str:
-        return f'{self.path}, step {self.state["step"]}; {self.source}'
+        source = describe_source(self.cfg, self.state)
+        return f'{self.path}, step {self.state["step"]}; {source}'
 
     @cached_property
     def sequences(self) -> Sequences:
-        length = self.model.cfg.context_length
-        if self.cfg.text:
-            return read_text_sequences(self.cfg.text, self.tokenizer, length, self.data_dir,
-                                       Reading.of(self.cfg))
-        return read_shards(self.cfg, self.state, self.data_dir, self.tokenizer, length)
+        return read_sequences(self.cfg, self.state, self.tokenizer, self.model.cfg.context_length)
 
 
 def choose_reports(cfg: EvaluateConfig, on_text: bool) -> list[Callable[[Evaluated], Report]]:
@@ -655,8 +443,6 @@ def choose_reports(cfg: EvaluateConfig, on_text: bool) -> list[Callable[[Evaluat
     reports = []
     if cfg.energies:
         reports.append(report_energies)
-    if cfg.copying:
-        reports.append(report_copying)
     if cfg.steps or (not reports and (cfg.attention is None or on_text)):
         reports.append(report_loss)
     if cfg.attention is not None:
@@ -686,7 +472,6 @@ def main(argv: list[str]) -> None:
     cfg = build(EvaluateConfig, given)
     on = {'text', 'data', 'split', 'tokens'} & given.keys()
     check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
-    check(not (cfg.copying and cfg.steps), 'copying is measured with T as trained: no steps')
     if cfg.compare:
         allowed = {'compare', 'text', 'device', *Reading._fields}
         others = ', '.join(name for name in given if name not in allowed)

@@ -16,6 +16,7 @@ LOGITS_AT_ONCE = 2 ** 26  # on a GPU
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: they fit into its cache
 ROW_TILE = 128  # a part's rows are a multiple of this: whole tiles of a matrix product
 NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
+TOKENS_AT_ONCE = 2048  # in a forward pass that measures: more need much memory for float32 logits
 
 
 def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def test_a_text_a_path_or_a_list_that_is_given_twice_is_refused() -> None:
     for script, options in (
             ('train', '--text=a.txt --text=b.txt'), ('train', '--suffixes=.md --suffixes=.org'),
             ('train', '--separator=a --seed=1 --separator=b'), ('evaluate', '--steps=1 --steps=2'),
-            ('evaluate', '--copying --copying=out/b'), ('evaluate', '--compare=a --compare=b'),
+            ('evaluate', '--compare=a --compare=b'),
             ('sample', '--prompt=a --prompt=b'), ('prepare_slimpajama', '--input=a --input=b')):
         with pytest.raises(UserError, match=r'^--[a-z]+ is given twice: expected one'):
             read_options(options.split(), *SCRIPTS[script])

@@ -1,8 +1,6 @@
 """evaluate.py: each number against another way to it, and the command line."""
-import itertools
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +19,8 @@ from nanocem.errors import UserError
 from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
 from nanocem.same import in_use
-from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
-from running import ROOT, edit_meta, write_data
+from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, read_text_sequences
+from running import edit_meta
 
 LENGTH = 16
 TEXT = 'The energy of a word falls, step by step: d\u00e9j\u00e0 vu.\n' * 8
@@ -60,16 +58,6 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
         '{"tokens": 4000, "loss": 4.0}\n{"tok')
     return folder
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the data of TEXT and a CEM run, out/run."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv('LLAMA_TOKENIZER', raising=False)
-    write_data(tmp_path / 'data', vocab_size=257, ids=[256, *TEXT.encode()])
-    write_run(tmp_path / 'out/run', Path('data'), model_of())
-    return tmp_path
 
 
 def cells(page: str) -> list[list[str]]:
@@ -381,17 +369,6 @@ def test_bits_per_byte_of_two_tokenizers_can_be_compared(place: Path) -> None:
     assert 'Bits per byte of different tokenizers can be compared, if' in text
 
 
-def test_copying_beside_another_tokenizer_is_refused_for_that(place: Path) -> None:
-    other = write_run(place / 'out/other', Path('data'), model_of(key_shift='half'))
-    state = torch.load(other / 'best.pt')
-    torch.save(state | {'data': state['data'] | {'tokenizer': 'gpt2'}}, other / 'best.pt')
-    with pytest.raises(SystemExit) as stop:
-        evaluate.main(['--out_dir=out/run', '--copying=out/other', '--device=cpu'])
-    assert 'the run in out/other has tokenizer=gpt2 (now byte)' in stop.value.code
-    assert 'losses cannot be set side by side' in stop.value.code
-    assert 'init_from' not in stop.value.code
-
-
 def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
     write_run(place / 'out/shifted', Path('data'), model_of(key_shift='half'))
     config = json.loads(Path('out/run/config.json').read_text())
@@ -423,136 +400,22 @@ def test_a_run_whose_name_looks_like_a_formula_is_drawn(place: Path) -> None:
     assert Path('out/results/compare-run-lr_$1e-3^$.png').read_bytes()[:4] == b'\x89PNG'
 
 
-def test_repeated_targets_are_those_of_a_slow_search() -> None:
-    """A target is repeated if it and the tokens before it stood earlier in the sequence."""
-    torch.manual_seed(1)
-    ids = torch.randint(3, (5, 40))
-    for n_before in (1, 2, 4):
-        found = evaluate.repeated_targets(ids, 3, n_before)
-        for row, flags in zip(ids.tolist(), found.tolist(), strict=True):
-            for t in range(1, len(row)):
-                runs = [row[i - n_before:i + 1] for i in range(n_before, t + 1)]
-                assert flags[t - 1] == (t >= n_before and runs[-1] in runs[:-1])
-
-
-class Copier(torch.nn.Module):
-    """Give the token that followed the last token's previous place a logit of `strength`."""
-    def __init__(self, strength: float):
-        super().__init__()
-        self.strength, self.embedding = strength, torch.zeros(1)
-        self.cfg = SimpleNamespace(vocab_size=5)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits = torch.zeros(*x.shape, 5)
-        for n, row in enumerate(x.tolist()):
-            for t, token in enumerate(row):
-                earlier = [i for i in range(t) if row[i] == token]
-                if earlier:
-                    logits[n, t, row[earlier[-1] + 1]] = self.strength
-        return logits, None
-
-
-def test_copying_tells_a_model_that_copies(capsys: pytest.CaptureFixture) -> None:
-    """Losses, the second reading, and the part of the gap are those computed target by target."""
-    torch.manual_seed(2)
-    ids = torch.cat([torch.randint(1, 5, (4, 17)), torch.full((4, 4), NO_TARGET)], dim=1)
-    ids[1, 5] = 0  # a BOS, which is no target
-    ids[0, -4:] = torch.tensor([1, 2, 3, 4])  # one sequence without padding
-    models = {'A': Copier(0.0), 'B': Copier(2.0)}
-    sums = {name: {True: [], False: []} for name in models}
-    for name, model in models.items():
-        for row in ids.tolist():
-            tokens = [token for token in row if token >= 0]
-            log_p = model(torch.tensor([tokens]))[0][0].log_softmax(-1)
-            pairs = list(itertools.pairwise(tokens))
-            for t, (_, target) in enumerate(pairs):
-                if target != 0:
-                    sums[name][pairs[t] in pairs[:t]].append(-log_p[t, target].item())
-    found = {name: evaluate.copying(model, ids, bos=0) for name, model in models.items()}
-    for name, losses in found.items():
-        for kind, repeated in (('repeated', True), ('other', False)):
-            assert losses[kind].nansum() == pytest.approx(sum(sums[name][repeated]), rel=1e-5)
-    assert found['B']['first'].shape == found['B']['second'].shape == (1, 9)
-    assert found['A']['second'].mean() == pytest.approx(math.log(5))
-    repeated = sum(sums['A'][True]) - sum(sums['B'][True])
-    total = repeated + sum(sums['A'][False]) - sum(sums['B'][False])
-    run = SimpleNamespace(models=models, sequences=(ids, None, None), subject='A, B',
-                          source='a text', tokenizer=SimpleNamespace(name='of five', bos=0))
-    text = evaluate.report_copying(run).text
-    assert f'Of the gap {repeated / total:.0%} comes from repeated targets' in text
-    run.models = {'A': Copier(2.0), 'B': Copier(2.0)}
-    assert 'is not divided' in evaluate.report_copying(run).text
+def test_the_loss_of_a_damaged_model_is_no_number(place: Path, report: Report) -> None:
+    model = model_of()
+    model.embedding[ord('w')] = math.nan
+    write_run(place / 'out/nan', Path('data'), model)
+    assert cells(report('--out_dir=out/nan'))[0][2:] == ['nan'] * 3  # no perplexity of infinity
 
 
 def test_a_text_of_many_blocks_has_one_bos(tmp_path: Path) -> None:
     """Its ids are those of the whole, and so are its bytes."""
     text = 'The energy falls, step by step. ' * 6000
     (tmp_path / 'a.txt').write_text(text)
-    ids, n_bytes, llama_tokens = evaluate.read_text_sequences(
+    ids, n_bytes, llama_tokens = read_text_sequences(
         str(tmp_path / 'a.txt'), ByteTokenizer(), 64, '', Reading())
     flat = [*ids[:, :-1].flatten().tolist(), int(ids[-1, -1])]
     assert [i for i in flat if i != NO_TARGET] == [256, *text.encode()]
     assert (n_bytes, llama_tokens) == (len(text), None)
-
-
-@pytest.mark.parametrize('change', [0.01, 0.03])
-def test_a_gap_below_two_per_cent_is_none(change: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, 'copying', lambda model, *rest: {
-        kind: torch.full((4,), 1 + change * (model == 'B')) for kind in evaluate.COPYING})
-    run = SimpleNamespace(models={'A': 'A', 'B': 'B'}, sequences=(torch.zeros(1, 7), None, None),
-                          subject='', source='', tokenizer=SimpleNamespace(name='of five', bos=0))
-    text = evaluate.report_copying(run).text
-    assert ('A gap of less than 2% is not divided.' in text) == (change < 0.02)
-    assert ('Of the gap 50% comes from repeated targets.' in text) == (change > 0.02)
-
-
-def test_a_gap_of_two_signs_has_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A is better where targets are repeated, and worse elsewhere."""
-    repeated, other = torch.ones(2), torch.ones(4)
-    losses = {'A': (1.0 * repeated, 2.0 * other), 'B': (2.0 * repeated, 1.9 * other)}
-    monkeypatch.setattr(evaluate, 'copying', lambda model, *rest: dict(
-        zip(evaluate.COPYING, losses[model] * 2, strict=True)))
-    run = SimpleNamespace(models={'A': 'A', 'B': 'B'}, sequences=(torch.zeros(1, 7), None, None),
-                          subject='', source='', tokenizer=SimpleNamespace(name='of five', bos=0))
-    text = evaluate.report_copying(run).text
-    assert 'the gap is repeated targets -0.3333 and other targets +0.0667.' in text
-    assert 'Of the gap' not in text
-
-
-@pytest.mark.parametrize(('text', 'words'), [
-    ('a', 'have 1 tokens: expected a text, and a context, of 4 or more'),
-    ('abcdefgh', 'no target is of the kind "repeated: their last 5 bytes stood earlier"')])
-@pytest.mark.parametrize('copying', ['--copying', '--copying=out/other'])
-def test_too_little_text_for_copying_is_refused(text: str, words: str, copying: str,
-                                                place: Path) -> None:
-    write_run(place / 'out/other', Path('data'), model_of(kq_diag='shared'))
-    Path('text.txt').write_text(text)
-    with pytest.raises(SystemExit, match=words):
-        evaluate.main(['--out_dir=out/run', '--text=text.txt', copying, '--device=cpu'])
-
-
-def test_a_short_context_is_too_little_for_copying(place: Path) -> None:
-    write_run(place / 'out/one', Path('data'), model_of(context_length=1))
-    with pytest.raises(SystemExit, match='have 1 tokens: expected a text, and a context, of 4'):
-        evaluate.main(['--out_dir=out/one', '--copying', '--device=cpu'])
-
-
-def test_a_loss_that_is_no_number_is_never_left_out(place: Path, report: Report) -> None:
-    """As those of BOS and padding are."""
-    model = model_of()
-    model.embedding[ord('w')] = math.nan
-    write_run(place / 'out/nan', Path('data'), model)
-    with pytest.raises(SystemExit, match='a loss is NaN'):
-        evaluate.main(['--out_dir=out/nan', '--copying', '--device=cpu'])
-    assert cells(report('--out_dir=out/nan'))[0][2:] == ['nan'] * 3  # no perplexity of infinity
-
-
-def test_copying_beside_the_same_model_is_refused(place: Path) -> None:
-    """By whatever name: the gap would be 0."""
-    shutil.copytree('out/run', 'out/copy')
-    for other in 'out/run', 'out/run/', 'out/run/best.pt', 'out/copy':
-        with pytest.raises(SystemExit, match=f'copying={other} has the weights of out/run'):
-            evaluate.main(['--out_dir=out/run', f'--copying={other}', '--device=cpu'])
 
 
 class Falling:
@@ -576,14 +439,3 @@ def test_the_share_is_that_of_the_first_step(steps: int) -> None:
     _, share, energies = evaluate.measure_steps(Falling(), (torch.ones(1, 3, 2),), steps)
     assert share == pytest.approx(2 / 3)
     assert energies == pytest.approx([2, 2 * (0.25 + 0.81 + 4) / 3, 18][:steps + 1])
-
-
-def test_copying_on_the_command_line(capsys: pytest.CaptureFixture) -> None:
-    """Of the trained models, all-CEM loses most on what Llama with ALiBi copies."""
-    options = [f'--out_dir={ROOT}/pretrained/cem', f'--text={ROOT}/pretrained/held_out.txt']
-    evaluate.main([*options, f'--copying={ROOT}/pretrained/llama_alibi'])
-    printed = capsys.readouterr().out
-    assert 'repeated +110.9%, other +6.5%' in printed
-    assert 'Of the gap 74% comes from repeated targets' in printed
-    evaluate.main([*options, '--copying'])
-    assert '19.3%' in capsys.readouterr().out

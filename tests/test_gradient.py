@@ -171,7 +171,7 @@ def test_pairs_are_counted_in_the_training_text(tmp_path) -> None:
     text = [*train[:8] * 7, *train[30:37] * 7]
     ids = torch.tensor(text).view(5, 21)
     losses, repeated = run.targets(model, ids, 256)
-    assert torch.equal(losses, run.evaluate.target_losses(model, ids, 256))
+    assert torch.equal(losses, run.target_losses(model, ids, 256))
     found = run.by_count(losses, repeated, ids, str(data), 257)
     expected = [[] for _ in run.COUNTS]
     for row, loss in zip(ids.tolist(), losses, strict=True):

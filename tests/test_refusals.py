@@ -63,11 +63,9 @@ evaluate            --compare=llama,gone                  no run in gone
 sample              llama                                  other files and folders: --out_dir
 evaluate            --out_dir=llama --separator=x          separator is for --text=FILE
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
-evaluate            --out_dir=llama --copying=             expected True, False or a name or path
 evaluate            --compare=llama --energies --tokens=5          alone, and not energies, tokens
 evaluate            --compare=llama,                       a comma-separated list, each a name
 evaluate            --compare llama,half                   --compare=VALUE, no space
-evaluate            --copying --steps=2                    is measured with T as trained: no steps
 evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py
 evaluate            --out_dir=whole.pt                     whole.pt is no checkpoint of train.py
 evaluate            --out_dir=half                         half/model.safetensors is damaged, or not
