@@ -5,21 +5,19 @@ Evaluate a trained model.
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              energies along the steps; does the first one descend?
-    python evaluate.py --attention="The cat"   the attention maps of a text, and what steps change;
-                                               --layer=3 draws one layer
     python evaluate.py --compare=out/a,out/b   a table of the results of runs, and their losses;
                                                with --text=FILE their losses on it, of exports too
 
-Tables are printed. Pictures of --energies, --attention and --compare go into out/results.
+Tables are printed. The picture of --energies goes into out/results.
 """
 import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal
 
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
     os.environ['MPLBACKEND'] = 'agg'
@@ -34,15 +32,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import PathStr, build, command_line, in_range, read_options
-from model import BaseAttention, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from nanocem.data import TOKENIZER_KEYS
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
-from nanocem.files import read_json_lines
 from nanocem.hub import WEIGHTS_FILE, read_export
 from nanocem.loss import NO_TARGET, TOKENS_AT_ONCE, perplexity, sum_losses
-from nanocem.report import markdown_table, short_name
+from nanocem.report import markdown_table, save_picture
 from nanocem.runs import (
     load_model,
     newest_run,
@@ -76,28 +73,17 @@ class EvaluateConfig:
     encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
     suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
-    steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
+    steps: tuple[int, ...] = ()  # each T to test; energies go to the largest
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
-    attention: str | None = None  # a text whose attention maps to show
-    layer: int | None = None  # for --attention: draw this layer alone, counted from 1
     compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
-        in_range(self, 1, 10**15, 'tokens layer')
-        check(self.layer is None or self.attention is not None, 'layer is for --attention=TEXT')
+        in_range(self, 1, 10**15, 'tokens')
         Reading.of(self).check_text(self.text)
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
         check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
         self.compare = tuple(map(os.path.expanduser, self.compare))
-
-
-class Report(NamedTuple):
-    """What is printed of a subject, and the picture that is drawn of it, if any."""
-    subject: str
-    text: str
-    figure: Figure | None = None
-    name: str = ''  # of the picture's file
 
 
 def cem_kinds(model: Transformer) -> list[str]:
@@ -119,8 +105,8 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     return sums.tolist()
 
 
-def report_loss(run: 'Evaluated') -> Report:
-    """Report the loss with T as trained, or at each T of `steps`. The model keeps the last T."""
+def report_loss(run: 'Evaluated') -> str:
+    """Format the loss with T as trained, or at each T of `steps`, as a table."""
     model, bos = run.model, run.tokenizer.bos
     ids, text_bytes, llama_tokens = run.sequences
     rows = []
@@ -138,7 +124,7 @@ def report_loss(run: 'Evaluated') -> Report:
     text = markdown_table([*row], [[*row.values()] for row in rows])
     if text_bytes and run.cfg.text and not llama_tokens:
         text += f'\n\n{NO_LLAMA}'
-    return Report(run.subject, text)
+    return text
 
 
 # Energies
@@ -189,10 +175,10 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     return float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()
 
 
-def report_energies(run: 'Evaluated') -> Report:
-    """Report the mean energy at steps 0 to 8, or to the largest of `steps`, for each use of a CEM
-    sublayer, and whether its first step descends. The picture has the energies, from that at step
-    0. Of the tokens only some 4,096 are read."""
+def report_energies(run: 'Evaluated') -> tuple[str, Figure]:
+    """Format the mean energy at steps 0 to 8, or to the largest of `steps`, for each use of a CEM
+    sublayer, and whether its first step descends. Draw the energies, from that at step 0. Of the
+    tokens only some 4,096 are read."""
     steps = max(run.cfg.steps, default=8)
     ids, *_ = run.sequences
     x = ids[:max(1, 4096 // ids.shape[1]), :-1].long()
@@ -208,96 +194,13 @@ def report_energies(run: 'Evaluated') -> Report:
         axes.set(xlabel='step', ylabel='energy minus that at step 0')
         axes.legend(fontsize=7)
     header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    return Report(run.subject, f'{markdown_table(header, rows)}\n\n{DESCENT}', figure,
-                  picture_name('energies', run.path))
-
-
-# Attention
-
-@torch.no_grad()
-def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
-    """Return the weights alpha_ijk of ids (1, J) at each step: one tensor (T, K, J, J) for each
-    layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
-    steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
-
-    def attend(attn: BaseAttention, own: Callable, q: Tensor, k: Tensor, *context: Any) -> tuple:
-        _, *others = context  # the values
-        steps[attn].append(attn.scores(q, k, *others).softmax(dim=-1)[0].cpu())
-        return own(q, k, *context)
-
-    # Run the model with a function before its attention that keeps the weights
-    plugged = [vars(block.attn).get('attend') for block in model.blocks]
-    for block in model.blocks:
-        block.attn.attend = partial(attend, block.attn, block.attn.attend)
-    try:
-        model.hidden(idx)
-    finally:
-        for block, method in zip(model.blocks, plugged, strict=True):
-            del block.attn.attend
-            if method is not None:
-                block.attn.attend = method
-    # Divide all steps of each layer into its uses
-    uses = model.cfg.attn_reuse * model.cfg.loops
-    return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
-
-
-def report_attention(run: 'Evaluated') -> Report:
-    """Report which fraction of its attention each step after the first moves to other keys, mean
-    over heads and queries. The picture has the maps, heads across, layers and steps down: those of
-    the first step, and what later steps change in them."""
-    model, tokenizer, cfg = run.model, run.tokenizer, run.model.cfg
-    ids = [tokenizer.bos, *tokenizer.encode(run.cfg.attention)]
-    check(1 < len(ids) <= cfg.context_length, f'attention: the text has {len(ids) - 1} tokens; '
-          f'expected 1 to {cfg.context_length - 1}')
-    words = ['BOS', *(tokenizer.decode([i]) for i in ids[1:])]
-    maps = attention_maps(model, torch.tensor([ids], device=model.embedding.device))
-    uses = cfg.attn_reuse * cfg.loops
-    names = [f'layer {n}' + (f', use {use}' if uses > 1 else '')
-             for n in range(1, cfg.n_layer + 1) for use in range(1, uses + 1)]
-    # Draw one layer, or all
-    drawn = [*zip(names, maps, strict=True)]
-    if run.cfg.layer:
-        check(run.cfg.layer <= cfg.n_layer, f'layer={run.cfg.layer}: expected 1 to {cfg.n_layer}')
-        drawn = drawn[(run.cfg.layer - 1) * uses:run.cfg.layer * uses]
-    T, K = maps[0].shape[:2]
-    # Draw a panel for each head of each step
-    figure = Figure((1 + 1.5 * K, 0.5 + 1.7 * T * len(drawn)), layout='constrained')
-    title = 'query down, key across; grey: square root of the weight'
-    most = max(float((alpha[1:] - alpha[:1]).abs().max()) for _, alpha in drawn) if T > 1 else 0
-    if T > 1:
-        title += f'; later steps: less than in step 1 (blue) or more (red), up to {most:.2g}'
-    figure.suptitle(title, fontsize=7)
-    panels = figure.subplots(T * len(drawn), K, squeeze=False)
-    for (row, k), axes in np.ndenumerate(panels):
-        n, t = divmod(row, T)
-        name, alpha = drawn[n]
-        if t == 0:
-            axes.imshow(alpha[0, k].sqrt().numpy(), cmap='Greys', vmin=0, vmax=1)
-        else:
-            axes.imshow((alpha[t, k] - alpha[0, k]).numpy(), cmap='RdBu_r', vmin=-most, vmax=most)
-        step = f'step {t + 1}, ' if T > 1 else ''
-        axes.set_title(f'{name}\n{step}head {k + 1}', fontsize=6)
-        axes.set(xticks=[], yticks=[])
-        if k == 0 and len(words) <= 24:
-            axes.set_yticks(range(len(words)), words, fontsize=5, parse_math=False)
-    # Measure what fraction of attention moves: half the sum of the weights' changes
-    report = Report(f'{run.path}; {run.cfg.attention!r:.80}',
-                    'No attention takes a second step, so none moves.', figure,
-                    picture_name('attention', run.path))
-    if T == 1:
-        return report
-    header = ['attention moved', *(f'by step {t}' for t in range(2, T + 1))]
-    rows = []
-    for name, alpha in zip(names, maps, strict=True):  # (T, K, J, J)
-        moved = alpha.diff(dim=0).abs().sum(dim=-1).mean(dim=(1, 2)) / 2  # (T - 1,)
-        rows.append([name, *(f'{fraction:.2%}' for fraction in moved.tolist())])
-    return report._replace(text=markdown_table(header, rows))
+    return f'{markdown_table(header, rows)}\n\n{DESCENT}', figure
 
 
 # Runs side by side
 
-def compare_on_text(cfg: EvaluateConfig) -> Report:
-    """Report the losses of runs and exports on a text, and the perplexity of each over that of the
+def compare_on_text(cfg: EvaluateConfig) -> str:
+    """Format the losses of runs and exports on a text, and the perplexity of each over that of the
     last one, if their tokens are the same."""
     rows, losses, tokenizers = [], [], []
     for folder in cfg.compare:
@@ -314,7 +217,7 @@ def compare_on_text(cfg: EvaluateConfig) -> Report:
         row.append(f'{math.expm1(loss - losses[-1]):+.1%}' if same else 'other tokens')
     header = ['run', 'parameters', 'tokens', 'bits per byte', 'perplexity',
               f'perplexity over {cfg.compare[-1]}']
-    return Report(f'Runs on {cfg.text}', markdown_table(header, rows))
+    return markdown_table(header, rows)
 
 
 def read_run(folder: str) -> dict[str, Any]:
@@ -325,9 +228,9 @@ def read_run(folder: str) -> dict[str, Any]:
     return {'train': {}, 'model': state['model_config'], 'data': state['data'], 'code': in_use()}
 
 
-def compare_runs(folders: Sequence[str]) -> Report:
-    """Report the results of runs and the options in which they differ, and plot their training
-    losses. A line names what makes the losses incomparable. UserError if a folder has no run."""
+def compare_runs(folders: Sequence[str]) -> str:
+    """Format the results of runs and the options in which they differ. A line names what makes the
+    losses incomparable. UserError if a folder has no run."""
     configs = [read_run(folder) for folder in folders]
     results, notes = compare_results(folders, configs)
     parts = [results]
@@ -341,10 +244,7 @@ def compare_runs(folders: Sequence[str]) -> Report:
     if len({tuple(of_run.get(name) for name in TOKENIZER_KEYS) for of_run in data}) > 1:
         notes.append('Bits per byte of different tokenizers can be compared, if the runs were '
                      'tested on the same text.')
-    logs = [folder for folder in folders if os.path.exists(f'{folder}/log.jsonl')]
-    figure = plot_training_losses(folders) if logs else None
-    return Report('Runs', '\n\n'.join([*parts, *notes]), figure,
-                  picture_name('compare', *folders))
+    return '\n\n'.join([*parts, *notes])
 
 
 def compare_results(folders: Sequence[str],
@@ -373,23 +273,6 @@ def compare_results(folders: Sequence[str],
             notes.append(f'{folder}: {short_list(edit["definitions"])} of model.py were edited '
                          f'after step {edit["after_step"]:,}.')
     return markdown_table(['run', *names], rows), notes
-
-
-def plot_training_losses(folders: Sequence[str]) -> Figure:
-    """Plot the training loss of each run over the tokens that it has read."""
-    figure = Figure((7, 4), layout='constrained')
-    axes = figure.subplots()
-    axes.set(xlabel='tokens', ylabel='training loss, nats a token')
-    for folder in folders:
-        lines = []  # of a run that has just begun
-        if os.path.exists(f'{folder}/log.jsonl'):
-            lines = read_json_lines(f'{folder}/log.jsonl')
-        log = [line for line in lines if line.get('loss') and 'tokens' in line]
-        axes.plot([line['tokens'] for line in log], [line['loss'] for line in log], lw=1,
-                  label=f'run {folder}')
-    for label in axes.legend(fontsize=7).get_texts():
-        label.set_parse_math(False)
-    return figure
 
 
 def differing_options(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -436,36 +319,6 @@ class Evaluated:
         return read_sequences(self.cfg, self.state, self.tokenizer, self.model.cfg.context_length)
 
 
-def choose_reports(cfg: EvaluateConfig, on_text: bool) -> list[Callable[[Evaluated], Report]]:
-    """Return what the options ask for, in the order in which it is printed. The loss is the report
-    of no other option but `steps`, and of a text or data beside attention maps. It leaves the last
-    T of --steps in the model, for these maps."""
-    reports = []
-    if cfg.energies:
-        reports.append(report_energies)
-    if cfg.steps or (not reports and (cfg.attention is None or on_text)):
-        reports.append(report_loss)
-    if cfg.attention is not None:
-        reports.append(report_attention)
-    return reports
-
-
-def picture_name(kind: str, *paths: str) -> str:
-    """Return the name of a picture of these runs: those of other runs have other names."""
-    runs = [os.path.normpath(path).removeprefix('out/').strip('/') for path in paths]
-    return short_name(f'{kind}-{"-".join(runs)}'.replace('/', '-')) + '.png'
-
-
-def show(report: Report) -> None:
-    """Print a report, and write its picture, if any, to out/results."""
-    print(f'{report.subject}\n\n{report.text}', flush=True)
-    if report.figure is not None:
-        report.figure.supxlabel(report.subject, fontsize=7, parse_math=False)
-        os.makedirs('out/results', exist_ok=True)
-        report.figure.savefig(f'out/results/{report.name}', dpi=100)
-        print(f'out/results/{report.name}', flush=True)
-
-
 @command_line
 def main(argv: list[str]) -> None:
     given = read_options(argv, EvaluateConfig)
@@ -476,12 +329,20 @@ def main(argv: list[str]) -> None:
         allowed = {'compare', 'text', 'device', *Reading._fields}
         others = ', '.join(name for name in given if name not in allowed)
         check(not others, f'--compare takes folders and a --text alone, and not {others}')
-        return show(compare_on_text(cfg) if cfg.text else compare_runs(cfg.compare))
+        if cfg.text:
+            print(f'Runs on {cfg.text}\n\n{compare_on_text(cfg)}', flush=True)
+        else:
+            print(f'Runs\n\n{compare_runs(cfg.compare)}', flush=True)
+        return
     run = Evaluated(cfg)
     check(bool(cem_kinds(run.model)) or not (cfg.steps or cfg.energies),
           f'{run.path} is all Llama: steps and energies are those of CEM sublayers')
-    for report in choose_reports(cfg, on_text=bool(on)):
-        show(report(run))
+    if cfg.energies:
+        text, figure = report_energies(run)
+        print(f'{run.subject}\n\n{text}', flush=True)
+        print(save_picture(figure, 'energies', run.path, run.subject), flush=True)
+    if cfg.steps or not cfg.energies:
+        print(f'{run.subject}\n\n{report_loss(run)}', flush=True)
 
 
 if __name__ == '__main__':

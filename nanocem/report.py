@@ -1,8 +1,9 @@
-"""What was measured, for people: CSVs, tables of Markdown, and the names of pictures."""
+"""What was measured, for people: CSVs, tables of Markdown, and pictures."""
 import csv
 import hashlib
 import io
 import os
+from typing import Any
 
 LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, suffixes included
 
@@ -26,6 +27,17 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ['-' * width for width in widths], *rows]
     return '\n'.join('| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in lines)
+
+
+def save_picture(figure: Any, kind: str, run: str, subject: str) -> str:
+    """Write matplotlib's figure of a run to out/results, with its subject below, and return its
+    path. OSError."""
+    run = os.path.normpath(run).removeprefix('out/').strip('/').replace('/', '-')
+    path = f'out/results/{short_name(f"{kind}-{run}")}.png'
+    figure.supxlabel(subject, fontsize=7, parse_math=False)
+    os.makedirs('out/results', exist_ok=True)
+    figure.savefig(path, dpi=100)
+    return path
 
 
 def short_name(name: str) -> str:

@@ -57,7 +57,6 @@ evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2
 evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expected 1, 2, 3
-evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
 evaluate            --compare=llama,gone                  no run in gone
 sample              llama                                  other files and folders: --out_dir
