@@ -41,8 +41,13 @@ from nanocem.documents import Reading
 from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
-from nanocem.flops import flops_per_token
-from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
+from nanocem.hardware import (
+    compile_for,
+    find_device,
+    flops_per_token,
+    keep_freed_memory,
+    peak_flops,
+)
 from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data

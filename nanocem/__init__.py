@@ -8,12 +8,11 @@ Text becomes tokens
     prepare.py             Divide documents among splits, and write shards of their tokens.
     data.py                Read shards as sequences, and say which of them each batch holds.
 A model gets faster functions
-    hardware.py            Find the device, know its peak speed, and compile a model for it.
+    hardware.py            Find the device, count the FLOPs of training, and compile a model.
     triton_attention.py    Attend on a GPU by kernels that keep no scores at all.
     loss.py                Compute the loss in parts, and measure losses.
     same.py                Ask whether outputs, the text of model.py and values are the same.
     fast.py                Choose what is faster than model.py's lines, and plug it into a model.
-    flops.py               Count the FLOPs that a token of training takes.
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
     errors.py              Say in one line what a user can mend.

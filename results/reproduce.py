@@ -45,7 +45,7 @@ from configurator import PathStr, build, command_line, read_options
 from model import SIZES, Transformer
 from nanocem.errors import check
 from nanocem.files import write_atomic
-from nanocem.flops import flops_per_token
+from nanocem.hardware import flops_per_token
 from nanocem.report import csv_text, markdown_table, read_csv
 from study import (
     FIRST,
