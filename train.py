@@ -53,9 +53,8 @@ from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run
 from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep, warn_if_not_causal
-from nanocem.sampling import sample_text
 from nanocem.sources import is_pipe, keep_piped
-from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
+from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute

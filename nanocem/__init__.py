@@ -4,7 +4,7 @@ What scripts share, and no reader of the paper must open, in the order in which 
 Text becomes tokens
     sources.py             Find the files of an input, and say what each of them is.
     documents.py           Read the documents of a file one by one.
-    tokenizers.py          Turn text into ids and back: by bytes, gpt2 or SentencePiece.
+    tokenizers.py          Turn text into ids and back, a prompt into text, a text into sequences.
     prepare.py             Divide documents among splits, and write shards of their tokens.
     data.py                Read shards as sequences, and say which of them each batch holds.
 A model gets faster functions
@@ -21,7 +21,6 @@ It is trained
     report.py              Read and format what was measured: CSVs and tables.
     runs.py                Keep a run's options, checkpoints and log in its folder.
 It is used
-    sampling.py            Continue a prompt: encode it, generate ids, and decode them.
     hub.py                 Write a model as a folder that transformers loads, and read one as a run.
     hub_tokenizer.py       Give such a folder its tokenizer and its README.md.
     page.py                Write a model as one HTML file: page.html with weights in it.

@@ -1,5 +1,5 @@
 """Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, or one trained
-here). And what a model is measured on: a text or data as sequences of ids."""
+here). With one of them: text from a model, and what a model is measured on."""
 import hashlib
 import io
 import os
@@ -16,6 +16,7 @@ from torch import Tensor
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check, fail
+from nanocem.fast import may_use_cache
 from nanocem.loss import NO_TARGET
 from nanocem.sources import text_documents
 
@@ -209,6 +210,33 @@ def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
         return tokenizer.token_bytes()
     print('No bits per byte: the tokenizer of this data loses text', flush=True)
     return None
+
+
+# Text from a model
+
+@torch.no_grad()
+def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
+                top_k: int | None, seed: int, n: int = 1, go_on: bool = False,
+                use_cache: bool | None = None) -> str:
+    """Return n texts that begin with `prompt`, joined by lines of ---. Each stops where the model
+    begins another document, by a BOS; with go_on the other documents follow, joined alike. By
+    default there is a cache unless model.py was edited. UserError if the model's logits are not
+    finite."""
+    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
+    idx = torch.tensor([ids] * n, device=model.embedding.device)
+    finite = bool(model(idx[:1, -model.cfg.context_length:])[0].isfinite().all())
+    check(finite, 'the logits of the model are not finite: it cannot be sampled from')
+    generator = torch.Generator(idx.device).manual_seed(seed)
+    if use_cache is None:
+        use_cache = may_use_cache(model)
+    idx = model.generate(idx, tokens, temperature, top_k, generator, use_cache)
+    # Divide each row where the model begins a document: decode leaves out BOS
+    texts: list[str] = []
+    for row in idx.cpu():
+        begins = (row[len(ids):] == tokenizer.bos).nonzero().flatten() + len(ids)
+        documents = [tokenizer.decode(part.tolist()) for part in row.tensor_split(begins)]
+        texts += documents if go_on else documents[:1]
+    return '\n---\n'.join(texts)
 
 
 # What a model is measured on
