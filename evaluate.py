@@ -33,12 +33,11 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import ModelConfig, Transformer
-from nanocem.data import TOKENIZER_KEYS
+from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, sum_losses
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.hub import WEIGHTS_FILE, read_export
-from nanocem.loss import NO_TARGET, TOKENS_AT_ONCE, perplexity, sum_losses
 from nanocem.report import markdown_table, save_picture
 from nanocem.runs import (
     load_model,

@@ -36,7 +36,14 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
+from nanocem.data import (
+    BatchSampler,
+    TokenDataset,
+    evenly_spaced,
+    perplexity,
+    read_meta,
+    sum_losses,
+)
 from nanocem.documents import Reading
 from nanocem.errors import check
 from nanocem.fast import plug_in
@@ -48,7 +55,6 @@ from nanocem.hardware import (
     keep_freed_memory,
     peak_flops,
 )
-from nanocem.loss import perplexity, sum_losses
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run

@@ -6,11 +6,11 @@ Text becomes tokens
     documents.py           Read the documents of a file one by one.
     tokenizers.py          Turn text into ids and back, a prompt into text, a text into sequences.
     prepare.py             Divide documents among splits, and write shards of their tokens.
-    data.py                Read shards as sequences, and say which of them each batch holds.
+    data.py                Read shards as sequences, say which each batch holds, and measure losses.
 A model gets faster functions
     hardware.py            Find the device, count the FLOPs of training, and compile a model.
     triton_attention.py    Attend on a GPU by kernels that keep no scores at all.
-    loss.py                Compute the loss in parts, and measure losses.
+    loss.py                Compute the loss in parts.
     same.py                Ask whether outputs, the text of model.py and values are the same.
     fast.py                Choose what is faster than model.py's lines, and plug it into a model.
 It is trained

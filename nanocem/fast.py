@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from model import BaseAttention, Transformer, make_positions
+from nanocem.data import NO_TARGET
 from nanocem.errors import warn
-from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
+from nanocem.loss import LinearCrossEntropy, cross_entropy
 from nanocem.same import DEFINITIONS, find_edits
 
 Results = dict[str, Tensor]  # by name

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
+from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check, fail
 from nanocem.fast import may_use_cache
-from nanocem.loss import NO_TARGET
 from nanocem.sources import text_documents
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'

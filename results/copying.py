@@ -21,11 +21,10 @@ from tqdm import tqdm
 
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import Transformer
-from nanocem.data import TOKENIZER_KEYS
+from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, token_losses
 from nanocem.documents import Reading
 from nanocem.errors import check
 from nanocem.fast import plug_in
-from nanocem.loss import NO_TARGET, TOKENS_AT_ONCE, perplexity, token_losses
 from nanocem.report import markdown_table
 from nanocem.runs import check_match, load_model, newest_run
 from nanocem.tokenizers import describe_source, read_sequences, tokenizer_of

@@ -13,8 +13,8 @@ from test_tokenizers import LLAMA, needs_llama
 import evaluate
 from model import ModelConfig, Transformer, make_positions
 from nanocem import hub
+from nanocem.data import NO_TARGET
 from nanocem.documents import Reading
-from nanocem.loss import NO_TARGET
 from nanocem.same import in_use
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, read_text_sequences
 from running import edit_meta
