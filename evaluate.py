@@ -37,8 +37,8 @@ from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, 
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
+from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export
-from nanocem.report import markdown_table, save_picture
 from nanocem.runs import (
     load_model,
     newest_run,

@@ -27,7 +27,7 @@ from configurator import PathStr, build, command_line, in_range, read_options, u
 from model import BaseAttention, Transformer
 from nanocem.errors import check
 from nanocem.fast import plug_in
-from nanocem.report import markdown_table, save_picture
+from nanocem.files import markdown_table, save_picture
 from nanocem.runs import load_model, newest_run
 from nanocem.tokenizers import tokenizer_of
 

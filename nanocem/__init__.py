@@ -17,8 +17,7 @@ It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
     errors.py              Say in one line what a user can mend.
     process.py             Survive a console that goes away, and note signals that ask to stop.
-    files.py               Write files completely or not at all, and JSON.
-    report.py              Read and format what was measured: CSVs and tables.
+    files.py               Write files completely or not at all: JSON, CSV, tables, pictures.
     runs.py                Keep a run's options, checkpoints and log in its folder.
 It is used
     hub.py                 Write a model as a folder that transformers loads, and read one as a run.

@@ -25,8 +25,14 @@ from nanocem import tokenizers
 from nanocem.data import FORMAT, checksums
 from nanocem.documents import Reading, read_documents
 from nanocem.errors import UserError, check, fail
-from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_atomic
-from nanocem.report import short_name
+from nanocem.files import (
+    fill_folder,
+    finish_folder,
+    other_files,
+    read_json,
+    short_name,
+    write_atomic,
+)
 from nanocem.sources import HUB, Source, check_separator, find_source, keep_piped
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'

@@ -25,7 +25,7 @@ from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, 
 from nanocem.documents import Reading
 from nanocem.errors import check
 from nanocem.fast import plug_in
-from nanocem.report import markdown_table
+from nanocem.files import markdown_table
 from nanocem.runs import check_match, load_model, newest_run
 from nanocem.tokenizers import describe_source, read_sequences, tokenizer_of
 

@@ -44,9 +44,8 @@ from scipy.interpolate import Akima1DInterpolator
 from configurator import PathStr, build, command_line, read_options
 from model import SIZES, Transformer
 from nanocem.errors import check
-from nanocem.files import write_atomic
+from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from nanocem.hardware import flops_per_token
-from nanocem.report import csv_text, markdown_table, read_csv
 from study import (
     FIRST,
     RESULTS,

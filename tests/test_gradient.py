@@ -9,7 +9,7 @@ import torch
 import model as model_py
 from configurator import read_options
 from model import CEMAttention, LlamaAttention, ModelConfig, Transformer, make_positions
-from nanocem.report import read_csv
+from nanocem.files import read_csv
 from results.gradient import run, tables
 from running import ROOT, write_data
 from test_model import randomize

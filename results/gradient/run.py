@@ -36,9 +36,8 @@ import train
 from copying import CopyingConfig, copying, repeated_targets, target_losses
 from nanocem import runs
 from nanocem.data import TokenDataset
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.hardware import compile_for
-from nanocem.report import read_csv
 from nanocem.tokenizers import read_sequences, tokenizer_of
 from study import loss_per_llama_token
 
