@@ -31,11 +31,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, in_range, read_options
+from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, sum_losses
 from nanocem.documents import Reading
-from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export

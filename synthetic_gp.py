@@ -37,8 +37,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, in_range, read_options
-from nanocem.errors import check
+from configurator import PathStr, build, check, command_line, in_range, read_options
 from nanocem.files import csv_text, markdown_table, read_csv, short_name, write_atomic
 from nanocem.process import process_of_a_run
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, in_range, read_options
+from configurator import PathStr, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import (
@@ -45,7 +45,6 @@ from nanocem.data import (
     sum_losses,
 )
 from nanocem.documents import Reading
-from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
 from nanocem.hardware import (

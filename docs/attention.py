@@ -23,9 +23,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from configurator import PathStr, build, command_line, in_range, read_options, user_errors
+from configurator import PathStr, build, check, command_line, in_range, read_options, user_errors
 from model import BaseAttention, Transformer
-from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import markdown_table, save_picture
 from nanocem.runs import load_model, newest_run

@@ -15,7 +15,6 @@ A model gets faster functions
     fast.py                Choose what is faster than model.py's lines, and plug it into a model.
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
-    errors.py              Say in one line what a user can mend.
     process.py             Survive a console that goes away, and note signals that ask to stop.
     files.py               Write files completely or not at all: JSON, CSV, tables, pictures.
     runs.py                Keep a run's options, checkpoints and log in its folder.

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocem.errors import check
+from configurator import check
 from nanocem.files import other_files, read_json
 
 FORMAT = 1  # the version of meta.json

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanocem.errors import fail
+from configurator import fail
 
 PARTIAL = '.partial'  # inside a folder that is being filled: what is written so far
 WHOLE = '.whole'  # the same when all is written and its files are being moved into the folder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 
-from nanocem.errors import check
+from configurator import check
 
 # FLOPs per second in dense bfloat16, from data sheets, by words of the GPU's name: the first counts
 DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,

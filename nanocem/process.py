@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanocem.errors import check
+from configurator import check
 
 # Ctrl-C, a closed terminal, and what batch systems send before a job's time is up
 STOP_SIGNALS = ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU', 'SIGPWR',

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configurator import UserError, check, fail
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
 from nanocem.documents import Reading
-from nanocem.errors import UserError, check, fail
 from nanocem.fast import may_use_cache
 from nanocem.sources import text_documents
 

@@ -19,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from configurator import PathStr, build, command_line, in_range, read_options
+from configurator import PathStr, build, check, command_line, in_range, read_options
 from model import Transformer
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, token_losses
 from nanocem.documents import Reading
-from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import markdown_table
 from nanocem.runs import check_match, load_model, newest_run

@@ -13,11 +13,10 @@ import torch
 
 import configurator
 from bench import BenchConfig
-from configurator import PathStr, build, command_line, merge, read_options
+from configurator import PathStr, UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
 from export import ExportConfig
 from model import SIZES, ModelConfig
-from nanocem.errors import UserError
 from nanocem.prepare import PrepareConfig
 from reproduce import ReproduceConfig
 from running import MODEL_FILES, ROOT, SIZE_FILES

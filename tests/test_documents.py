@@ -25,12 +25,11 @@ from test_prepare import book, parts_of, prepare, refused, texts_in
 from test_tokenizers import PAGES
 
 import train
-from configurator import build, read_options
+from configurator import UserError, build, read_options
 from nanocem import documents as docs
 from nanocem import prepare as prep
 from nanocem import sources
 from nanocem.documents import BLOCK, Reading
-from nanocem.errors import UserError
 from running import ROOT, TINY, run_script, steps, write_data
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import export
+from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import page
-from nanocem.errors import UserError
 from nanocem.runs import load_model
 from nanocem.tokenizers import (
     LLAMA_SHA256,

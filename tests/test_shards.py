@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from configurator import UserError
 from nanocem.data import (
     NO_TARGET,
     BatchSampler,
@@ -18,7 +19,6 @@ from nanocem.data import (
     sum_losses,
     token_losses,
 )
-from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer
 from running import LENGTH, edit_meta, write_data
 
