@@ -1,5 +1,6 @@
 """
-Options of every script, as in nanoGPT but typed: python SCRIPT.py config/FILE.py --key=value.
+Options of every script, as in nanoGPT but typed: python SCRIPT.py config/FILE.py --key=value. And
+the errors that a user can fix, each of which ends a script with one line.
 
 A dataclass declares a script's options: the name, type and default of each. The comment at the end
 of its line is its --help text. Later config files override earlier ones, and flags override files.
@@ -27,8 +28,6 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn
 
-from nanocem.errors import UserError, check, fail
-
 # The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
 PathStr = Annotated[str, 'path']
 UNITS = {'K': 3, 'M': 6, 'B': 9}  # powers of ten
@@ -42,6 +41,35 @@ NANOGPT = {'block_size': 'context_length', 'n_embd': 'd_model', 'dataset': 'data
            'dropout': 'no option: each piece of text is read once', 'bias': 'no option: none has'}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          PathStr: 'a name or path'}
+
+
+# Errors
+
+class UserError(ValueError):
+    """An error that the user can fix: it ends a script with one line."""
+
+
+def fail(message: str) -> NoReturn:
+    raise UserError(message)
+
+
+def check(ok: bool, message: str) -> None:
+    if not ok:
+        fail(message)
+
+
+def warn(message: str) -> None:
+    """Print a warning on stderr: what a script prints on stdout has none."""
+    print(f'Warning: {message}', file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise the ValueErrors of model.py, which knows no UserError, as UserErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
@@ -66,6 +94,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
         sys.exit(f'{os.path.basename(sys.argv[0])}: {message}')
     return run
 
+
+# Options
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     """Read config files in their order, then --key=value flags. Later ones override earlier ones,
@@ -258,12 +288,3 @@ def build(cls: type, given: dict[str, Any]) -> Any:
     names = {field.name for field in dataclasses.fields(cls)}
     with user_errors():
         return cls(**{name: value for name, value in given.items() if name in names})
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Raise the ValueErrors of model.py, which knows no UserError, as UserErrors."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from None

@@ -37,11 +37,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, in_range, read_options
-from nanocem.errors import check
-from nanocem.files import write_atomic
+from configurator import PathStr, build, check, command_line, in_range, read_options
+from nanocem.files import csv_text, markdown_table, read_csv, short_name, write_atomic
 from nanocem.process import process_of_a_run
-from nanocem.report import csv_text, markdown_table, read_csv, short_name
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows

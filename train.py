@@ -33,24 +33,33 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, in_range, read_options
+from configurator import PathStr, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
+from nanocem.data import (
+    BatchSampler,
+    TokenDataset,
+    evenly_spaced,
+    perplexity,
+    read_meta,
+    sum_losses,
+)
 from nanocem.documents import Reading
-from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
-from nanocem.flops import flops_per_token
-from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
-from nanocem.loss import perplexity, sum_losses
+from nanocem.hardware import (
+    compile_for,
+    find_device,
+    flops_per_token,
+    keep_freed_memory,
+    peak_flops,
+)
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run
 from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep, warn_if_not_causal
-from nanocem.sampling import sample_text
 from nanocem.sources import is_pipe, keep_piped
-from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
+from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from nanocem.errors import check, fail
+from configurator import check, fail
 
 # Files in which each row is a document
 ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')

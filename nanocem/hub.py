@@ -11,9 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from configurator import build
+from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer, options_without_part
-from nanocem.errors import check, fail, warn
 from nanocem.fast import is_known_llama, may_use_cache
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer

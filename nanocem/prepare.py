@@ -20,13 +20,18 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from configurator import PathStr, in_range, set_if_none
+from configurator import PathStr, UserError, check, fail, in_range, set_if_none
 from nanocem import tokenizers
 from nanocem.data import FORMAT, checksums
 from nanocem.documents import Reading, read_documents
-from nanocem.errors import UserError, check, fail
-from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_atomic
-from nanocem.report import short_name
+from nanocem.files import (
+    fill_folder,
+    finish_folder,
+    other_files,
+    read_json,
+    short_name,
+    write_atomic,
+)
 from nanocem.sources import HUB, Source, check_separator, find_source, keep_piped
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'

@@ -15,10 +15,9 @@ import torch
 from filelock import FileLock, Timeout
 
 import model as model_py
-from configurator import merge
+from configurator import UserError, check, fail, merge, warn
 from model import ModelConfig, Transformer
 from nanocem.documents import Reading
-from nanocem.errors import UserError, check, fail, warn
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config, with_a_part

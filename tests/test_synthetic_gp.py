@@ -14,7 +14,7 @@ from sklearn.gaussian_process.kernels import RBF, ExpSineSquared, Matern, Ration
 
 import synthetic_gp as gp
 from energy import Phi
-from nanocem.report import read_csv as table
+from nanocem.files import read_csv as table
 from synthetic_gp import KERNELS, GPConfig
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other

@@ -32,15 +32,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import evaluate
 import model as model_file
 import train
+from copying import CopyingConfig, copying, repeated_targets, target_losses
 from nanocem import runs
 from nanocem.data import TokenDataset
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.hardware import compile_for
-from nanocem.report import read_csv
-from nanocem.tokenizers import tokenizer_of
+from nanocem.tokenizers import read_sequences, tokenizer_of
 from study import loss_per_llama_token
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
@@ -140,8 +139,8 @@ def options_of(model: dict[str, str], size: str, seed: str, variant: str) -> lis
 
 def targets(model: torch.nn.Module, ids: Tensor, bos: int) -> tuple[Tensor, Tensor]:
     """Return the loss of each target, NaN where it is no text, and whether it is a repeated one."""
-    losses = evaluate.target_losses(model, ids, bos)
-    return losses, evaluate.repeated_targets(ids, model.cfg.vocab_size) & ~losses.isnan()
+    losses = target_losses(model, ids, bos)
+    return losses, repeated_targets(ids, model.cfg.vocab_size) & ~losses.isnan()
 
 
 def by_count(losses: Tensor, repeated: Tensor, ids: Tensor, data_dir: str,
@@ -183,9 +182,8 @@ def train_cell(folder: Path, patch: Callable[[str], None], size: str, name: str,
     # Measure copying with the last weights, on the tokens of the test text that evaluate.py reads
     model, state = runs.load_model(runs.checkpoints(out_dir)[-1], 'auto')
     tokenizer = tokenizer_of(state)
-    ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, state['data_dir'], tokenizer,
-                                     model.cfg.context_length)
-    found = evaluate.copying(model, ids, tokenizer.bos)
+    ids, _, _ = read_sequences(CopyingConfig(), state, tokenizer, model.cfg.context_length)
+    found = copying(model, ids, tokenizer.bos)
     losses = {kind: loss[~loss.isnan()] for kind, loss in found.items()}
     means = [f'{float(losses[kind].mean()):.6f}'
              for kind in ('repeated', 'other', 'first', 'second')]
@@ -214,8 +212,8 @@ def measure_pretrained() -> None:
         model, state = runs.load_model(str(folder.parent))
         data_dir = 'data/english'  # an export keeps the folder's name alone
         tokenizer = tokenizer_of(state)
-        ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, data_dir, tokenizer,
-                                         model.cfg.context_length)
+        ids, _, _ = read_sequences(CopyingConfig(), state | {'data_dir': data_dir}, tokenizer,
+                                   model.cfg.context_length)
         losses, repeated = targets(model, ids, tokenizer.bos)
         other = losses[~repeated & ~losses.isnan()]
         parts = [[len(other), round(float(other.mean()), 6)],
