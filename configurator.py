@@ -26,6 +26,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 # The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
@@ -73,8 +74,9 @@ def user_errors() -> Iterator[None]:
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """Decorate a script's main: UserError, OSError (a missing file, a full disk) or Ctrl-C ends it
-    with one line on stderr and exit code 1."""
+    """Decorate a script's main: UserError, OSError (a missing file, a full disk), Ctrl-C or a
+    package of requirements.txt that is not there ends it with one line on stderr and exit code 1.
+    """
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
@@ -86,6 +88,11 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
             message = str(error).replace('\n', ' ')
         except KeyboardInterrupt:
             message = 'stopped'
+        except ModuleNotFoundError as error:
+            needed = Path(__file__).with_name('requirements.txt').read_text(encoding='utf-8')
+            if f'\n{error.name}==' not in needed:
+                raise
+            message = f'this needs {error.name}: pip install {error.name}'
         except RuntimeError as error:
             # torch has OutOfMemoryError for a GPU, and these words for a CPU
             if type(error).__name__ != 'OutOfMemoryError' and 'allocate memory' not in str(error):

@@ -19,13 +19,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
-    os.environ['MPLBACKEND'] = 'agg'
-
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -173,26 +169,39 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     return float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()
 
 
-def report_energies(run: 'Evaluated') -> tuple[str, Figure]:
+def report_energies(run: 'Evaluated') -> str:
     """Format the mean energy at steps 0 to 8, or to the largest of `steps`, for each use of a CEM
-    sublayer, and whether its first step descends. Draw the energies, from that at step 0. Of the
-    tokens only some 4,096 are read."""
+    sublayer, and whether its first step descends. The picture has the energies, from that at step
+    0. Of the tokens only some 4,096 are read."""
     steps = max(run.cfg.steps, default=8)
     ids, *_ = run.sequences
     x = ids[:max(1, 4096 // ids.shape[1]), :-1].long()
     x = x[(x != NO_TARGET).all(dim=1)]  # leave out the last sequence of a text if it is padded
+    found = descent(run.model, x.to(run.model.head.device), steps)
+    header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
+    rows = []
+    for name, cosine, share, energies in found:
+        cells = [f'{energy:.4g}' for energy in energies]
+        rows.append([name, *cells, f'{cosine:.2f}', f'{share:.0%}'])
+    about = draw_energies(run, {name: energies for name, *_, energies in found})
+    return f'{markdown_table(header, rows)}\n\n{DESCENT}\n{about}'
+
+
+def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:
+    """Draw the energies of each sublayer, if matplotlib is installed. Return the picture's path."""
+    try:
+        os.environ['MPLBACKEND'] = 'agg'  # a picture goes into a file, whatever a notebook asks for
+        from matplotlib.figure import Figure
+    except ImportError:
+        return 'pip install matplotlib draws them, too'
     figure = Figure((9, 3.5), layout='constrained')
     panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
-    rows = []
-    for name, cosine, share, energies in descent(run.model, x.to(run.model.head.device), steps):
-        rows.append([name, *(f'{energy:.4g}' for energy in energies), f'{cosine:.2f}',
-                     f'{share:.0%}'])
+    for name, energies in found.items():
         axes = panels[name.split()[0]]
         axes.plot(np.subtract(energies, energies[0]), marker='o', ms=3, label=name)
         axes.set(xlabel='step', ylabel='energy minus that at step 0')
         axes.legend(fontsize=7)
-    header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    return f'{markdown_table(header, rows)}\n\n{DESCENT}', figure
+    return save_picture(figure, 'energies', run.path, run.subject)
 
 
 # Runs side by side
@@ -336,9 +345,7 @@ def main(argv: list[str]) -> None:
     check(bool(cem_kinds(run.model)) or not (cfg.steps or cfg.energies),
           f'{run.path} is all Llama: steps and energies are those of CEM sublayers')
     if cfg.energies:
-        text, figure = report_energies(run)
-        print(f'{run.subject}\n\n{text}', flush=True)
-        print(save_picture(figure, 'energies', run.path, run.subject), flush=True)
+        print(f'{run.subject}\n\n{report_energies(run)}', flush=True)
     if cfg.steps or not cfg.energies:
         print(f'{run.subject}\n\n{report_loss(run)}', flush=True)
 

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from configurator import build, check, fail, warn
@@ -88,6 +86,7 @@ def check_file(model: Transformer, state: dict[str, Any], what: str) -> None:
 
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
     """Write all files of an export."""
+    from safetensors.torch import save
     cfg, plain = model.cfg, is_plain_llama(model)
     # Write the weights. named_parameters lists a tied matrix once, by its first name
     weights = {exported_name(name, plain): convert_layout(name, w.detach().to(dtype), plain)
@@ -146,6 +145,8 @@ def saved_config(saved: dict[str, Any]) -> ModelConfig:
 def read_export(folder: str) -> dict[str, Any]:
     """Read an export, or what transformers' save_pretrained made of it, as a checkpoint with
     weights in float32. UserError if config.json does not describe the weights."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
     path = f'{folder}/config.json'
     config = read_json(path) or {}
     kind = config.get('model_type')

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from filelock import FileLock
-from tqdm import tqdm
 
 from configurator import PathStr, UserError, check, fail, in_range, set_if_none
 from nanocem import tokenizers
@@ -32,6 +31,7 @@ from nanocem.files import (
     short_name,
     write_atomic,
 )
+from nanocem.process import progress_bar
 from nanocem.sources import HUB, Source, check_separator, find_source, keep_piped
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
@@ -428,7 +428,8 @@ def tokenize(o: PrepareConfig, parts: Iterator[Part], tokenizer: Any, writer: Wr
 
     train = writer.splits['train']
     lossless = True
-    with ThreadPoolExecutor() as pool, tqdm(unit=' tokens', unit_scale=True, disable=None) as bar:
+    with (ThreadPoolExecutor() as pool,
+          progress_bar(unit=' tokens', unit_scale=True, disable=None) as bar):
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
             encoded = list(pool.map(encode, batch))
             lossless &= tokenizers.keeps_text(tokenizer, encoded[0], batch[0].text)

@@ -403,8 +403,9 @@ class Log:
             lines = [line for line in read_json_lines(self.path) if line['step'] <= step]
             write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            self.writer = SummaryWriter(out_dir, purge_step=step + 1)
+            with contextlib.suppress(ImportError):  # it is not installed: there are no events
+                from torch.utils.tensorboard import SummaryWriter
+                self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
         """Write a line. Numbers go to TensorBoard as well."""

@@ -176,16 +176,6 @@ def test_a_run_shows_a_bar_and_writes_what_it_measures(data: Path, tmp_path: Pat
     assert {'loss', 'val_loss', 'seconds'} <= set(events) and 'mfu' not in events
 
 
-def test_what_is_missing_is_said_before_a_folder_is_made(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train, 'find_spec', lambda name: None)
-    with pytest.raises(SystemExit, match='tensorboard=True needs pip install tensorboard'):
-        train.main(override(running.TINY, f'--data={data}', f'--out_dir={tmp_path / "o"}',
-                            '--tensorboard=True'))
-    assert not (tmp_path / 'o').exists()
-
-
 # Kill and go on
 
 def kill(moment: str, n: int) -> None:
