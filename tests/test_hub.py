@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,27 @@ def test_an_edited_llama_is_exported_with_its_code(monkeypatch: pytest.MonkeyPat
     assert hub.is_plain_llama(model)
     monkeypatch.setattr(LlamaMLP, 'forward', lambda self, x: x)
     assert not hub.is_plain_llama(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('options', [{}, LLAMA_MODEL], ids=['cem', 'llama'])
+def test_label_smoothing_smooths_the_next_token(options: dict, tmp_path: Path) -> None:
+    """Trainer's loss has the targets of the loss without smoothing, and not a text's own tokens."""
+    from transformers import trainer_pt_utils
+    model = model_of(**options)
+    hub.export(model, str(tmp_path / 'hub'), state_of(model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'hub', trust_remote_code=True)
+    trainer = SimpleNamespace(  # what compute_loss asks of it
+        label_smoother=trainer_pt_utils.LabelSmoother(epsilon=0.1), compute_loss_func=None,
+        model_accepts_loss_kwargs=False, args=SimpleNamespace(average_tokens_across_devices=False),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+    ids = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(2))
+    found = transformers.Trainer.compute_loss(trainer, theirs, {'input_ids': ids, 'labels': ids})
+    log_p = model(ids)[0][:, :-1].log_softmax(dim=-1)
+    right = torch.nn.functional.cross_entropy(
+        log_p.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, right)
 
 
 # A plain Llama, which any program may change
