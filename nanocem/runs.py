@@ -408,14 +408,16 @@ class Log:
                 self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
-        """Write a line. Numbers go to TensorBoard as well."""
+        """Write a line of numbers, tensors, text, or lists of these. Numbers, and tensors that are
+        one number, go to TensorBoard as well."""
         try:
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
             if self.writer:
                 for name, value in values.items():
-                    if isinstance(value, (int, float)):
-                        self.writer.add_scalar(name, value, step)
+                    number = value.tolist() if hasattr(value, 'tolist') else value
+                    if isinstance(number, (int, float)):
+                        self.writer.add_scalar(name, number, step)
                 self.writer.flush()
         except Exception as error:  # TensorBoard raises errors of many types
             warn(f'step {step} is not in the log ({error}); the run goes on')
