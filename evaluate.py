@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
@@ -42,21 +43,18 @@ from model import BaseAttention, ModelConfig, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import Reading
 from nanocem.errors import UserError, check
-from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
-from nanocem.hub import WEIGHTS_FILE, read_export
+from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
 from nanocem.loss import NO_TARGET, perplexity, sum_losses, token_losses
 from nanocem.report import markdown_table, short_name
 from nanocem.runs import (
-    check_match,
+    check_data,
     load_model,
     newest_run,
     read_config,
     read_result,
-    short_list,
-    with_defaults,
 )
-from nanocem.same import differing, in_use
+from nanocem.same import step_errors
 from nanocem.sources import text_documents
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
@@ -118,9 +116,12 @@ def same_model(a: Transformer, b: Transformer) -> bool:
     return a.cfg == b.cfg and all(map(torch.equal, a.parameters(), b.parameters()))
 
 
-def cem_kinds(model: Transformer) -> list[str]:
-    """Return which of attn and mlp are CEM's in this model."""
-    return [kind for kind in ('attn', 'mlp') if getattr(model.cfg, kind) == 'cem']
+def cem_layers(model: Transformer) -> dict[str, list[tuple[int, Any]]]:
+    """Return the sublayers that take steps down an energy, each with the number of its block: a
+    list for attn and one for mlp, if there are any."""
+    layers = {kind: [(n, getattr(block, kind)) for n, block in enumerate(model.blocks, 1)
+                     if hasattr(getattr(block, kind), 'energy')] for kind in ('attn', 'mlp')}
+    return {kind: found for kind, found in layers.items() if found}
 
 
 # What the loss is measured on
@@ -198,7 +199,7 @@ def report_loss(run: 'Evaluated') -> Report:
     ids, text_bytes, llama_tokens = run.sequences
     rows = []
     for T in run.cfg.steps or (None,):
-        model.set_steps(**{f'{kind}_steps': T for kind in cem_kinds(model)})
+        model.set_steps(**{f'{kind}_steps': T for kind in cem_layers(model)})
         n_targets, nats, text_nats = evaluate_loss(model, ids, bos)
         loss = nats / n_targets
         row = {'T': str(T or 'as trained'), 'tokens': f'{n_targets:,.0f}',
@@ -329,7 +330,7 @@ def report_copying(run: 'Evaluated') -> Report:
 def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     """Measure on ids x (B, J) whether CEM sublayers descend. Return for each use of a sublayer,
     attention first, its name and what measure_steps returns."""
-    # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
+    # Run the model, and record the inputs of each use: reuse uses a sublayer again
     uses: dict[Any, list[tuple]] = defaultdict(list)
     hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
     try:
@@ -337,9 +338,8 @@ def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     finally:
         hook.remove()
     found = []
-    for kind in cem_kinds(model):
-        for n, block in enumerate(model.blocks, 1):
-            sublayer = getattr(block, kind)
+    for kind, layers in cem_layers(model).items():
+        for n, sublayer in layers:
             for use, inputs in enumerate(uses[sublayer], 1):
                 name = f'{kind} {n}, use {use}' if len(uses[sublayer]) > 1 else f'{kind} {n}'
                 found.append((name, *measure_steps(sublayer, inputs, steps)))
@@ -390,7 +390,11 @@ def report_energies(run: 'Evaluated') -> Report:
         axes.set(xlabel='step', ylabel='energy minus that at step 0')
         axes.legend(fontsize=7)
     header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    return Report(run.subject, f'{markdown_table(header, rows)}\n\n{DESCENT}', figure,
+    text = f'{markdown_table(header, rows)}\n\n{DESCENT}'
+    for name, error in step_errors(run.model).items():
+        text += (f'\n{name}: in a small layer with random weights and no P, a step differs from '
+                 f'minus the gradient by {error:.1g} of its norm')
+    return Report(run.subject, text, figure,
                   picture_name('energies', run.path))
 
 
@@ -402,24 +406,21 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
     steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
 
-    def attend(attn: BaseAttention, own: Callable, q: Tensor, k: Tensor, *context: Any) -> tuple:
-        _, *others = context  # the values
+    def attend(attn: BaseAttention, own: Callable, q: Tensor, k: Tensor, v: Tensor,
+               *others: Any) -> tuple:
         steps[attn].append(attn.scores(q, k, *others).softmax(dim=-1)[0].cpu())
-        return own(q, k, *context)
+        return own(q, k, v, *others)
 
     # Run the model with a function before its attention that keeps the weights
-    plugged = [vars(block.attn).get('attend') for block in model.blocks]
     for block in model.blocks:
         block.attn.attend = partial(attend, block.attn, block.attn.attend)
     try:
         model.hidden(idx)
     finally:
-        for block, method in zip(model.blocks, plugged, strict=True):
+        for block in model.blocks:
             del block.attn.attend
-            if method is not None:
-                block.attn.attend = method
     # Divide all steps of each layer into its uses
-    uses = model.cfg.attn_reuse * model.cfg.loops
+    uses = model.cfg.attn_reuse
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
 
 
@@ -433,7 +434,7 @@ def report_attention(run: 'Evaluated') -> Report:
           f'expected 1 to {cfg.context_length - 1}')
     words = ['BOS', *(tokenizer.decode([i]) for i in ids[1:])]
     maps = attention_maps(model, torch.tensor([ids], device=model.embedding.device))
-    uses = cfg.attn_reuse * cfg.loops
+    uses = cfg.attn_reuse
     names = [f'layer {n}' + (f', use {use}' if uses > 1 else '')
              for n in range(1, cfg.n_layer + 1) for use in range(1, uses + 1)]
     # Draw one layer, or all
@@ -504,7 +505,7 @@ def read_run(folder: str) -> dict[str, Any]:
     if not os.path.isfile(f'{folder}/{WEIGHTS_FILE}'):
         return read_config(folder)
     state = read_export(folder)
-    return {'train': {}, 'model': state['model_config'], 'data': state['data'], 'code': in_use()}
+    return {'train': {}, 'model': state['model_config'], 'data': state['data']}
 
 
 def compare_runs(folders: Sequence[str]) -> Report:
@@ -513,7 +514,7 @@ def compare_runs(folders: Sequence[str]) -> Report:
     configs = [read_run(folder) for folder in folders]
     results, notes = compare_results(folders, configs)
     parts = [results]
-    different = differing_options(configs)
+    different = differing_options(folders, configs)
     if different:
         parts.append(markdown_table(['option', *folders], different))
     reasons = [name for name, *_ in different if name in MUST_AGREE]
@@ -532,7 +533,7 @@ def compare_runs(folders: Sequence[str]) -> Report:
 def compare_results(folders: Sequence[str],
                     configs: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     """Format the results of runs, which have these config.json. Return the table, and notes on
-    results that do not count and on edits of model.py in the middle of a run."""
+    results that do not count."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
              'test_bits_per_byte', 'seconds')
     rows, notes = [], []
@@ -551,9 +552,6 @@ def compare_results(folders: Sequence[str],
         rows.append([folder, *cells])
         if not config['train']:
             notes.append(f'{folder} is an export, without results: --text=FILE measures its loss.')
-        for edit in result.get('edits', []):
-            notes.append(f'{folder}: {short_list(edit["definitions"])} of model.py were edited '
-                         f'after step {edit["after_step"]:,}.')
     return markdown_table(['run', *names], rows), notes
 
 
@@ -574,17 +572,20 @@ def plot_training_losses(folders: Sequence[str]) -> Figure:
     return figure
 
 
-def differing_options(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
+def differing_options(folders: Sequence[str],
+                      configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the options in which runs with these config.json differ, each with its value in every
     run. The checksums of the data, and the text of model.py, count as options."""
     # Collect the options of each run
-    all_options = []
-    for config in configs:
-        options = config['train'] | with_defaults(config['model'])
+    all_options, texts = [], {}
+    for folder, config in zip(folders, configs, strict=True):
+        options = config['train'] | vars(saved_config(config['model']))
         for name in CHECKSUMS:
             options[name] = config.get('data', {}).get(name)
-        edited = differing(config.get('code', {}), in_use())
-        options['model.py'] = f'another: {short_list(edited)}' if edited else 'this one'
+        # Name each text of model.py by the first folder that has it: diff shows the difference
+        path = Path(folder, 'model.py')  # an export of a plain Llama has none
+        if path.exists():
+            options['model.py'] = texts.setdefault(path.read_bytes(), str(path))
         all_options.append(options)
     # Compare those that all have: an older run lacks some
     different = []
@@ -610,8 +611,6 @@ class Evaluated:
         self.models = {self.path: self.model}
         if isinstance(cfg.copying, str):
             self.load_beside(cfg.copying)
-        for model in self.models.values():
-            plug_in(model)
 
     def load_beside(self, path: str) -> None:
         """Load another run, whose tokens must be the same."""
@@ -619,9 +618,7 @@ class Evaluated:
         check(not same_model(other, self.model), f'copying={path} has the weights of {self.path}: '
               'expected another run, or --copying alone')
         tokenizer = {name: self.state['data'][name] for name in TOKENIZER_KEYS}
-        check_match(path, (state['data'], tokenizer),
-                    remedy=f'the tokens of {self.path} and of {path} are others, whose losses '
-                    'cannot be set side by side')
+        check_data(path, state['data'], tokenizer)  # losses of other tokens cannot be compared
         length, own_length = other.cfg.context_length, self.model.cfg.context_length
         check(length == own_length, f'copying={path} has a context of {length} tokens, and '
               f'{self.path} one of {own_length}: expected the same')
@@ -693,7 +690,7 @@ def main(argv: list[str]) -> None:
         check(not others, f'--compare takes folders and a --text alone, and not {others}')
         return show(compare_on_text(cfg) if cfg.text else compare_runs(cfg.compare))
     run = Evaluated(cfg)
-    check(bool(cem_kinds(run.model)) or not (cfg.steps or cfg.energies),
+    check(bool(cem_layers(run.model)) or not (cfg.steps or cfg.energies),
           f'{run.path} is all Llama: steps and energies are those of CEM sublayers')
     for report in choose_reports(cfg, on_text=bool(on)):
         show(report(run))

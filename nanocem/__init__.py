@@ -7,12 +7,11 @@ Text becomes tokens
     tokenizers.py          Turn text into ids and back: by bytes, gpt2 or SentencePiece.
     prepare.py             Divide documents among splits, and write shards of their tokens.
     data.py                Read shards as sequences, and say which of them each batch holds.
-A model gets faster functions
+A model meets a machine
     hardware.py            Find the device, know its peak speed, and compile a model for it.
-    triton_attention.py    Attend on a GPU by kernels that keep no scores at all.
-    loss.py                Compute the loss in parts, and measure losses.
-    same.py                Ask whether outputs, the text of model.py and values are the same.
-    fast.py                Choose what is faster than model.py's lines, and plug it into a model.
+    triton_attention.py    Attend on a GPU by kernels, where they give what model.py's lines give.
+    same.py                Ask by numbers: does a model give what it gave, see no later token?
+    loss.py                Sum losses as they are measured.
     flops.py               Count the FLOPs that a token of training takes.
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.

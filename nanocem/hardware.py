@@ -42,15 +42,18 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     return math.nan
 
 
-def compile_for(device: torch.device, model: Any, attention: str) -> Any:
+def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:
     """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
-    compilation serves all. `attention` is the name that fast.plug_in returns."""
+    compilation serves all. `by_kernels` says whether it attends by triton_attention.py."""
     # Let a later run reuse the traced graph, though it holds the loss's own backward pass
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if device.type == 'cuda':
+        # Make RoPE's table on the GPU now: in the graph each kernel would compute cos and sin
+        model.positions(torch.empty(1, model.cfg.context_length, 0, device=device))
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
-        keep_bias = not (model.cfg.has_bias() and attention == 'sdpa')
+        keep_bias = (by_kernels or not model.cfg.has_bias()
+                     or model.blocks[0].attn.whole_gradient)
         torch._functorch.config.ban_recompute_materialized_backward = keep_bias
         torch._functorch.config.ban_recompute_used_far_apart = keep_bias
         # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.

@@ -18,9 +18,7 @@ from model import ModelConfig, Transformer, make_positions
 from nanocem import hub
 from nanocem.documents import Reading
 from nanocem.errors import UserError
-from nanocem.fast import plug_in
 from nanocem.loss import NO_TARGET
-from nanocem.same import in_use
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from running import ROOT, edit_meta, write_data
 
@@ -54,7 +52,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
     config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg,
-              'data': {'val checksum': 1, 'test checksum': 1}, 'max_steps': 2, 'code': in_use()}
+              'data': {'val checksum': 1, 'test checksum': 1}, 'max_steps': 2}
     (folder / 'config.json').write_text(json.dumps(config))
     (folder / 'log.jsonl').write_text(
         '{"tokens": 1000, "loss": 5.0}\n{"val_loss": 4.2}\n{"event": "skipped", "loss": 9.0}\n'
@@ -96,23 +94,21 @@ def report(capsys: pytest.CaptureFixture) -> Report:
 # What is measured
 
 def test_each_use_of_a_sublayer_has_its_energies() -> None:
-    """Two loops of an MLP that is applied twice are four uses, each of the input that it gets."""
-    model = model_of(n_layer=1, mlp_reuse=2, loops=2)
+    """Attention that is applied twice has two uses, each of the input that it gets."""
+    model = model_of(n_layer=1, attn_reuse=2)
     x = torch.randint(257, (3, LENGTH))
     found = {name: energies for name, *_, energies in evaluate.descent(model, x)}
-    assert list(found) == [*(f'attn 1, use {n}' for n in (1, 2)),
-                           *(f'mlp 1, use {n}' for n in (1, 2, 3, 4))]
-    block, state = model.blocks[0], F.embedding(x, model.embedding)
+    assert list(found) == ['attn 1, use 1', 'attn 1, use 2', 'mlp 1']
+    attn, state = model.blocks[0].attn, F.embedding(x, model.embedding)
     for use in 1, 2:
-        h = block.attn.norm(state)
-        energy = float(block.attn.energy(h, h).mean())
-        assert found[f'attn 1, use {use}'][0] == pytest.approx(energy)
-        state = block(state, make_positions(model.cfg, state))
+        h = attn.norm(state)
+        assert found[f'attn 1, use {use}'][0] == pytest.approx(float(attn.energy(h, h).mean()))
+        state = attn(state, make_positions(model.cfg, state))
 
 
 @pytest.mark.parametrize('options', [
     dict(), dict(residual='normed'), dict(positions='rope'), dict(mlp_energy='sign_convex'),
-    dict(attn_reuse=2, loops=2), dict(kq_diag='per_head', exact_update=True)], ids=str)
+    dict(attn_reuse=4), dict(kq_diag='per_head', exact_update=True)], ids=str)
 def test_the_plain_layer_and_the_exact_update_descend(options: dict) -> None:
     model = model_of(**options, attn_step_size=1e-3, mlp_step_size=1e-3).double()
     for _, cosine, share, energies in evaluate.descent(model, torch.randint(257, (3, LENGTH)), 4):
@@ -129,10 +125,9 @@ def test_a_step_that_leaves_out_the_diagonal_is_not_the_gradient() -> None:
 
 @pytest.mark.parametrize(('options', 'steps', 'uses'), [
     (dict(kq_diag='shared', attn_steps=3), 3, 1), (dict(attn='llama', attn_reuse=3), 1, 3),
-    (dict(attn_reuse=2, loops=2), 2, 4)], ids=str)
+    (dict(attn_reuse=4), 2, 4)], ids=str)
 def test_attention_maps_are_the_weights_of_each_step(options: dict, steps: int, uses: int) -> None:
     model = model_of(**options)
-    plug_in(model, 'sdpa')
     idx = torch.randint(257, (1, 9))
     before = model(idx)[0]
     maps = evaluate.attention_maps(model, idx)
@@ -310,7 +305,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     (bpe / 'result.json').write_text(  # of a shorter run
         '{"test_loss": 1.5, "steps": 1, "tokens": 32}')
     text = evaluate.compare_runs(['out/run', 'out/bpe']).text
-    assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
+    assert '1.5' not in text and 'is that of 1 steps, and config.json asks for 2' in text
     (bpe / 'result.json').unlink()
     (bpe / 'log.jsonl').unlink()  # a run that has just begun
     assert len(evaluate.compare_runs(['out/run', 'out/bpe']).figure.axes[0].lines) == 2
@@ -388,7 +383,6 @@ def test_copying_beside_another_tokenizer_is_refused_for_that(place: Path) -> No
     with pytest.raises(SystemExit) as stop:
         evaluate.main(['--out_dir=out/run', '--copying=out/other', '--device=cpu'])
     assert 'the run in out/other has tokenizer=gpt2 (now byte)' in stop.value.code
-    assert 'losses cannot be set side by side' in stop.value.code
     assert 'init_from' not in stop.value.code
 
 
@@ -403,18 +397,9 @@ def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
 
 def test_a_run_of_another_model_py_is_named(place: Path) -> None:
     write_run(place / 'out/edited', Path('data'), model_of())
-    config = json.loads(Path('out/edited/config.json').read_text())
-    config['code']['CEMMLP.forward'] = 'another text'
-    Path('out/edited/config.json').write_text(json.dumps(config))
+    Path('out/edited/model.py').write_text('another text')
     rows = cells(evaluate.compare_runs(['out/run', 'out/edited']).text)
-    assert rows[2:] == [['model.py', 'this one', 'another: CEMMLP.forward']]
-
-
-def test_an_edit_in_the_middle_of_a_run_is_named(place: Path) -> None:
-    edits = [{'after_step': 1500, 'definitions': ['CEMMLP.forward', 'alibi_slopes']}]
-    Path('out/run/result.json').write_text(json.dumps({'steps': 2, 'tokens': 64, 'edits': edits}))
-    assert ('out/run: CEMMLP.forward, alibi_slopes of model.py were edited after step 1,500.'
-            in evaluate.compare_runs(['out/run']).text)
+    assert rows[2:] == [['model.py', 'out/run/model.py', 'out/edited/model.py']]
 
 
 def test_a_run_whose_name_looks_like_a_formula_is_drawn(place: Path) -> None:
