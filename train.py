@@ -19,7 +19,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -29,27 +28,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, in_range, read_options
+from configurator import PathStr, build, check, command_line, in_range, read_options, warn
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.data import TOKENIZER_KEYS, BatchSampler, TokenDataset, evenly_spaced, read_meta
+from nanocem.data import (
+    TOKENIZER_KEYS,
+    BatchSampler,
+    TokenDataset,
+    evenly_spaced,
+    perplexity,
+    read_meta,
+    sum_losses,
+)
 from nanocem.documents import Reading
-from nanocem.errors import check, warn
 from nanocem.files import to_json, write_atomic
-from nanocem.flops import flops_per_token
-from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
-from nanocem.loss import perplexity, sum_losses
+from nanocem.hardware import (
+    compile_for,
+    find_device,
+    flops_per_token,
+    keep_freed_memory,
+    peak_flops,
+)
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
-from nanocem.process import check_launcher, note_signals, process_of_a_run
+from nanocem.process import check_launcher, note_signals, process_of_a_run, progress_bar
 from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_broken_laws
-from nanocem.sampling import sample_text
 from nanocem.sources import is_pipe, keep_piped
-from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
+from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
 from nanocem.triton_attention import use_kernels
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
@@ -100,7 +108,7 @@ class TrainConfig:
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
     kernels: bool = True  # attend by Triton kernels on a GPU that runs them (docs/speed.md)
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
-    tensorboard: bool = True  # write TensorBoard events beside log.jsonl
+    tensorboard: bool = True  # write TensorBoard events beside log.jsonl if it is installed
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
 
     def __post_init__(self) -> None:
@@ -111,8 +119,6 @@ class TrainConfig:
         in_range(self, 0, 0.9999, 'warmup beta1 beta2')
         in_range(self, 0, 1, 'final_lr')
         in_range(self, 0, 2**63 - 1, 'seed')
-        check(not self.tensorboard or bool(find_spec('tensorboard')),
-              'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
         check(not self.tokenizer or bool(self.text), 'tokenizer is for --text=FILE: data has its '
               'own')
         Reading.of(self).check_text(self.text)
@@ -274,8 +280,8 @@ def main(argv: list[str]) -> int:
           f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
           f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}'
           f'{attending}{compiling}{resuming}', flush=True)
-    bar = tqdm(total=max_steps, initial=step, unit='step', leave=False,
-               disable=rank > 0 or None)  # None: unless stderr is a terminal
+    bar = progress_bar(total=max_steps, initial=step, unit='step', leave=False,
+                       disable=rank > 0 or None)  # None: unless stderr is a terminal
 
     def checkpoint(name: str) -> bool:
         """Write the current state to a file in the run's folder, in rank 0 alone. Return False if

@@ -4,24 +4,19 @@ What scripts share, and no reader of the paper must open, in the order in which 
 Text becomes tokens
     sources.py             Find the files of an input, and say what each of them is.
     documents.py           Read the documents of a file one by one.
-    tokenizers.py          Turn text into ids and back: by bytes, gpt2 or SentencePiece.
+    tokenizers.py          Turn text into ids and back, a prompt into text, a text into sequences.
     prepare.py             Divide documents among splits, and write shards of their tokens.
-    data.py                Read shards as sequences, and say which of them each batch holds.
+    data.py                Read shards as sequences, say which each batch holds, and measure losses.
 A model meets a machine
-    hardware.py            Find the device, know its peak speed, and compile a model for it.
+    hardware.py            Find the device, count the FLOPs of training, and compile a model.
     triton_attention.py    Attend on a GPU by kernels, where they give what model.py's lines give.
-    same.py                Ask by numbers: does a model give what it gave, see no later token?
-    loss.py                Sum losses as they are measured.
-    flops.py               Count the FLOPs that a token of training takes.
+    same.py                Ask by numbers: does a model compute what it should?
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
-    errors.py              Say in one line what a user can mend.
     process.py             Survive a console that goes away, and note signals that ask to stop.
-    files.py               Write files completely or not at all, and JSON.
-    report.py              Read and format what was measured: CSVs and tables.
+    files.py               Write files completely or not at all: JSON, CSV, tables, pictures.
     runs.py                Keep a run's options, checkpoints and log in its folder.
 It is used
-    sampling.py            Continue a prompt: encode it, generate ids, and decode them.
     hub.py                 Write a model as a folder that transformers loads, and read one as a run.
     hub_tokenizer.py       Give such a folder its tokenizer and its README.md.
     page.py                Write a model as one HTML file: page.html with weights in it.

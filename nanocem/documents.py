@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from nanocem.errors import check, fail
+from configurator import check, fail
 
 # Files in which each row is a document
 ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')
@@ -255,12 +255,17 @@ def check_row(value: Any, column: str, place: str) -> str | None:
 @contextlib.contextmanager
 def unpacked(path: str) -> Iterator[io.BufferedReader]:
     """Open a file as bytes, unpacked if it is packed. pyarrow opens no path that is not UTF-8."""
-    from pyarrow import input_stream
-    with reading_errors(path), open(path, 'rb') as file:
-        packed = packed_by(file.read(4))
-        file.seek(0)
-        with input_stream(file, compression=packed) as stream:
-            yield io.BufferedReader(stream, 1 << 20)
+    try:
+        with open(path, 'rb') as file:
+            packed = packed_by(file.peek(4)[:4])
+            if not packed:
+                yield file
+                return
+            from pyarrow import input_stream
+            with reading_errors(path), input_stream(file, compression=packed) as stream:
+                yield io.BufferedReader(stream, 1 << 20)
+    except OSError as error:
+        fail(f'{path}: {error}')
 
 
 def packed_by(head: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""The device: find it, know its peak speed, compile a model for it, and keep its memory."""
+"""The device: find it, know its peak speed, count the FLOPs of training, compile a model for it."""
 import ctypes
 import math
 import platform
@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from nanocem.errors import check
+from configurator import check
 
 # FLOPs per second in dense bfloat16, from data sheets, by words of the GPU's name: the first counts
 DENSE_BF16 = {'A100': 312e12, 'H100 PCIe': 756e12, 'NVL': 835e12, 'H100': 989e12, 'H200': 989e12,
@@ -40,6 +42,30 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
             if re.search(rf'\b{known}\b', name):  # an RTX A1000 is no A100
                 return flops
     return math.nan
+
+
+def flops_per_token(model: Any) -> float:
+    """Count the FLOPs of training per token, at full context. A multiply-add counts as two, and a
+    backward pass as two forward passes. Keys after a query do not count, though some are computed.
+    NaN for a model.py of one's own that does not run on torch's meta device."""
+    try:
+        # Torch counts the products of a forward pass of n tokens: a n + b n^2 + c. The squares are
+        # attention's. Folding P into weights is the constant
+        two, three, four = (count_products(model, n) for n in (2, 3, 4))
+    except Exception:  # of any kind
+        return math.nan
+    b = (four - 2 * three + two) / 2
+    a = three - two - 5 * b
+    mean_context = (model.cfg.context_length + 1) / 2  # average number of keys up to the query
+    return 3 * (a + b * mean_context)
+
+
+def count_products(model: Any, n: int) -> int:
+    """Return the FLOPs of the matrix products of a forward pass of n tokens, without computing."""
+    with (torch.device('meta'), torch.enable_grad(), FlopCounterMode(display=False) as counter,
+          sdpa_kernel(SDPBackend.MATH)):  # the products in a fused attention are not counted
+        type(model)(model.cfg)(torch.zeros(1, n, dtype=torch.long))
+    return counter.get_total_flops()
 
 
 def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:

@@ -18,15 +18,20 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from filelock import FileLock
-from tqdm import tqdm
 
-from configurator import PathStr, in_range, set_if_none
+from configurator import PathStr, UserError, check, fail, in_range, set_if_none
 from nanocem import tokenizers
 from nanocem.data import FORMAT, checksums
 from nanocem.documents import Reading, read_documents
-from nanocem.errors import UserError, check, fail
-from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_atomic
-from nanocem.report import short_name
+from nanocem.files import (
+    fill_folder,
+    finish_folder,
+    other_files,
+    read_json,
+    short_name,
+    write_atomic,
+)
+from nanocem.process import progress_bar
 from nanocem.sources import HUB, Source, check_separator, find_source, keep_piped
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
@@ -423,7 +428,8 @@ def tokenize(o: PrepareConfig, parts: Iterator[Part], tokenizer: Any, writer: Wr
 
     train = writer.splits['train']
     lossless = True
-    with ThreadPoolExecutor() as pool, tqdm(unit=' tokens', unit_scale=True, disable=None) as bar:
+    with (ThreadPoolExecutor() as pool,
+          progress_bar(unit=' tokens', unit_scale=True, disable=None) as bar):
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
             encoded = list(pool.map(encode, batch))
             lossless &= tokenizers.keeps_text(tokenizer, encoded[0], batch[0].text)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configurator import warn
 from model import BLOCK, Cache
-from nanocem.errors import warn
 
 N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configurator import check, fail, warn
 from nanocem.documents import (
     BLOCK,
     LONGEST_ROW,
@@ -35,7 +36,6 @@ from nanocem.documents import (
     reading_errors,
     unpacked,
 )
-from nanocem.errors import check, fail, warn
 
 HUB = 'hf://datasets/'
 LIBRARY = sysconfig.get_paths()['stdlib']

@@ -50,8 +50,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configurator import warn
 from model import BaseAttention, Transformer, make_positions
-from nanocem.errors import warn
 
 try:
     import triton

@@ -20,11 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configurator import build, read_options
+from configurator import build, check, fail, read_options
 from model import SIZES, ModelConfig
-from nanocem.errors import check, fail
-from nanocem.files import read_json, read_json_lines
-from nanocem.report import read_csv
+from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.runs import MODEL_TEXT, load_model, read_result
 from train import MAX_SKIPPED, TrainConfig
 

@@ -26,12 +26,12 @@ import pytest
 from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
 import prepare_slimpajama
+from configurator import UserError
 from nanocem import documents as docs
 from nanocem import prepare as prep
 from nanocem import sources
 from nanocem.data import TokenDataset, read_meta
 from nanocem.documents import Reading
-from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
 from running import RESUME, ROOT, TINY, override, run_script, steps, write_data
 

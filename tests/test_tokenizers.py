@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configurator import UserError
 from nanocem import documents as reading
 from nanocem.documents import TextFile
-from nanocem.errors import UserError
 from nanocem.sources import read_text
 from nanocem.tokenizers import (
     ByteTokenizer,
