@@ -39,10 +39,10 @@ CHOICES = {
     'score_scale': ('head', 'model'), 'preconditioner': ('none', 'diag', 'diag_lowrank'),
     'residual': ('raw', 'normed'), 'exact_update': (False, True),
     'mlp_energy': ('gated', 'sign_convex'), 'mlp_match': ('dims', 'params'),
-    'key_shift': ('none', 'half'), 'match_bias': ('none', 'token', 'pair')}
+    'key_shift': ('none', 'half'), 'match_bias': ('none', 'token')}
 NUMBERS = {
     'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length', 'attn_steps',
-    'mlp_steps', 'attn_reuse', 'mlp_reuse', 'loops', 'attn_step_size', 'mlp_step_size', 'attn_rank',
+    'mlp_steps', 'attn_reuse', 'mlp_reuse', 'attn_step_size', 'mlp_step_size', 'attn_rank',
     'mlp_rank', 'rope_theta'}
 NOT_COMPUTED = {'size', 'init_std'}  # they name the shape, or begin the training
 
@@ -141,7 +141,6 @@ def pack_model(model: Transformer) -> dict[str, Any]:
     UserError if these are not finite."""
     rounded = Transformer(model.cfg).eval()
     rounded.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
-    # named_parameters lists a tied matrix once, by its first name
     weights = dict(rounded.named_parameters())
     bits = torch.cat([w.detach().bfloat16().view(torch.int16).flatten() for w in weights.values()])
     n_ids = min(model.cfg.context_length, max(6, PROBE_PRODUCTS // model.num_params()))

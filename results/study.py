@@ -23,13 +23,15 @@ from typing import Any
 from configurator import build, check, fail, read_options
 from model import SIZES, ModelConfig
 from nanocem.files import read_csv, read_json, read_json_lines
-from nanocem.runs import RECIPE, load_model, read_result, short_list
-from nanocem.same import differing, in_use
+from nanocem.runs import MODEL_TEXT, load_model, read_result
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = Path(__file__).resolve().parent
 FIRST = RESULTS / 'tokens'  # the first family's folder, which has the text and the sizes, too
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
+# Options, beside the budget, in which a run must be the one that its folder's name says
+RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1',
+          'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 Row = dict[str, str]  # of a CSV
 Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
@@ -256,10 +258,10 @@ def read_run(folder: str) -> tuple[Run, Result] | None:
     check(same and cfg == named_cfg, 'its config.json is that of another run')
 
     # Ask the weights about another text of model.py: if it computes the same, it is no other model
-    if edited := differing(config.get('code', in_use()), in_use()):
+    path = Path(folder, 'model.py')
+    if path.exists() and path.read_text(encoding='utf-8') != MODEL_TEXT:
         _, state = load_model(folder)
-        check(not state['change'],
-              f'{short_list(edited)} of model.py differ, and {state["change"]}')
+        check(not state['change'], f'model.py differs, and {state["change"]}')
 
     # Read the loss
     run = replace(run, data=name_data(run.size, train.data, config['data']))

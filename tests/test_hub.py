@@ -41,7 +41,7 @@ transformers = pytest.importorskip('transformers')
 LLAMA_MODEL = dict(attn='llama', mlp='llama')
 MODELS = [
     {}, dict(kq_diag='per_head', preconditioner='diag_lowrank', exact_update=True),
-    dict(attn='llama', tie='kv', loops=2), dict(mlp='llama', residual='normed', attn_reuse=2),
+    dict(attn='llama', tie='kv'), dict(mlp='llama', residual='normed', attn_reuse=2),
     dict(LLAMA_MODEL, positions='alibi', tie='both'), dict(LLAMA_MODEL, rope_theta=500.0)]
 FILES = {'README.md', 'config.json', 'generation_config.json', 'model.safetensors',
          'tokenizer.json', 'tokenizer_config.json'}
@@ -195,7 +195,7 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize('line, other', [
-    ('scale=1 / self.tau', 'scale=2 / self.tau'),
+    ('(q / self.tau) @ k.mT', '(2 * q / self.tau) @ k.mT'),
     ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)'),
     # An MLP that looks back, which a cache cannot
     ('g = gamma * F.silu(z)', 'g = gamma * F.silu(z + z.roll(1, 1))')])
@@ -417,7 +417,7 @@ OLD_LLAMA = {
     'num_attention_heads': 2, 'num_key_value_heads': 2, 'max_position_embeddings': 16,
     'rms_norm_eps': 1e-05, 'rope_theta': 500.0, 'tie_word_embeddings': False,
     'nanocem': {**OLD_SIZE, 'attn': 'llama', 'mlp': 'llama', 'tie': 'none', 'attn_steps': 1,
-                'mlp_steps': 1, 'attn_reuse': 1, 'mlp_reuse': 1, 'loops': 1, 'attn_step_size': 1.0,
+                'mlp_steps': 1, 'attn_reuse': 1, 'mlp_reuse': 1, 'attn_step_size': 1.0,
                 'mlp_step_size': 1.0, 'positions': 'rope', 'kq_diag': 'none',
                 'score_scale': 'head', 'preconditioner': 'none', 'attn_rank': 4, 'mlp_rank': 16,
                 'residual': 'raw', 'exact_update': False, 'mlp_energy': 'gated',
@@ -428,7 +428,7 @@ OLD_CEM = {
     'auto_map': {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                  'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'},
     **OLD_SIZE, 'attn': 'cem', 'mlp': 'cem', 'tie': 'none', 'attn_steps': 2, 'mlp_steps': 2,
-    'attn_reuse': 1, 'mlp_reuse': 1, 'loops': 1, 'attn_step_size': 0.5, 'mlp_step_size': 0.5,
+    'attn_reuse': 1, 'mlp_reuse': 1, 'attn_step_size': 0.5, 'mlp_step_size': 0.5,
     'positions': 'alibi', 'kq_diag': 'none', 'score_scale': 'model', 'preconditioner': 'none',
     'attn_rank': 4, 'mlp_rank': 16, 'residual': 'raw', 'exact_update': False,
     'mlp_energy': 'gated', 'mlp_match': 'dims', 'init_std': 0.13856406460551018,

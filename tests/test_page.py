@@ -99,16 +99,16 @@ MODELS = [
     dict(kq_diag='shared', exact_update=True, positions='rope', preconditioner='diag'),
     dict(preconditioner='diag_lowrank', residual='normed', attn_steps=2, mlp_steps=2),
     dict(mlp_energy='sign_convex', mlp_match='params', mlp_steps=2, score_scale='head'),
-    dict(loops=2, attn_reuse=2, mlp_reuse=3),
+    dict(attn_reuse=2, mlp_reuse=3),
     dict(n_head=12, mlp='llama', attn_steps=2),
     dict(attn='llama', mlp='llama'),
     dict(attn='llama', mlp='llama', positions='alibi', tie='both'),
     dict(attn='llama', mlp='cem', tie='kv', mlp_steps=2),
     dict(attn='llama', mlp='llama', tie='qo', attn_reuse=2),
     dict(key_shift='half', match_bias='token', attn_steps=2),
-    dict(key_shift='half', match_bias='pair', positions='rope', kq_diag='per_head', attn_steps=2,
+    dict(key_shift='half', match_bias='token', positions='rope', kq_diag='per_head', attn_steps=2,
          exact_update=True),
-    dict(attn='llama', mlp='llama', tie='kv', key_shift='half', match_bias='pair'),
+    dict(attn='llama', mlp='llama', tie='kv', key_shift='half', match_bias='token'),
 ]
 
 
@@ -145,7 +145,7 @@ def test_other_steps_are_set_steps() -> None:
 @pytest.mark.parametrize('n', [1, 9, 25])
 def test_the_page_continues_a_text_as_generate_does(n: int) -> None:
     """Across the end of the context, and with a prompt that is longer than it."""
-    model = make_model(kq_diag='shared', key_shift='half', match_bias='pair')
+    model = make_model(kq_diag='shared', key_shift='half', match_bias='token')
     ids = torch.randint(257, (n,), generator=torch.Generator().manual_seed(n)).tolist()
     found = run(page.make_page(model, STATE), f'''(() => {{
         const text = new Text(model, {ids});

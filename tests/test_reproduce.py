@@ -43,7 +43,7 @@ def test_options_are_those_of_the_published_runs() -> None:
         with torch.device('meta'):
             parameters = Transformer(cfg).num_params()
         assert int(row.get('parameters', parameters)) == parameters, model
-        special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1 or cfg.loops > 1
+        special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1
         assert (STUDY.models[model]['mlp'] != 'plain') == special, model
     assert get_args(reproduce.FigureName) == (*FIGURES, 'all')
     for figure, size in itertools.product(FIGURES, ('nano', 'XS', '86m', '256m')):
