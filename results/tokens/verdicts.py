@@ -285,8 +285,8 @@ def find_word(claim: Row, effects: list[Effect], tables: Tables) -> str:
 
 def verdict_table(verdicts: list[Verdict]) -> str:
     """Format the verdicts, beside the expected effects if verdicts.csv has them."""
-    columns = [name for name in ('id', 'claim', 'A', 'B', 'kind', 'expected_S', 'expected_M')
-               if name in verdicts[0][0]]
+    names = 'id', 'claim', 'question', 'A', 'B', 'kind', 'expected_S', 'expected_M'
+    columns = [name for name in names if name in verdicts[0][0]]
     rows = [[*map(claim.get, columns), '; '.join(map(str, effects)), word]
             for claim, effects, word in verdicts]
     return markdown_table([*columns, 'A over B', 'verdict'], rows)
