@@ -46,7 +46,7 @@ def ties_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
             kinds[row['model']] = 'CEM MLP' if row['noise'] == 'CEM MLP' else 'no CEM MLP'
     runs = [run for run in counting_runs(*STUDIES) if not run['variant']]
     y = losses_by_size(runs)
-    noise = noise_by_kind([y[size] for size in 'SM'], kinds)
+    noise = noise_by_kind([y[size] for size in 'SM' if size in y], kinds)
     return {('perplexity', size): Table(losses, noise) for size, losses in y.items()}
 
 
