@@ -2,14 +2,13 @@
 import json
 import random
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import microcem
+from browser import javascript
 from running import ROOT
 
 PAGE = (ROOT / 'docs/train.html').read_text('utf-8')
@@ -19,15 +18,9 @@ STEPS = 10
 
 
 def run(expression: str, **values: Any) -> Any:
-    """Evaluate an expression in the page's mathematics, in node or quickjs."""
+    """Evaluate an expression in the page's mathematics."""
     given = ''.join(f'const {name} = {json.dumps(value)};\n' for name, value in values.items())
-    code = f'{MATHEMATICS}\n{given}\nconst answer = JSON.stringify({expression});\n'
-    if node := shutil.which('node'):
-        done = subprocess.run([node, '-'], input=f'{code}console.log(answer)', text=True,
-                              capture_output=True, check=True)
-        return json.loads(done.stdout)
-    quickjs = pytest.importorskip('quickjs', reason='there is neither node nor quickjs here')
-    return json.loads(quickjs.Context().eval(f'{code}answer'))
+    return javascript(f'{MATHEMATICS}\n{given}', expression)
 
 
 def name_of(name: str | tuple) -> str:
