@@ -40,7 +40,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import PathStr, build, command_line, in_range, read_options
 from model import BaseAttention, ModelConfig, Transformer
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.documents import Reading
+from nanocem.documents import READING, Reading, text_documents
 from nanocem.errors import UserError, check
 from nanocem.fast import plug_in
 from nanocem.files import read_json_lines
@@ -57,7 +57,6 @@ from nanocem.runs import (
     with_defaults,
 )
 from nanocem.same import differing, in_use
-from nanocem.sources import text_documents
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes, tokenizer_of
 
 TOKENS_AT_ONCE = 2048  # in a forward pass: more need much memory for float32 logits
@@ -76,17 +75,13 @@ lowered: the share of tokens whose energy the first step lowers"""
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Reading):
     """A model, the text that it is evaluated on, and what to report."""
     EXCLUSIVE = (('text', 'data'),)
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
-    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
-    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
-    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
-    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest, attention: the last
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
@@ -97,9 +92,10 @@ class EvaluateConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_range(self, 1, 10**15, 'tokens layer')
         check(self.layer is None or self.attention is not None, 'layer is for --attention=TEXT')
-        Reading.of(self).check_text(self.text)
+        self.check_text(self.text)
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
         check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
         self.compare = tuple(map(os.path.expanduser, self.compare))
@@ -644,7 +640,7 @@ class Evaluated:
         length = self.model.cfg.context_length
         if self.cfg.text:
             return read_text_sequences(self.cfg.text, self.tokenizer, length, self.data_dir,
-                                       Reading.of(self.cfg))
+                                       self.cfg)
         return read_shards(self.cfg, self.state, self.data_dir, self.tokenizer, length)
 
 
@@ -688,7 +684,7 @@ def main(argv: list[str]) -> None:
     check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
     check(not (cfg.copying and cfg.steps), 'copying is measured with T as trained: no steps')
     if cfg.compare:
-        allowed = {'compare', 'text', 'device', *Reading._fields}
+        allowed = {'compare', 'text', 'device', *READING}
         others = ', '.join(name for name in given if name not in allowed)
         check(not others, f'--compare takes folders and a --text alone, and not {others}')
         return show(compare_on_text(cfg) if cfg.text else compare_runs(cfg.compare))

@@ -20,11 +20,11 @@ from configurator import (
     read_options,
     user_errors,
 )
+from nanocem.documents import TextFile
 from nanocem.errors import check, warn
 from nanocem.fast import may_use_cache, plug_in
 from nanocem.runs import load_model, newest_run
 from nanocem.sampling import sample_text
-from nanocem.sources import read_text
 from nanocem.tokenizers import tokenizer_of
 
 
@@ -57,7 +57,8 @@ def main(argv: list[str]) -> None:
     # Read the options and the prompt
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt_file:
-        cfg.prompt = read_text(cfg.prompt_file)
+        file = '/dev/stdin' if cfg.prompt_file == '-' else cfg.prompt_file
+        cfg.prompt = ''.join(TextFile(file))
     # Load the model, and set its numbers of gradient steps
     model, checkpoint = load_model(cfg.out_dir or newest_run(), cfg.device)
     plug_in(model)

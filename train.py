@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -37,7 +36,7 @@ from configurator import PathStr, build, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
-from nanocem.documents import Reading
+from nanocem.documents import READING, Reading, keep_piped
 from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
@@ -49,7 +48,6 @@ from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run
 from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep, warn_if_not_causal
 from nanocem.sampling import sample_text
-from nanocem.sources import is_pipe, keep_piped
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
@@ -59,21 +57,16 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Reading):
     """The run. The defaults are the paper's recipe (Table 2)."""
     # configurator.py says what these three mean
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer', *Reading._fields),)  # those of an earlier text
+    RESETS = (('data', 'tokenizer', *READING),)  # those of an earlier text
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
              'learning_rate', 'device', 'compile')
     data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
-    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
-    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
-    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
-    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
-    splits: Literal['names', 'none'] = 'names'  # for --text: files may be named after val and test
     out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
     init_from: PathStr = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
@@ -105,6 +98,7 @@ class TrainConfig:
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_range(self, 1, 10**15, 'batch_size micro_batch_size tokens eval_tokens test_tokens')
         in_range(self, 1, 10**15, 'eval_interval log_interval checkpoint_interval stop_step')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip')
@@ -116,7 +110,7 @@ class TrainConfig:
               'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
         check(not self.tokenizer or bool(self.text), 'tokenizer is for --text=FILE: data has its '
               'own')
-        Reading.of(self).check_text(self.text)
+        self.check_text(self.text)
 
 
 def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
@@ -144,9 +138,9 @@ def main(argv: list[str]) -> int:
     # resume adds its config.json and last checkpoint, and other weights are `pretrained`
     given = read_options(argv, TrainConfig, ModelConfig)
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
-        check(world_size == 1 or not is_pipe(given['text']), 'a pipe is read by one process: '
+        check(world_size == 1 or given['text'] != '-', 'a pipe is read by one process: '
               'prepare_slimpajama.py --input=- makes a data folder for more')
-        given['text'] = keep_piped(given['text'], Reading.of(SimpleNamespace(**given)))
+        given['text'] = keep_piped(given['text'])
     start = runs.start_from(given, rank, TrainConfig)
     cfg = build(TrainConfig, start.options)
     resume = start.config is not None
@@ -164,7 +158,7 @@ def main(argv: list[str]) -> int:
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
         data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, start.state or start.pretrained,
-                             Reading.of(cfg))
+                             cfg)
     meta = read_meta(data_dir)
     if start.pretrained:
         runs.check_match(cfg.init_from, (start.pretrained['data'], meta))  # the tokenizer

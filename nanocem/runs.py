@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 import model as model_py
 from configurator import merge
 from model import ModelConfig, Transformer
-from nanocem.documents import Reading
+from nanocem.documents import READING
 from nanocem.errors import UserError, check, fail, warn
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
@@ -82,7 +82,7 @@ def resume_from(out_dir: str, given: dict[str, Any], rank: int, train: type) -> 
     if all(texts) and os.path.abspath(texts[0]) == os.path.abspath(texts[1]):  # b.txt is ./b.txt
         given = given | {'text': saved['text']}
     given = given | {'init_from': saved['init_from']}  # where the run itself started
-    fixed = ('text', 'tokenizer', *Reading._fields)
+    fixed = ('text', 'tokenizer', *READING)
     options = override(saved, given, fixed, out_dir, train)
     # Lock it first: the process that trains there may be about to write a checkpoint
     lock = None
