@@ -29,8 +29,13 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import build, command_line, in_range, read_options, set_if_none
 from model import SIZES, ModelConfig, Transformer
 from nanocem.fast import plug_in
-from nanocem.flops import flops_per_token
-from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
+from nanocem.hardware import (
+    compile_for,
+    find_device,
+    flops_per_token,
+    keep_freed_memory,
+    peak_flops,
+)
 
 # The config files of each model. The defaults are all-CEM, one step
 MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py'],

@@ -1,5 +1,6 @@
 """
-Options of every script, as in nanoGPT but typed: python SCRIPT.py config/FILE.py --key=value.
+Options of every script, as in nanoGPT but typed: python SCRIPT.py config/FILE.py --key=value. And
+the errors that a user can fix, each of which ends a script with one line.
 
 A dataclass declares a script's options: the name, type and default of each. The comment at the end
 of its line is its --help text. Later config files override earlier ones, and flags override files.
@@ -25,9 +26,8 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
-
-from nanocem.errors import UserError, check, fail
 
 # The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
 PathStr = Annotated[str, 'path']
@@ -44,9 +44,39 @@ WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: '
          PathStr: 'a name or path'}
 
 
+# Errors
+
+class UserError(ValueError):
+    """An error that the user can fix: it ends a script with one line."""
+
+
+def fail(message: str) -> NoReturn:
+    raise UserError(message)
+
+
+def check(ok: bool, message: str) -> None:
+    if not ok:
+        fail(message)
+
+
+def warn(message: str) -> None:
+    """Print a warning on stderr: what a script prints on stdout has none."""
+    print(f'Warning: {message}', file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise the ValueErrors of model.py, which knows no UserError, as UserErrors."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """Decorate a script's main: UserError, OSError (a missing file, a full disk) or Ctrl-C ends it
-    with one line on stderr and exit code 1."""
+    """Decorate a script's main: UserError, OSError (a missing file, a full disk), Ctrl-C or a
+    package of requirements.txt that is not there ends it with one line on stderr and exit code 1.
+    """
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
@@ -58,6 +88,11 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
             message = str(error).replace('\n', ' ')
         except KeyboardInterrupt:
             message = 'stopped'
+        except ModuleNotFoundError as error:
+            needed = Path(__file__).with_name('requirements.txt').read_text(encoding='utf-8')
+            if f'\n{error.name}==' not in needed:
+                raise
+            message = f'this needs {error.name}: pip install {error.name}'
         except RuntimeError as error:
             # torch has OutOfMemoryError for a GPU, and these words for a CPU
             if type(error).__name__ != 'OutOfMemoryError' and 'allocate memory' not in str(error):
@@ -66,6 +101,8 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
         sys.exit(f'{os.path.basename(sys.argv[0])}: {message}')
     return run
 
+
+# Options
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
     """Read config files in their order, then --key=value flags. Later ones override earlier ones,
@@ -261,12 +298,3 @@ def build(cls: type, given: dict[str, Any]) -> Any:
     names = {field.name for field in dataclasses.fields(cls)}
     with user_errors():
         return cls(**{name: value for name, value in given.items() if name in names})
-
-
-@contextlib.contextmanager
-def user_errors() -> Iterator[None]:
-    """Raise the ValueErrors of model.py, which knows no UserError, as UserErrors."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from None

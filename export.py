@@ -19,8 +19,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, read_options
-from nanocem.errors import check
+from configurator import PathStr, build, check, command_line, read_options
 from nanocem.hub import export
 from nanocem.page import write_page
 from nanocem.runs import load_model, newest_run

@@ -15,17 +15,17 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import (
     PathStr,
     build,
+    check,
     command_line,
     in_range,
     read_options,
     user_errors,
+    warn,
 )
 from nanocem.documents import TextFile
-from nanocem.errors import check, warn
 from nanocem.fast import may_use_cache, plug_in
 from nanocem.runs import load_model, newest_run
-from nanocem.sampling import sample_text
-from nanocem.tokenizers import tokenizer_of
+from nanocem.tokenizers import sample_text, tokenizer_of
 
 
 @dataclass

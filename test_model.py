@@ -30,7 +30,7 @@ from model import (
     straight_through_sign,
 )
 from nanocem.fast import plug_in
-from nanocem.flops import flops_per_token
+from nanocem.hardware import flops_per_token
 
 TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_length=16)
 OPTIONS = dict(

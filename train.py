@@ -19,7 +19,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -28,27 +27,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, command_line, in_range, read_options
+from configurator import PathStr, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.data import BatchSampler, TokenDataset, evenly_spaced, read_meta
+from nanocem.data import (
+    BatchSampler,
+    TokenDataset,
+    evenly_spaced,
+    perplexity,
+    read_meta,
+    sum_losses,
+)
 from nanocem.documents import READING, Reading, keep_piped
-from nanocem.errors import check
 from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
-from nanocem.flops import flops_per_token
-from nanocem.hardware import compile_for, find_device, keep_freed_memory, peak_flops
-from nanocem.loss import perplexity, sum_losses
+from nanocem.hardware import (
+    compile_for,
+    find_device,
+    flops_per_token,
+    keep_freed_memory,
+    peak_flops,
+)
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
-from nanocem.process import check_launcher, note_signals, process_of_a_run
+from nanocem.process import check_launcher, note_signals, process_of_a_run, progress_bar
 from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep, warn_if_not_causal
-from nanocem.sampling import sample_text
-from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
+from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute
@@ -94,7 +101,7 @@ class TrainConfig(Reading):
     attn_impl: Literal['auto', 'sdpa', 'blockwise', 'triton'] = 'auto'  # docs/speed.md
     loss_impl: Literal['auto', 'whole', 'parts'] = 'auto'  # of many logits; auto: in parts
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
-    tensorboard: bool = True  # write TensorBoard events beside log.jsonl
+    tensorboard: bool = True  # write TensorBoard events beside log.jsonl if it is installed
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
 
     def __post_init__(self) -> None:
@@ -106,8 +113,6 @@ class TrainConfig(Reading):
         in_range(self, 0, 0.9999, 'warmup beta1 beta2')
         in_range(self, 0, 1, 'final_lr')
         in_range(self, 0, 2**63 - 1, 'seed')
-        check(not self.tensorboard or bool(find_spec('tensorboard')),
-              'tensorboard=True needs pip install tensorboard; --tensorboard=False goes without')
         check(not self.tokenizer or bool(self.text), 'tokenizer is for --text=FILE: data has its '
               'own')
         self.check_text(self.text)
@@ -273,8 +278,8 @@ def main(argv: list[str]) -> int:
           f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
           f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}, '
           f'{attention} attention{other}{compiling}{resuming}', flush=True)
-    bar = tqdm(total=max_steps, initial=step, unit='step', leave=False,
-               disable=rank > 0 or None)  # None: unless stderr is a terminal
+    bar = progress_bar(total=max_steps, initial=step, unit='step', leave=False,
+                       disable=rank > 0 or None)  # None: unless stderr is a terminal
 
     def checkpoint(name: str) -> bool:
         """Write the current state to a file in the run's folder, in rank 0 alone. Return False if

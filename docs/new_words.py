@@ -21,8 +21,8 @@ import torch
 
 from configurator import command_line
 from model import Transformer
+from nanocem.files import markdown_table
 from nanocem.page import COPYING
-from nanocem.report import markdown_table
 from nanocem.runs import load_model
 from nanocem.tokenizers import tokenizer_of
 

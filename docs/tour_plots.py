@@ -205,7 +205,7 @@ def draw_attention(words: list[str], heads: dict[str, tuple[Tensor, Tensor]]) ->
 
 
 def draw_copying(perplexities: dict[str, dict[str, float]]) -> None:
-    """Draw each model's perplexities of the kinds of targets that evaluate.copying returns."""
+    """Draw each model's perplexities of the kinds of targets that results/copying.py measures."""
     names = {'repeated': 'its pair\nstood earlier', 'other': 'all other\ntokens',
              'first': 'a text,\nread once', 'second': 'the same,\nread again'}
     _, axes = plt.subplots(figsize=(8, 3), layout='constrained')

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanocem.errors import UserError, check, fail, warn
+from configurator import UserError, check, fail, warn
 
 HUB = 'hf://datasets/'
 LIBRARY = sysconfig.get_paths()['stdlib']
@@ -441,8 +441,8 @@ def fail_to_read(place: str, error: Exception) -> None:
     if isinstance(error, UserError):
         raise error
     if isinstance(error, UnicodeDecodeError):
-        fail(f'{place}: byte {error.object[error.start]:#x} is not {error.encoding} '
-             f'({error.reason}). --encoding=NAME, such as cp1252, reads what is not UTF-8')
+        fail(f'{place}: not {error.encoding.upper()} at a byte {error.object[error.start]:#x} '
+             f'({error.reason}). --encoding=NAME, such as cp1252, names another')
     if isinstance(error, json.JSONDecodeError):
         fail(f'{place}: no JSON ({error.msg}); expected {{"text": "..."}}. --suffixes of the other '
              'files leave it out')

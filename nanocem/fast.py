@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configurator import warn
 from model import BaseAttention, Transformer, make_positions
-from nanocem.errors import warn
-from nanocem.loss import NO_TARGET, LinearCrossEntropy, cross_entropy
+from nanocem.data import NO_TARGET
+from nanocem.loss import LinearCrossEntropy, cross_entropy
 from nanocem.same import DEFINITIONS, find_edits
 
 Results = dict[str, Tensor]  # by name

@@ -7,13 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
-from configurator import build
+from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer, options_without_part
-from nanocem.errors import check, fail, warn
 from nanocem.fast import is_known_llama, may_use_cache
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
@@ -89,6 +86,7 @@ def check_file(model: Transformer, state: dict[str, Any], what: str) -> None:
 
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
     """Write all files of an export."""
+    from safetensors.torch import save
     cfg, plain = model.cfg, is_plain_llama(model)
     # Write the weights. named_parameters lists a tied matrix once, by its first name
     weights = {exported_name(name, plain): convert_layout(name, w.detach().to(dtype), plain)
@@ -147,6 +145,8 @@ def saved_config(saved: dict[str, Any]) -> ModelConfig:
 def read_export(folder: str) -> dict[str, Any]:
     """Read an export, or what transformers' save_pretrained made of it, as a checkpoint with
     weights in float32. UserError if config.json does not describe the weights."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
     path = f'{folder}/config.json'
     config = read_json(path) or {}
     kind = config.get('model_type')

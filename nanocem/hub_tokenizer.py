@@ -3,7 +3,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanocem.errors import warn
+from configurator import warn
 from nanocem.files import write_json
 from nanocem.tokenizers import MODEL_FILE, UNCONVERTED_FILE
 

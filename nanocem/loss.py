@@ -1,21 +1,21 @@
 """
-The loss: of training, in parts where there are many logits, and as it is measured.
+The loss of training, in parts where there are many logits.
 
 F.linear_cross_entropy of torch 2.13 has parts, too, and in float32 the same speed, but autocast
 does not reach it, and a loss that it computes in bfloat16 is rounded to bfloat16.
 """
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocem.data import NO_TARGET
+
 # The loss of many logits is computed in parts, which have at most this many logits
 LOGITS_AT_ONCE = 2 ** 26  # on a GPU
 LOGITS_IN_CACHE = 2 ** 20  # on a CPU: they fit into its cache
 ROW_TILE = 128  # a part's rows are a multiple of this: whole tiles of a matrix product
-NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
 
 
 def cross_entropy(x: Tensor, W: Tensor, targets: Tensor) -> Tensor:
@@ -83,28 +83,3 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dW, n = ctx.saved_tensors
         grad = grad / n.clamp(min=1)
         return grad * dx, grad * dW, None, None, None
-
-
-# Losses that are measured
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss in nats of each target (B, J) of logits (B, J, vocabulary): (B, J), float64,
-    on the CPU. It is 0 for targets of -100."""
-    # Compute a sequence at a time: float32 logits take much memory
-    return torch.stack([
-        F.cross_entropy(row.float(), y, reduction='none', ignore_index=NO_TARGET)
-        for row, y in zip(logits, targets, strict=True)]).cpu().double()
-
-
-def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
-    """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
-    loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
-    Targets of -100 count in none."""
-    losses = token_losses(logits, targets)
-    n_targets = (targets != NO_TARGET).sum().cpu()
-    return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss); infinity from a loss of 50 on, which only a diverged model has."""
-    return math.inf if loss >= 50 else math.exp(loss)  # NaN stays NaN

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from configurator import check, fail
 from model import ModelConfig, Transformer
-from nanocem.errors import check, fail
 from nanocem.files import write_atomic
 from nanocem.hub import check_file
 from nanocem.hub_tokenizer import convert_tokenizer

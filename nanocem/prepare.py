@@ -16,15 +16,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from filelock import FileLock
-from tqdm import tqdm
 
-from configurator import PathStr, in_range, set_if_none
+from configurator import PathStr, check, fail, in_range, set_if_none
 from nanocem import tokenizers
 from nanocem.data import FORMAT, checksums
 from nanocem.documents import BLOCK, HUB, Documents, Reading, Source, find_source, state_of
-from nanocem.errors import check, fail
-from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_atomic
-from nanocem.report import short_name
+from nanocem.files import (
+    fill_folder,
+    finish_folder,
+    other_files,
+    read_json,
+    short_name,
+    write_atomic,
+)
+from nanocem.process import progress_bar
 
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
@@ -385,7 +390,8 @@ def tokenize(o: PrepareConfig, parts: Iterator[Part], tokenizer: Any, writer: 'W
     gives the text back: the first text of each batch is decoded."""
     train = writer.splits['train']
     lossless = True
-    with ThreadPoolExecutor() as pool, tqdm(unit=' tokens', unit_scale=True, disable=None) as bar:
+    with (ThreadPoolExecutor() as pool,
+          progress_bar(unit=' tokens', unit_scale=True, disable=None) as bar):
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
             encoded = list(pool.map(lambda part: tokenizer.encode(part.text, part.begins), batch))
             lossless &= tokenizers.keeps_text(tokenizer, encoded[0], batch[0].text)

@@ -1,4 +1,4 @@
-"""The process of a run: a console that may go away, and signals that ask a run to stop."""
+"""The process of a run: its progress, a console that may go away, and signals that ask to stop."""
 import contextlib
 import os
 import signal
@@ -7,30 +7,45 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanocem.errors import check
+from configurator import check
 
 # Ctrl-C, a closed terminal, and what batch systems send before a job's time is up
 STOP_SIGNALS = ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1', 'SIGUSR2', 'SIGXCPU', 'SIGPWR',
                 'SIGBREAK')
-# How many tasks srun, Open MPI, MPICH and Intel MPI, and MVAPICH say that they have started
-TASKS = ('SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE', 'MV2_COMM_WORLD_SIZE')
 
 
 def check_launcher(env: Mapping[str, str]) -> None:
-    """UserError if a launcher other than torchrun has started several tasks, each of which would
-    train the whole run."""
-    counts = {name: int(env[name]) for name in TASKS if name in env}
-    if 'SLURM_STEP_ID' in env and TASKS[0] not in env:
-        counts['SLURM_NTASKS'] = int(env.get('SLURM_NTASKS', 1))
-    # srun --pty gives its terminal to the first task, and the others end at once
-    if 'SLURM_PTY_PORT' in env and env.get('SLURM_PROCID', '0') == '0':
-        counts = {name: n for name, n in counts.items() if not name.startswith('SLURM')}
-    # torchrun's own count of the machines, on each of which a launcher may start one torchrun
-    connected = int(env.get('GROUP_WORLD_SIZE', env.get('WORLD_SIZE', 1)))
-    for name, tasks in counts.items():
+    """UserError if srun or mpirun has started more tasks than torchrun has connected machines:
+    each task would train the whole run."""
+    connected = int(env.get('GROUP_WORLD_SIZE') or env.get('WORLD_SIZE') or 1)
+    for name in ('SLURM_STEP_NUM_TASKS', 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE'):
+        tasks = int(env.get(name) or 1)
         check(tasks <= connected, f'{name}={tasks}: a launcher has started {tasks} tasks, and each '
               'would train the whole run: start one torchrun on each machine, as docs/slurm.sh '
               f'does; in a shell that is the only task, unset {name}')
+
+
+class NoBar:
+    """A progress bar that shows nothing, where tqdm is not installed."""
+    disable = True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values, **options: None
+
+    def __enter__(self) -> 'NoBar':
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def progress_bar(**options: Any) -> Any:
+    """Return tqdm's progress bar with these options if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return NoBar()
+    return tqdm(**options)
 
 
 class Console:

@@ -15,10 +15,9 @@ import torch
 from filelock import FileLock, Timeout
 
 import model as model_py
-from configurator import merge
+from configurator import UserError, check, fail, merge, warn
 from model import ModelConfig, Transformer
 from nanocem.documents import READING
-from nanocem.errors import UserError, check, fail, warn
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config, with_a_part
@@ -404,8 +403,9 @@ class Log:
             lines = [line for line in read_json_lines(self.path) if line['step'] <= step]
             write_atomic(self.path, b''.join(to_json(line) + b'\n' for line in lines))
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            self.writer = SummaryWriter(out_dir, purge_step=step + 1)
+            with contextlib.suppress(ImportError):  # it is not installed: there are no events
+                from torch.utils.tensorboard import SummaryWriter
+                self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
         """Write a line. Numbers go to TensorBoard as well."""

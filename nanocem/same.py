@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import model as model_py
-from nanocem.errors import warn
+from configurator import warn
 
 N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced

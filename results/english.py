@@ -29,8 +29,7 @@ sys.path.insert(0, str(ROOT))  # configurator.py is a folder above
 
 import pyarrow as pa
 
-from configurator import PathStr, build, command_line, read_options
-from nanocem.errors import check
+from configurator import PathStr, build, check, command_line, read_options
 from nanocem.files import write_atomic
 
 SHA256 = '29f3a618470f111e462eb4e6df9e21da3aacd93475123a10124acca56139ffbd'  # of the JSON lines

@@ -41,12 +41,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 from scipy.interpolate import Akima1DInterpolator
 
-from configurator import PathStr, build, command_line, read_options
+from configurator import PathStr, build, check, command_line, read_options
 from model import SIZES, Transformer
-from nanocem.errors import check
-from nanocem.files import write_atomic
-from nanocem.flops import flops_per_token
-from nanocem.report import csv_text, markdown_table, read_csv
+from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
+from nanocem.hardware import flops_per_token
 from study import (
     FIRST,
     RESULTS,

@@ -20,11 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configurator import build, read_options
+from configurator import build, check, fail, read_options
 from model import SIZES, ModelConfig
-from nanocem.errors import check, fail
-from nanocem.files import read_json, read_json_lines
-from nanocem.report import read_csv
+from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.runs import RECIPE, load_model, read_result, short_list
 from nanocem.same import differing, in_use
 from train import MAX_SKIPPED, TrainConfig

@@ -15,3 +15,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='session')
 def halves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return straight_and_stopped(tmp_path_factory.mktemp('halves'))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the data of TEXT and a CEM run, out/run."""
+    from test_evaluate import TEXT, model_of, write_run
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('LLAMA_TOKENIZER', raising=False)
+    write_data(tmp_path / 'data', vocab_size=257, ids=[256, *TEXT.encode()])
+    write_run(tmp_path / 'out/run', Path('data'), model_of())
+    return tmp_path

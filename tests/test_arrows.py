@@ -1,4 +1,4 @@
-"""Imports go one way: scripts -> nanocem/ -> model.py -> torch."""
+"""Imports go one way: scripts -> nanocem/ -> model.py and configurator.py -> torch."""
 import ast
 import re
 import sys
@@ -44,6 +44,7 @@ def test_model_and_energy_import_torch_and_the_standard_library_alone() -> None:
     for name in ('model.py', 'energy.py'):
         packages = {module.partition('.')[0] for module in imports(ROOT / name)}
         assert packages - sys.stdlib_module_names == {'torch'}, name
+    assert imports(ROOT / 'configurator.py').keys() <= sys.stdlib_module_names | {'collections.abc'}
     # What an export has imports nothing of ours but one another
     names = {Path(file).stem for file in CODE}
     for file in CODE:

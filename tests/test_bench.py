@@ -7,7 +7,7 @@ import torch
 import bench
 from configurator import read_options
 from model import ModelConfig, Transformer
-from nanocem.flops import flops_per_token
+from nanocem.hardware import flops_per_token
 
 TINY = dict(size='nano', context_length=32, batch_size=2, repeats=1, device='cpu')
 

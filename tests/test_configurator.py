@@ -13,11 +13,10 @@ import torch
 
 import configurator
 from bench import BenchConfig
-from configurator import PathStr, build, command_line, merge, read_options
+from configurator import PathStr, UserError, build, command_line, merge, read_options
 from evaluate import EvaluateConfig
 from export import ExportConfig
 from model import SIZES, ModelConfig
-from nanocem.errors import UserError
 from nanocem.prepare import PrepareConfig
 from reproduce import ReproduceConfig
 from running import MODEL_FILES, ROOT, SIZE_FILES
@@ -92,7 +91,7 @@ def test_a_text_a_path_or_a_list_that_is_given_twice_is_refused() -> None:
     for script, options in (
             ('train', '--text=a.txt --text=b.txt'), ('train', '--suffixes=.md --suffixes=.org'),
             ('train', '--separator=a --seed=1 --separator=b'), ('evaluate', '--steps=1 --steps=2'),
-            ('evaluate', '--copying --copying=out/b'), ('evaluate', '--compare=a --compare=b'),
+            ('evaluate', '--compare=a --compare=b'),
             ('sample', '--prompt=a --prompt=b'), ('prepare_slimpajama', '--input=a --input=b')):
         with pytest.raises(UserError, match=r'^--[a-z]+ is given twice: expected one'):
             read_options(options.split(), *SCRIPTS[script])

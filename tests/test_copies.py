@@ -6,7 +6,7 @@ import pytest
 
 from configurator import read_options
 from model import ModelConfig
-from nanocem.report import read_csv
+from nanocem.files import read_csv
 from results.copies import tables
 from running import ROOT
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocem.report import csv_text, read_csv
+from nanocem.files import csv_text, read_csv
 from running import ROOT
 
 PATHS = sorted(path.relative_to(ROOT) for folder in ('docs', 'results')

@@ -25,12 +25,11 @@ from test_prepare import book, parts_of, prepare, refused, texts_in
 from test_tokenizers import PAGES
 
 import train
-from configurator import build, read_options
+from configurator import UserError, build, read_options
 from nanocem import documents as docs
 from nanocem import prepare as prep
 from nanocem import sources
 from nanocem.documents import BLOCK, Reading
-from nanocem.errors import UserError
 from running import ROOT, TINY, run_script, steps, write_data
 
 
@@ -508,11 +507,11 @@ def test_separators_take_time_in_proportion_to_a_text(tmp_path: Path) -> None:
 def test_evaluating_a_text_needs_little_memory(tmp_path: Path) -> None:
     """Less than a byte for each byte of it, and not thirty."""
     path = files(tmp_path, {'a.txt': 'some words ' * 2_000_000}) / 'a.txt'
-    script = ('import evaluate, resource\n'
+    script = ('import resource\n'
               'from nanocem.documents import Reading\n'
-              'from nanocem.tokenizers import ByteTokenizer\n'
+              'from nanocem.tokenizers import ByteTokenizer, read_text_sequences\n'
               'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
-              f'evaluate.read_text_sequences({str(path)!r}, ByteTokenizer(), 64, "", Reading())\n'
+              f'read_text_sequences({str(path)!r}, ByteTokenizer(), 64, "", Reading())\n'
               'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n')
     done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=ROOT)
     assert int(done.stdout) * 1024 < 22_000_000, done.stdout + done.stderr

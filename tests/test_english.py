@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocem.errors import UserError
+from configurator import UserError
 from results import english
 
 SENTENCE = 'This sentence has more than eight words, most of them made of letters.'

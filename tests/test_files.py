@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from nanocem.files import (
+    LONGEST_NAME,
     fill_folder,
     finish_folder,
+    markdown_table,
     other_files,
     read_json,
     read_json_lines,
+    short_name,
     to_json,
     write_atomic,
 )
 from nanocem.prepare import PrepareConfig
-from nanocem.report import LONGEST_NAME, markdown_table, short_name
 from running import ROOT
 
 

@@ -9,7 +9,7 @@ import torch
 import model as model_py
 from configurator import read_options
 from model import CEMAttention, LlamaAttention, ModelConfig, Transformer, make_positions
-from nanocem.report import read_csv
+from nanocem.files import read_csv
 from results.gradient import run, tables
 from running import ROOT, write_data
 from test_model import randomize
@@ -71,7 +71,7 @@ def test_models_with_as_many_weights_have_them(name: str) -> None:
                 if key in ModelConfig.__dataclass_fields__})).num_params()
 
     same = 'key_shift', 'match_bias', 'kq_diag'
-    for row in run.MODELS.values():
+    for row in run.models(run.HERE).values():
         for size in 'SM':
             if width := int(row[f'd_mlp_{size}'] or 0):
                 options = read_options(row['options'].split(), ModelConfig)
@@ -171,7 +171,7 @@ def test_pairs_are_counted_in_the_training_text(tmp_path) -> None:
     text = [*train[:8] * 7, *train[30:37] * 7]
     ids = torch.tensor(text).view(5, 21)
     losses, repeated = run.targets(model, ids, 256)
-    assert torch.equal(losses, run.evaluate.target_losses(model, ids, 256))
+    assert torch.equal(losses, run.target_losses(model, ids, 256))
     found = run.by_count(losses, repeated, ids, str(data), 257)
     expected = [[] for _ in run.COUNTS]
     for row, loss in zip(ids.tolist(), losses, strict=True):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,12 +28,12 @@ from nanocem import hub
 from nanocem.hub import WEIGHTS_FILE
 from nanocem.hub_tokenizer import convert_tokenizer
 from nanocem.runs import load_model
-from nanocem.sampling import sample_text
 from nanocem.tokenizers import (
     UNCONVERTED_FILE,
     ByteTokenizer,
     SentencePieceTokenizer,
     load_tokenizer,
+    sample_text,
     train_bpe,
 )
 
@@ -231,6 +232,39 @@ def test_an_edited_llama_is_exported_with_its_code(monkeypatch: pytest.MonkeyPat
     assert hub.is_plain_llama(model)
     monkeypatch.setattr(LlamaMLP, 'forward', lambda self, x: x)
     assert not hub.is_plain_llama(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('options', [{}, LLAMA_MODEL], ids=['cem', 'llama'])
+def test_label_smoothing_smooths_the_next_token(options: dict, tmp_path: Path) -> None:
+    """Trainer's loss has the targets of the loss without smoothing, and not a text's own tokens."""
+    from transformers import trainer_pt_utils
+    model = model_of(**options)
+    hub.export(model, str(tmp_path / 'hub'), state_of(model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'hub', trust_remote_code=True)
+    trainer = SimpleNamespace(  # what compute_loss asks of it
+        label_smoother=trainer_pt_utils.LabelSmoother(epsilon=0.1), compute_loss_func=None,
+        model_accepts_loss_kwargs=False, args=SimpleNamespace(average_tokens_across_devices=False),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+    ids = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(2))
+    found = transformers.Trainer.compute_loss(trainer, theirs, {'input_ids': ids, 'labels': ids})
+    log_p = model(ids)[0][:, :-1].log_softmax(dim=-1)
+    right = torch.nn.functional.cross_entropy(
+        log_p.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, right)
+
+
+def test_a_pipeline_takes_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.pipelines import base
+    errors: list[str] = []
+    monkeypatch.setattr(base.logger, 'error', errors.append)
+    hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
+    path = str(tmp_path / 'hub')
+    text = transformers.pipeline('text-generation', path, trust_remote_code=True)
+    said = text('A', max_new_tokens=3, do_sample=False)
+    assert said[0]['generated_text'].startswith('A')
+    assert errors == []  # it does not say that the class is not supported
 
 
 # A plain Llama, which any program may change
@@ -625,12 +659,11 @@ def test_an_exported_folder_is_read_as_a_run_is(
     Path('text.txt').write_text('A text')
     options = ['--out_dir=hub', '--device=cpu']
     capfd.readouterr()
-    evaluate.main([*options, '--text=text.txt', '--steps=1,2', '--attention=word'])
+    evaluate.main([*options, '--text=text.txt', '--steps=1,2'])
     page = capfd.readouterr().out
-    assert page.startswith('hub, step 2; text.txt\n') and "hub; 'word'\n" in page
+    assert page.startswith('hub, step 2; text.txt\n')
     ids = torch.tensor([[256, *b'A text']])
     assert float(cells(page)[1][2]) == pytest.approx(float(model(ids[:, :-1], ids[:, 1:])[1]), 1e-4)
-    assert {path.name for path in Path('out/results').iterdir()} == {'attention-hub.png'}
     assert {path.name for path in Path('hub').iterdir()} == {'config.json', WEIGHTS_FILE}
     with pytest.raises(SystemExit, match='gone, the data to evaluate on, is not here'):
         evaluate.main(options)

@@ -24,10 +24,10 @@ import pytest
 from test_tokenizers import LLAMA, NASTY, PAGES, documents, needs_llama
 
 import prepare_slimpajama
+from configurator import UserError
 from nanocem import documents as docs
 from nanocem import prepare as prep
 from nanocem.data import TokenDataset, read_meta
-from nanocem.errors import UserError
 from nanocem.tokenizers import load_tokenizer, spelled_bytes
 from running import ROOT, override
 
@@ -131,7 +131,8 @@ def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str, in_folder:
 
 def test_shards_and_the_limit_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prep, 'SHARD_TOKENS', 500_000)
-    texts = [*documents(2000, seed=3, characters=800), 'one long document ' * 20_000, *documents(10, seed=4)]
+    texts = [*documents(2000, seed=3, characters=800), 'one long document ' * 20_000,
+             *documents(10, seed=4)]
     where = write(tmp_path / 'a.parquet', texts)
     right = expected(texts, 0.1)
     whole = prepare(where, tmp_path / 'whole', '--held_out=0.1')['shards']

@@ -57,17 +57,14 @@ evaluate            --out_dir=llama --data=gpt2            its tokenizer is gpt2
 evaluate            --out_dir=llama --text=empty.txt       empty.txt is empty
 evaluate            --out_dir=llama --steps=2              llama is all Llama
 evaluate            --out_dir=llama --steps=2,0 --energies   steps=(2, 0): expected 1, 2, 3
-evaluate            --out_dir=llama --attention=           the text has 0 tokens
 evaluate            --out_dir=llama --text=a.txt --tokens=5        a text is read whole
 evaluate            --compare=llama,gone                  no run in gone
 sample              llama                                  other files and folders: --out_dir
 evaluate            --out_dir=llama --separator=x          separator is for --text=FILE
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
-evaluate            --out_dir=llama --copying=             expected True, False or a name or path
 evaluate            --compare=llama --energies --tokens=5          alone, and not energies, tokens
 evaluate            --compare=llama,                       a comma-separated list, each a name
 evaluate            --compare llama,half                   --compare=VALUE, no space
-evaluate            --copying --steps=2                    is measured with T as trained: no steps
 evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py
 evaluate            --out_dir=whole.pt                     whole.pt is no checkpoint of train.py
 evaluate            --out_dir=half                         half/model.safetensors is damaged, or not

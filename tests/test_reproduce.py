@@ -25,7 +25,7 @@ from scipy.optimize import minimize_scalar
 import reproduce
 import study
 from model import SIZES, Transformer
-from nanocem.report import read_csv
+from nanocem.files import read_csv
 from results.tokens import verdicts
 from running import ROOT, write_data
 from study import FIRST, RESULTS, HeldOut, Result, Run, configs, load_study, run_options

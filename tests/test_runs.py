@@ -18,9 +18,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
+from configurator import UserError
 from model import ModelConfig
 from nanocem import runs
-from nanocem.errors import UserError
 from nanocem.runs import Log, checkpoints, last_checkpoint, read_checkpoint, save_checkpoint
 from running import RESUME, TINY, Run, log, losses, same, steps, write_data
 

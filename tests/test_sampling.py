@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from model import ModelConfig, Transformer
-from nanocem.sampling import sample_text
-from nanocem.tokenizers import ByteTokenizer
+from nanocem.tokenizers import ByteTokenizer, sample_text
 
 MODEL = Transformer(ModelConfig(size='nano', vocab_size=257, context_length=16))
 

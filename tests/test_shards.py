@@ -1,12 +1,24 @@
-"""Data folders: sequences and their order."""
+"""Data folders: sequences, their order and their losses."""
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
-from nanocem.data import BatchSampler, TokenDataset, checksums, evenly_spaced
-from nanocem.errors import UserError
+from configurator import UserError
+from nanocem.data import (
+    NO_TARGET,
+    BatchSampler,
+    TokenDataset,
+    checksums,
+    evenly_spaced,
+    perplexity,
+    sum_losses,
+    token_losses,
+)
 from nanocem.tokenizers import load_tokenizer
 from running import LENGTH, edit_meta, write_data
 
@@ -129,3 +141,18 @@ def test_evenly_spaced_sequences(n: int, count: int) -> None:
     assert len(numbers) == min(n, max(1, count)) and numbers[0] == 0
     gaps = np.diff(np.append(numbers, n))
     assert gaps.min() >= 1 and gaps.max() - gaps.min() <= 1
+
+
+def test_measured_losses_are_sums_over_targets_that_count() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 7, 5).double(), torch.randint(5, (3, 7))
+    counts = torch.rand(3, 7) < 0.6
+    is_text = (torch.rand(3, 7) < 0.5) & counts
+    expected = F.cross_entropy(logits.mT, targets, reduction='none').where(counts, 0)
+    targets = targets.where(counts, NO_TARGET)
+    torch.testing.assert_close(token_losses(logits, targets), expected, rtol=1e-6, atol=0)
+    sums = sum_losses(logits, targets, is_text).tolist()
+    right = [int(counts.sum()), float(expected.sum()), float(expected[is_text].sum())]
+    assert sums == pytest.approx(right, rel=1e-6)
+    assert perplexity(math.log(7)) == pytest.approx(7)
+    assert perplexity(50) == math.inf and math.isnan(perplexity(math.nan))

@@ -14,8 +14,8 @@ from sklearn.gaussian_process.kernels import RBF, ExpSineSquared, Matern, Ration
 
 import synthetic_gp as gp
 from energy import Phi
-from nanocem.report import read_csv as table
-from synthetic_gp import KERNELS, GPConfig
+from nanocem.files import read_csv as table
+from synthetic_gp import KERNELS, PROTOCOLS, GPConfig
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
 RESULTS = Path(gp.__file__).parent / 'results/gp'
@@ -68,15 +68,18 @@ def test_non_stationary_is_its_formula_point_by_point(nu):
     torch.testing.assert_close(one_lengthscale, gp.matern(a, b, 3.0, nu))
 
 
+@pytest.mark.parametrize('protocol', PROTOCOLS)
 @pytest.mark.parametrize('k', KERNELS)
-def test_samples_have_the_kernels_covariance(k: str) -> None:
+def test_samples_have_the_kernels_covariance(k: str, protocol: str) -> None:
     """Along the six strongest eigenvectors of its kernel matrix a sample is sqrt(eigenvalue) times
     six independent N(0, 1). An entry of the covariance of 1000 samples (seed 3) has a standard
     error of 0.032, on the diagonal 0.045. A wrong lengthscale is found."""
-    R, cfg = 1000, GPConfig(points=25, test_points=15, batch_size=5, seed=3)
+    R = 1000
+    cfg = GPConfig(protocol, points=25, test_points=15, batch_size=5, seed=3)
     x, y = (part.double() for part in sampled(cfg, k, range(R)))
     assert x.abs().max() <= 1 and x.mean().abs() < 0.01 and abs(x.std() - 3 ** -0.5) < 0.01
-    _, function, (lengthscale, *shape) = KERNELS[k]
+    _, function = KERNELS[k]
+    lengthscale, *shape = PROTOCOLS[protocol].parameters[k]
     for wrong, scale in ((False, 1.0), (True, 0.7)):
         K = torch.stack([function(a, a, scale * lengthscale, *shape) for a in x])
         values, vectors = torch.linalg.eigh(K)
@@ -123,11 +126,17 @@ def test_updates_are_added_to_the_normed_h(model, update):
     torch.testing.assert_close(gp.forward(w, x, 2), (h + update(h, w))[..., :1])
 
 
-@pytest.mark.parametrize('model, name, std', [
-    ('CEM-T1', 'W', 1 / 8), ('CEM-T1', 'V', 1 / 8), ('Gated', 'gate', 1 / math.sqrt(3 * 64)),
-    ('Gated', 'gate_bias', 1 / math.sqrt(3 * 64))])
-def test_initial_weights_have_their_spread(model: str, name: str, std: float) -> None:
-    w = gp.init(GPConfig(**TINY), model, range(3))
+@pytest.mark.parametrize('protocol, model, name, std', [
+    ('inferred', 'CEM-T1', 'W', 1 / 8), ('inferred', 'CEM-T1', 'V', 1 / 8),
+    ('inferred', 'Gated', 'gate', 1 / math.sqrt(3 * 64)),
+    ('inferred', 'Gated', 'gate_bias', 1 / math.sqrt(3 * 64)),
+    ('blind', 'CEM-T1', 'V', 1 / math.sqrt(3 * 64))])
+def test_initial_weights_have_their_spread(protocol: str, model: str, name: str,
+                                           std: float) -> None:
+    w = gp.init(GPConfig(protocol, **TINY), model, range(3))
+    assert ('W_bias' in w, 'V_bias' in w) == (False, False)
+    if name.endswith('V'):  # uniform in the blind protocol: within sqrt(3) of its deviation
+        assert (w[name].abs().max() < 1.75 * std) == (protocol == 'blind')
     assert w[name].std().item() == pytest.approx(std, rel=0.08 if 'bias' in name else 0.03)
 
 
@@ -188,17 +197,36 @@ def test_the_table_is_what_the_models_have_after_training(
                                    atol=1e-5)
 
 
-def test_the_committed_table_is_near_the_paper(tmp_path: Path, capsys: pytest.CaptureFixture,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """21 of 30 rows are within one std, 29 within two. The paper lacks CEM-T3."""
+def test_the_rate_is_constant_or_a_warm_up_and_a_cosine() -> None:
+    inferred, blind = GPConfig(), GPConfig('blind')
+    assert [gp.learning_rate(inferred, step) for step in (0, 1000, 1999)] == [5e-4] * 3
+    rates = [gp.learning_rate(blind, step) for step in (0, 49, 50, 525, 1000)]
+    np.testing.assert_allclose(rates, [2e-3 / 50, 2e-3, 2e-3, 1.1e-3, 2e-4])
+
+
+@pytest.mark.parametrize('protocol, file, within', [
+    ('inferred', 'table.csv', (21, 29)), ('blind', 'blind.csv', (13, 17))])
+def test_a_committed_table_is_as_near_the_paper_as_its_page_says(
+        protocol: str, file: str, within: tuple[int, int], tmp_path: Path,
+        capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many of 30 rows are within one and within two of the paper's std. The paper lacks
+    CEM-T3."""
     kernels = {title: k for k, (title, *_) in KERNELS.items()}
-    committed = table(RESULTS / 'table.csv')
+    committed = table(RESULTS / file)
     results = {(kernels[row['kernel']], row['model']): [float(row[name]) for name in gp.COLUMNS]
                for row in committed} | {('rbf', 'CEM-T3'): [math.nan] * 4}
     monkeypatch.setattr(gp, 'run_table', lambda cfg: results)
-    gp.main([f'--models={",".join((*gp.MODELS, "CEM-T3"))}', f'--out_dir={tmp_path}'])
+    gp.main([f'--protocol={protocol}', f'--models={",".join((*gp.MODELS, "CEM-T3"))}',
+             f'--out_dir={tmp_path}'])
     printed = capsys.readouterr().out
-    assert "both within one of the paper's std: 21 of 30 rows; within two: 29." in printed
+    assert printed.startswith(f'Protocol: {protocol}, ')
+    assert (f"both within one of the paper's std: {within[0]} of 30 rows; within two: "
+            f'{within[1]}.') in printed
+    page = (RESULTS / 'README.md').read_text(encoding='utf-8').replace('*', '')
+    rows_within = [line for line in page.splitlines() if line.startswith('| rows within')]
+    column = 2 if protocol == 'inferred' else 3
+    for line, number in zip(rows_within, reversed(within), strict=True):
+        assert line.split('|')[column].split()[0] == str(number)
     *rows, other = table(next(tmp_path.glob('table*CEM-T3.csv')))
     assert rows == committed and other['paper_train_rmse'] == ''
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from nanocem import documents as reading
 from nanocem.documents import TextFile
-from nanocem.errors import UserError
 from nanocem.tokenizers import (
     ByteTokenizer,
     Gpt2Tokenizer,
@@ -179,12 +178,3 @@ def test_llamas_model_in_a_data_folder(tmp_path: Path, monkeypatch: pytest.Monke
         assert bool(find_llama(str(tmp_path))) == found
 
 
-# Text files
-
-@pytest.mark.parametrize('data, place', [
-    (b'\xff\xfecaf', r'4 \('), ('un café noir'.encode('latin1'), r'6 \('),
-    ('naïve café '.encode() * 9000 + 'é'.encode()[:1], r'117,000 \(unexpected end of data')])
-def test_text_that_is_not_utf8(tmp_path: Path, data: bytes, place: str) -> None:
-    (tmp_path / 'a.txt').write_bytes(data)
-    with pytest.raises(UserError, match=rf'a\.txt: not UTF-(8|16) at byte {place}.*iconv -f ENC'):
-        read_text(str(tmp_path / 'a.txt'))

@@ -176,16 +176,6 @@ def test_a_run_shows_a_bar_and_writes_what_it_measures(data: Path, tmp_path: Pat
     assert {'loss', 'val_loss', 'seconds'} <= set(events) and 'mfu' not in events
 
 
-def test_what_is_missing_is_said_before_a_folder_is_made(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train, 'find_spec', lambda name: None)
-    with pytest.raises(SystemExit, match='tensorboard=True needs pip install tensorboard'):
-        train.main(override(running.TINY, f'--data={data}', f'--out_dir={tmp_path / "o"}',
-                            '--tensorboard=True'))
-    assert not (tmp_path / 'o').exists()
-
-
 # Kill and go on
 
 def kill(moment: str, n: int) -> None:
@@ -433,19 +423,15 @@ def test_last_weights_that_are_lost_are_told(
 
 
 @pytest.mark.parametrize('env, starts', [
-    (dict(SLURM_NTASKS='2', SLURM_STEP_ID='0'), False), (dict(SLURM_STEP_NUM_TASKS='2'), False),
-    (dict(OMPI_COMM_WORLD_SIZE='2'), False), (dict(PMI_SIZE='4'), False),
+    (dict(SLURM_STEP_NUM_TASKS='2'), False), (dict(OMPI_COMM_WORLD_SIZE='2'), False),
+    (dict(PMI_SIZE='4'), False), (dict(SLURM_STEP_NUM_TASKS='2', GROUP_WORLD_SIZE=''), False),
     (dict(SLURM_NTASKS='2'), True),  # in an allocation of two, without srun
-    (dict(SLURM_NTASKS='8', SLURM_STEP_ID='1', SLURM_STEP_NUM_TASKS='1'), True),
+    (dict(SLURM_NTASKS='8', SLURM_STEP_NUM_TASKS='1'), True),
+    (dict(SLURM_STEP_NUM_TASKS='', OMPI_COMM_WORLD_SIZE=''), True),
     # As docs/slurm.sh starts it, and with a torchrun on each machine that knows no other
     (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='16', GROUP_WORLD_SIZE='2'), True),
     (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='8', GROUP_WORLD_SIZE='1'), False),
-    (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='2'), True),
-    # srun -n 4 --pty bash: the shell is the first task, and the others end at once
-    (dict(SLURM_STEP_NUM_TASKS='4', SLURM_PTY_PORT='1', SLURM_PROCID='0'), True),
-    (dict(SLURM_NTASKS='4', SLURM_STEP_ID='0', SLURM_PTY_PORT='1'), True),
-    (dict(SLURM_STEP_NUM_TASKS='4', SLURM_PTY_PORT='1', SLURM_PROCID='1'), False),
-    (dict(OMPI_COMM_WORLD_SIZE='2', SLURM_STEP_NUM_TASKS='4', SLURM_PTY_PORT='1'), False)], ids=str)
+    (dict(SLURM_STEP_NUM_TASKS='2', WORLD_SIZE='2'), True)], ids=str)
 def test_another_launcher_is_told_of_torchrun(env: dict[str, str], starts: bool) -> None:
     """Each of its tasks would train the whole run."""
     expected = contextlib.nullcontext() if starts else pytest.raises(

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import t as student
 from scipy.stats import ttest_ind, ttest_rel
 
-from nanocem.report import read_csv
+from nanocem.files import read_csv
 from results.copies import tables
 from results.gradient import tables as gradient
 from results.tokens import verdicts

@@ -17,8 +17,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'token
 
 from matplotlib.figure import Figure
 
-from nanocem.files import write_atomic
-from nanocem.report import csv_text, markdown_table, read_csv
+from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from study import TRIAL_SEEDS, Row, Run
 from verdicts import (
     RULES,

@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -31,15 +32,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-import evaluate
 import model as model_file
 import train
+from copying import CopyingConfig, copying, repeated_targets, target_losses
 from nanocem import runs
 from nanocem.data import TokenDataset
-from nanocem.files import read_json, read_json_lines
+from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.hardware import compile_for
-from nanocem.report import read_csv
-from nanocem.tokenizers import tokenizer_of
+from nanocem.tokenizers import read_sequences, tokenizer_of
 from study import loss_per_llama_token
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
@@ -49,7 +49,6 @@ COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', '
 KEY = 'size', 'model', 'seed', 'variant'  # what tells a cell from all others
 COUNTS = 0, 11, 101, 1001  # repeated targets are divided by how often their pair is in training
 EVERY = 50  # steps whose mean loss is published
-MODELS = {row['model']: row for row in read_csv(f'{HERE}/models.csv')}
 SIZES = {row['size']: row['options'].split()
          for row in read_csv(f'{ROOT}/results/tokens/sizes.csv')}
 
@@ -120,9 +119,13 @@ def patch(variant: str) -> None:
 
 # One cell
 
-def options_of(size: str, name: str, seed: str, variant: str) -> list[str]:
+def models(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the models of a study by their names."""
+    return {row['model']: row for row in read_csv(f'{folder}/models.csv')}
+
+
+def options_of(model: dict[str, str], size: str, seed: str, variant: str) -> list[str]:
     """Return train.py's options for a cell."""
-    model = MODELS[name]
     options = [*SIZES[size], *model['options'].split(),
                f'--learning_rate={model[f"rate_{size}"]}', f'--seed={seed}']
     if width := model[f'd_mlp_{size}']:
@@ -136,8 +139,8 @@ def options_of(size: str, name: str, seed: str, variant: str) -> list[str]:
 
 def targets(model: torch.nn.Module, ids: Tensor, bos: int) -> tuple[Tensor, Tensor]:
     """Return the loss of each target, NaN where it is no text, and whether it is a repeated one."""
-    losses = evaluate.target_losses(model, ids, bos)
-    return losses, evaluate.repeated_targets(ids, model.cfg.vocab_size) & ~losses.isnan()
+    losses = target_losses(model, ids, bos)
+    return losses, repeated_targets(ids, model.cfg.vocab_size) & ~losses.isnan()
 
 
 def by_count(losses: Tensor, repeated: Tensor, ids: Tensor, data_dir: str,
@@ -157,25 +160,30 @@ def by_count(losses: Tensor, repeated: Tensor, ids: Tensor, data_dir: str,
     return found
 
 
-def train_cell(size: str, name: str, seed: str, variant: str, *options: str) -> None:
-    """Train one model, measure it, and print its row and its losses as JSON in the last line."""
+def train_cell(folder: Path, patch: Callable[[str], None], size: str, name: str, seed: str,
+               variant: str, *options: str) -> None:
+    """Train one model of a study, measure it, and print its row and its losses as JSON in the last
+    line. `patch` changes model.py as a variant asks."""
+    model_row = models(folder)[name]
+    variant_of_model = variant or model_row.get('variant', '')
     torch.set_float32_matmul_precision = lambda kind: None  # no TF32: products as on a CPU
     # Compile block by block, as on a CPU: blocks are alike, so one compilation serves all
     train.compile_for = lambda device, *of: compile_for(torch.device('cpu'), *of)
-    patch(variant)
+    patch(variant_of_model)
     words = '_'.join([name, f'seed={seed}', variant]).rstrip('_').replace(' ', '-')
-    out_dir = f'out/gradient/{size}/{words}'
+    out_dir = f'out/{folder.name}/{size}/{words}'
     begun = os.path.exists(f'{out_dir}/config.json')
-    args = ['--init_from=resume'] if begun else [*options_of(size, name, seed, variant), *options]
+    args = [*options_of(model_row, size, seed, variant_of_model), *options]
+    if begun:
+        args = ['--init_from=resume']
     if code := train.main([f'--out_dir={out_dir}', *args]):
         sys.exit(code)
-    result, rate = read_json(f'{out_dir}/result.json'), MODELS[name][f'rate_{size}']
+    result, rate = read_json(f'{out_dir}/result.json'), model_row[f'rate_{size}']
     # Measure copying with the last weights, on the tokens of the test text that evaluate.py reads
     model, state = runs.load_model(runs.checkpoints(out_dir)[-1], 'auto')
     tokenizer = tokenizer_of(state)
-    ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, state['data_dir'], tokenizer,
-                                     model.cfg.context_length)
-    found = evaluate.copying(model, ids, tokenizer.bos)
+    ids, _, _ = read_sequences(CopyingConfig(), state, tokenizer, model.cfg.context_length)
+    found = copying(model, ids, tokenizer.bos)
     losses = {kind: loss[~loss.isnan()] for kind, loss in found.items()}
     means = [f'{float(losses[kind].mean()):.6f}'
              for kind in ('repeated', 'other', 'first', 'second')]
@@ -204,8 +212,8 @@ def measure_pretrained() -> None:
         model, state = runs.load_model(str(folder.parent))
         data_dir = 'data/english'  # an export keeps the folder's name alone
         tokenizer = tokenizer_of(state)
-        ids, _, _ = evaluate.read_shards(evaluate.EvaluateConfig(), state, data_dir, tokenizer,
-                                         model.cfg.context_length)
+        ids, _, _ = read_sequences(CopyingConfig(), state | {'data_dir': data_dir}, tokenizer,
+                                   model.cfg.context_length)
         losses, repeated = targets(model, ids, tokenizer.bos)
         other = losses[~repeated & ~losses.isnan()]
         parts = [[len(other), round(float(other.mean()), 6)],
@@ -230,13 +238,15 @@ def key_of(cell: dict[str, str]) -> tuple[str, ...]:
     return tuple(cell[name] for name in KEY)
 
 
-def main(at_once: int, options: list[str]) -> None:
-    out = Path(os.environ.get('OUT', HERE))
-    logs = Path(os.environ.get('OUT', ROOT / 'out/gradient')) / 'logs'
+def train_all(folder: Path, at_once: int, options: list[str]) -> None:
+    """Train the cells of a study that have no row yet, each in a process of its own, which runs
+    the study's run.py."""
+    out = Path(os.environ.get('OUT', folder))
+    logs = Path(os.environ.get('OUT', ROOT / 'out' / folder.name)) / 'logs'
     logs.mkdir(parents=True, exist_ok=True)
     append(out / 'runs.csv', COLUMNS, [])
     finished = {key_of(row) for row in read_csv(f'{out}/runs.csv')}
-    waiting = [cell for cell in read_csv(f'{HERE}/cells.csv') if key_of(cell) not in finished]
+    waiting = [cell for cell in read_csv(f'{folder}/cells.csv') if key_of(cell) not in finished]
     running: list[tuple] = []
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     while waiting or running:
@@ -245,8 +255,9 @@ def main(at_once: int, options: list[str]) -> None:
             waiting.pop(0)
             log = logs / ('_'.join(arguments).replace(' ', '-') + '.txt')
             with open(log, 'ab') as file:
-                process = subprocess.Popen([sys.executable, __file__, 'cell', *arguments, *options],
-                                           stdout=file, stderr=file, cwd=ROOT, env=environment)
+                process = subprocess.Popen(
+                    [sys.executable, f'{folder}/run.py', 'cell', *arguments, *options],
+                    stdout=file, stderr=file, cwd=ROOT, env=environment)
             running.append((process, log, arguments))
         time.sleep(0.2)
         for entry in [entry for entry in running if entry[0].poll() is not None]:
@@ -266,16 +277,22 @@ def main(at_once: int, options: list[str]) -> None:
                   f'{row["repeated_loss"]}, other {row["other_loss"]}', flush=True)
 
 
-if __name__ == '__main__':
-    if sys.argv[1:2] == ['cell']:
-        train_cell(*sys.argv[2:])
-    elif sys.argv[1:] == ['pretrained']:
-        measure_pretrained()
-    elif '--help' in sys.argv:
-        print(__doc__)
+def main(folder: Path, patch: Callable[[str], None], help_text: str, argv: list[str]) -> None:
+    """Run the command of a study."""
+    if argv[:1] == ['cell']:
+        train_cell(folder, patch, *argv[1:])
+    elif '--help' in argv:
+        print(help_text)
     else:
-        others = [a for a in sys.argv[1:] if not a.startswith('--at_once=')]
+        others = [a for a in argv if not a.startswith('--at_once=')]
         if others and 'OUT' not in os.environ:
             sys.exit('run.py: options of train.py make other runs than those of runs.csv: set OUT')
-        at_once = [int(a.partition('=')[2]) for a in sys.argv if a.startswith('--at_once=')]
-        main(at_once[0] if at_once else 1, others)
+        at_once = [int(a.partition('=')[2]) for a in argv if a.startswith('--at_once=')]
+        train_all(folder, at_once[0] if at_once else 1, others)
+
+
+if __name__ == '__main__':
+    if sys.argv[1:] == ['pretrained']:
+        measure_pretrained()
+    else:
+        main(HERE, patch, __doc__, sys.argv[1:])

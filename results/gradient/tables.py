@@ -19,8 +19,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'token
 
 from matplotlib.figure import Figure
 
-from nanocem.files import write_atomic
-from nanocem.report import csv_text, markdown_table, read_csv
+from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from study import TRIAL_SEEDS, Row, Run, load_study, read_published_rows
 from verdicts import (
     RULES,

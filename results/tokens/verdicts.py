@@ -36,8 +36,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from configurator import PathStr, build, command_line, read_options
-from nanocem.files import write_atomic
-from nanocem.report import markdown_table, read_csv
+from nanocem.files import markdown_table, read_csv, write_atomic
 from study import (
     TRIAL_SEEDS,
     Losses,

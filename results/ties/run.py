@@ -1,0 +1,121 @@
+"""
+Train the models of the study of the three ties, and measure how they copy.
+
+    python prepare_slimpajama.py --input=english.jsonl.zst --held_out=0.05 --tokenizer=bpe2048 \\
+        --out_dir=data/english
+    nice -n 19 python results/ties/run.py               the cells without a row in runs.csv
+    nice -n 19 python results/ties/run.py --at_once=2   two at a time, on a core each
+    OUT=/tmp/try python results/ties/run.py --tokens=40K      every command once, elsewhere
+
+RULE.md has the rule, and cells.csv the order. results/gradient/run.py does the work: each cell is a
+process of its own with one thread, which continues where it was stopped. S takes some 30 minutes,
+and M some 95. This file has the three layers that model.py does not have.
+"""
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+import model as model_file
+from results.gradient import run
+
+N_KV_HEAD = 2  # heads of keys and values of grouped queries, for four of queries
+
+
+class SharedByGroup(nn.Module):
+    """Return the keys' or values' matrix (D, D) of all heads, given that of N_KV_HEAD heads: each
+    group of consecutive heads shares one of its blocks of rows."""
+    def __init__(self, n_head: int, head_dim: int):
+        super().__init__()
+        self.n_head, self.head_dim = n_head, head_dim
+
+    def forward(self, W: Tensor) -> Tensor:
+        blocks = W.unflatten(0, (N_KV_HEAD, self.head_dim))
+        return blocks.repeat_interleave(self.n_head // N_KV_HEAD, dim=0).flatten(0, 1)
+
+    def right_inverse(self, W: Tensor) -> Tensor:
+        blocks = W.unflatten(0, (self.n_head, self.head_dim))
+        return blocks[::self.n_head // N_KV_HEAD].flatten(0, 1)
+
+
+def group_queries() -> None:
+    """Let two heads of queries share each head of keys and values in Llama's attention."""
+    kind = model_file.LlamaAttention
+    init = kind.__init__
+
+    def init_with_groups(self, cfg) -> None:
+        init(self, cfg)
+        for name in 'W_K', 'W_V':
+            parametrize.register_parametrization(
+                self, name, SharedByGroup(cfg.n_head, cfg.d_model // cfg.n_head))
+    kind.__init__ = init_with_groups
+
+
+def weigh_heads() -> None:
+    """Give each head's energy in CEM attention a weight w_k, from 1. Its gradient, and so what the
+    head writes, gets the same factor; where the head looks does not change."""
+    kind = model_file.CEMAttention
+    init, merge, update = kind.__init__, kind.merge_heads, kind.diagonal_update
+
+    def init_with_weights(self, cfg) -> None:
+        init(self, cfg)
+        self.head_weight = nn.Parameter(torch.ones(cfg.n_head))
+
+    def weighted_merge(self, o: Tensor) -> Tensor:
+        return merge(self, self.head_weight[:, None, None] * o)
+
+    def weighted_update(self, alpha: Tensor, h: Tensor) -> Tensor:
+        return update(self, self.head_weight[:, None, None] * alpha, h)
+    kind.__init__ = init_with_weights
+    kind.merge_heads = weighted_merge
+    kind.diagonal_update = weighted_update
+
+
+def take_two_steps() -> None:
+    """Take two steps of length 1/2 down the energies of which a Llama layer with W_V = W_K is one:
+
+        attention: scores k_j . (W_Q h_i + W_O (u_i - h_i)) / tau + b_ijk, values k_j
+        MLP:       -gamma . phi(V h + W_d (u - h)), gamma = W h"""
+    def attend(self, x: Tensor, pos) -> Tensor:
+        h = self.norm(x)
+        k = self.shift(self.split_heads(F.linear(h, self.W_K)), pos)
+        q_h = F.linear(h, self.W_Q)
+        matched = self.add_match(h, pos)
+        for _ in range(2):
+            u = self.norm(x)
+            q = self.split_heads(q_h + F.linear(u - h, self.W_O))
+            o, dx = self.attend(q, k, k, matched, u, h)
+            x = x + (self.merge_heads(o) @ self.W_O + dx) / 2
+        return x
+
+    def mlp(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        gamma = F.linear(h, self.W)
+        z_h = F.linear(h, self.V)
+        for _ in range(2):
+            u = self.norm(x)
+            g = gamma * F.silu(z_h + F.linear(u - h, self.W_d))
+            x = x + g @ self.W_d / 2
+        return x
+    model_file.LlamaAttention.forward = attend
+    model_file.LlamaMLP.forward = mlp
+
+
+VARIANTS = {'': lambda: None, 'grouped queries': group_queries, 'head weights': weigh_heads,
+            'two steps': take_two_steps}
+
+
+def patch(variant: str) -> None:
+    """Change model.py as a model of models.csv asks."""
+    VARIANTS[variant]()
+
+
+if __name__ == '__main__':
+    run.main(HERE, patch, __doc__, sys.argv[1:])
