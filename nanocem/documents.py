@@ -287,7 +287,7 @@ class Documents:
                 else:
                     self.without_text += 1
         except (OSError, ValueError, RecursionError, csv.Error) as error:
-            fail_to_read(f'{path}, row {number + 1}', error)
+            fail_to_read(f'{path}, after row {number}', error)
 
     def divide(self, blocks: Iterable[str], separator: str) -> Iterator[str]:
         """Yield the texts between the separators, without line ends around them."""
@@ -441,8 +441,9 @@ def fail_to_read(place: str, error: Exception) -> None:
     if isinstance(error, UserError):
         raise error
     if isinstance(error, UnicodeDecodeError):
-        fail(f'{place}: not {error.encoding.upper()} at a byte {error.object[error.start]:#x} '
-             f'({error.reason}). --encoding=NAME, such as cp1252, names another')
+        near = error.object[max(0, error.start - 20):error.start + 10]
+        fail(f'{place}: not {error.encoding.upper()} in {near!r} ({error.reason}). --encoding=NAME, '
+             'such as cp1252, reads another encoding')
     if isinstance(error, json.JSONDecodeError):
         fail(f'{place}: no JSON ({error.msg}); expected {{"text": "..."}}. --suffixes of the other '
              'files leave it out')
