@@ -38,7 +38,7 @@ train               --data=short                           no shard of the val s
 train               --data=old                             of another version
 train               --text=nothing.txt                     nothing.txt: no such file or folder
 train               --text=a.txt --data=data               text and data exclude each other
-train               --text=packed.txt.gz                   is compressed: unpack it first
+train               --text=packed.txt.gz                   packed.txt.gz: 
 train               --tokens=1e1000000000                  tokens=1e1000000000: expected a whole
 train               --tokenizer=byte                       tokenizer is for --text=FILE
 train               --init_from=resume                     no run in out/: python train.py config/
