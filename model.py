@@ -884,7 +884,7 @@ def options_without_part(cfg: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for settings, names in ONLY_FOR.items():
         if not any(holds(setting) for setting in settings.split(' or ')):
-            found = dict.fromkeys(names, settings) | found
+            found |= dict.fromkeys([name for name in names if name not in found], settings)
     return found
 
 

@@ -64,7 +64,7 @@ def count_products(model: Any, n: int) -> int:
     """Return the FLOPs of the matrix products of a forward pass of n tokens, without computing."""
     with (torch.device('meta'), torch.enable_grad(), FlopCounterMode(display=False) as counter,
           sdpa_kernel(SDPBackend.MATH)):  # the products in a fused attention are not counted
-        type(model)(model.cfg)(torch.zeros(1, n, dtype=torch.long))
+        type(model)(model.cfg).eval()(torch.zeros(1, n, dtype=torch.long))
     return counter.get_total_flops()
 
 
@@ -75,7 +75,7 @@ def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     if device.type == 'cuda':
         # Make RoPE's table on the GPU now: in the graph each kernel would compute cos and sin
-        model.positions(torch.empty(1, model.cfg.context_length, 0, device=device))
+        model.positions(torch.empty(1, model.cfg.context_length, 0, device=model.head.device))
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
         keep_bias = (by_kernels or not model.cfg.has_bias()

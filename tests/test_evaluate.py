@@ -311,7 +311,8 @@ def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
 
 def test_a_run_of_another_model_py_is_named(place: Path) -> None:
     write_run(place / 'out/edited', Path('data'), model_of())
-    Path('out/edited/model.py').write_text('another text')
+    for name in ('run', 'edited'):
+        Path(f'out/{name}/model.py').write_text(f'the text of {name}')
     rows = cells(evaluate.compare_runs(['out/run', 'out/edited']))
     assert rows[2:] == [['model.py', 'out/run/model.py', 'out/edited/model.py']]
 
