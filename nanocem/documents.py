@@ -116,8 +116,10 @@ def find_source(where: str, reading: Reading) -> Source:
     for name, (size, _) in found.items():
         suffixes[suffix_of(name)] += size
     remedy = f'--suffixes={",".join(suffix for suffix, _ in suffixes.most_common(8))}'
-    check(bool(files), f'{where} has nothing to read: expected .jsonl, .csv or other rows, or .txt '
-          'or .md' + (f'; it has {count(left_out)}. Name what to read, of {remedy}' * bool(found)))
+    check(len(found) > 0, f'{where} has nothing to read: hidden files, installed packages, and '
+          'runs and data of nanoCEM are left out')
+    check(len(files) > 0, f'{where} has nothing to read: expected rows (.jsonl, .csv, ...), .txt or '
+          f'.md, and it has {count(left_out)}. Name what to read, of {remedy}')
     check(bool(reading.suffixes) or sum(left_out.values()) <= source.size(),
           f'{where}: more would be left out ({count(left_out)}) than read '
           f'({count(source.sizes())}). Name what to read, of {remedy}')
@@ -442,8 +444,8 @@ def fail_to_read(place: str, error: Exception) -> None:
         raise error
     if isinstance(error, UnicodeDecodeError):
         near = error.object[max(0, error.start - 20):error.start + 10]
-        fail(f'{place}: not {error.encoding.upper()} in {near!r} ({error.reason}). --encoding=NAME, '
-             'such as cp1252, reads another encoding')
+        fail(f'{place}: not {error.encoding.upper()} in {near!r} ({error.reason}). Another '
+             '--encoding, such as cp1252, may read it')
     if isinstance(error, json.JSONDecodeError):
         fail(f'{place}: no JSON ({error.msg}); expected {{"text": "..."}}. --suffixes of the other '
              'files leave it out')
