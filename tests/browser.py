@@ -1,5 +1,5 @@
-"""JavaScript for tests of pages: an engine for their mathematics, and a real browser, Chromium without
-a window, by chromedriver's web protocol."""
+"""JavaScript for tests of pages: an engine for their mathematics, and a real browser, Chromium
+without a window, by chromedriver's web protocol."""
 import base64
 import contextlib
 import json
@@ -91,8 +91,8 @@ class Browser:
     def drag(self, x: int, y: int, by: int) -> None:
         """Press the mouse at a point of the window, move it to the right, and let it go."""
         move = dict(type='pointerMove', duration=50, origin='viewport')
-        actions = [dict(move, x=x, y=y), dict(type='pointerDown', button=0), dict(move, x=x + by, y=y),
-                   dict(type='pointerUp', button=0)]
+        actions = [dict(move, x=x, y=y), dict(type='pointerDown', button=0),
+                   dict(move, x=x + by, y=y), dict(type='pointerUp', button=0)]
         self.send('POST', '/actions', actions=[dict(type='pointer', id='mouse', actions=actions)])
 
     def text(self, selector: str) -> str:

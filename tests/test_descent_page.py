@@ -13,7 +13,7 @@ from energy import Descent
 from running import ROOT
 
 sys.path.insert(0, str(ROOT / 'docs'))
-import draw_descent  # noqa: E402
+import draw_descent
 
 PAGE = (ROOT / 'docs/descent.html').read_text(encoding='utf-8')
 MATHEMATICS, REST = re.findall('<script>\n(.*?)</script>', PAGE, re.DOTALL)
