@@ -6,9 +6,9 @@ the word, and has to guess the others.
     python docs/new_words.py              the models of pretrained/
     python docs/new_words.py out/RUN      models of yours
 
-A row begins with the probabilities of the pieces of Zorblax in COPYING. Each of the 24 sentences has
-a mean probability (geometric) of a piece after the first: the last two columns are the median and
-the largest of these.
+A row begins with the probabilities of the pieces of Zorblax in COPYING. Each of the 24 sentences
+has a mean probability (geometric) of a piece after the first: the last two columns are the median
+and the largest of these.
 """
 import math
 import statistics

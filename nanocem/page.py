@@ -33,8 +33,8 @@ QUESTION = 'Can it copy a word it has read only once?'  # the title of a page
 LESSON = ('The ', ' is a rare fish. If the ', ' is hungry,')
 # Invented words: a page says how many of their pieces its model spells. The first one opens it
 WORDS = ('Zorblax', 'Quimby', 'Fendril', 'Morvath', 'Drumbolt', 'Skelnar', 'Wobrick', 'Tarquel',
-         'Nimbrosk', 'Gravenol', 'Brizzock', 'Jalpent', 'Oskrim', 'Pelvadur', 'Triskett', 'Humbrell',
-         'Vexaloo', 'Yarndip', 'Krellovar', 'Gumfort')
+         'Nimbrosk', 'Gravenol', 'Brizzock', 'Jalpent', 'Oskrim', 'Pelvadur', 'Triskett',
+         'Humbrell', 'Vexaloo', 'Yarndip', 'Krellovar', 'Gumfort')
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
 LOGIT_ERROR = 1e-4  # of their norm; GELU in place of SiLU is 0.7%
 PROBE_PRODUCTS = 100_000_000  # so many a browser computes in less than a second
