@@ -129,8 +129,8 @@ def check_resumable(start: Start, train: dict[str, Any], cfg: ModelConfig, data:
                     steps: int) -> None:
     """UserError unless a run to resume has this recipe, model and data, and takes as many steps."""
     config, state, path = start.config, start.state or {}, start.out_dir
-    check('code' in config, f'the run in {path} was begun by an older train.py: '
-          f'--init_from={path} with another --out_dir trains its weights on')
+    check('code' in config, f'the run in {path} was begun by an older train.py. '
+          f'{train_on(path, config)}')
     recipe = {name: train[name] for name in RECIPE}
     check_match(path, (config['train'], recipe), (state.get('recipe', {}), recipe),
                 (with_defaults(config['model']), asdict(cfg)),
@@ -138,8 +138,16 @@ def check_resumable(start: Start, train: dict[str, Any], cfg: ModelConfig, data:
                 (config['data'], data), (state.get('data', {}), data))
     took = state.get('max_steps', config['max_steps'])
     check(took == steps, f'the run in {path} takes {took:,} steps (now {steps:,}), and had the '
-          f'learning rates of that length: --init_from={path} with another --out_dir trains its '
-          'weights on')
+          f'learning rates of that length. {train_on(path, config)}')
+
+
+def train_on(path: str, config: dict[str, Any]) -> str:
+    """Return what a user reads who wants more steps of the run in `path`: options of a new run that
+    begins with its weights and has its recipe."""
+    run = config['train']
+    recipe = ' '.join(f'--{name}={run[name]}' for name in RECIPE if name in run)
+    return (f'A new run trains its weights on: --init_from={shlex.quote(path)} '
+            f'--tokens=N {recipe}')
 
 
 def check_code(start: Start, model: Transformer, code: dict[str, str]) -> list[dict[str, Any]]:
