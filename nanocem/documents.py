@@ -118,8 +118,8 @@ def find_source(where: str, reading: Reading) -> Source:
     remedy = f'--suffixes={",".join(suffix for suffix, _ in suffixes.most_common(8))}'
     check(len(found) > 0, f'{where} has nothing to read: hidden files, installed packages, and '
           'runs and data of nanoCEM are left out')
-    check(len(files) > 0, f'{where} has nothing to read: expected rows (.jsonl, .csv, ...), .txt or '
-          f'.md, and it has {count(left_out)}. Name what to read, of {remedy}')
+    check(len(files) > 0, f'{where} has nothing to read: expected rows (.jsonl, .csv, ...), .txt '
+          f'or .md, and it has {count(left_out)}. Name what to read, of {remedy}')
     check(bool(reading.suffixes) or sum(left_out.values()) <= source.size(),
           f'{where}: more would be left out ({count(left_out)}) than read '
           f'({count(source.sizes())}). Name what to read, of {remedy}')

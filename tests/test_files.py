@@ -91,7 +91,8 @@ def test_json_takes_the_values_of_torch_and_numpy(tmp_path: Path) -> None:
     """And what it cannot hold as text."""
     path = tmp_path / 'a.json'
     tensor = torch.tensor([1.5, math.nan], requires_grad=True)
-    values = {'tensor': tensor, 'number': tensor[0], 'half': torch.tensor(0.5, dtype=torch.bfloat16),
+    half = torch.tensor(0.5, dtype=torch.bfloat16)
+    values = {'tensor': tensor, 'number': tensor[0], 'half': half,
               'float32': np.float32(0.25), 'nan': np.float32('nan'), 'int64': np.int64(7),
               'array': np.ones((1, 2)), 'flag': torch.tensor(True), 'path': Path('a/b'),
               'nested': [{'loss': torch.tensor(2)}, (math.inf, None)], 'of': {1: 'text'}}
