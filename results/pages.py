@@ -33,7 +33,7 @@ TIES = {
     'attn-1-three-wide': 'CEM attention (both ties)',
     'mlp-1-three-wide': 'Llama with a CEM MLP (W_d tied to V)',
     'kv-mlp-1-three-wide': 'Llama, values tied to keys, with a CEM MLP',
-    'cem-1-three-wide': 'all-CEM (all three ties)'}
+    'cem-1-three-wide': 'CEM attention and CEM MLP (all three ties)'}
 NOT_IN_FRONT = 'kv-mlp-1-three-wide'
 
 # CEM beside Llama, without and with the additions: a model, its effect over the Llama with the same
