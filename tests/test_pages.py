@@ -114,7 +114,8 @@ PROSE = [('README.md', 'How good is it?'),
          *(('results/README.md', title) for title in (
              'Which of the three ties pays?', 'Why is it behind?', 'What narrows it?',
              'Do the paper')),
-         ('results/notes.md', 'Options'), ('results/notes.md', 'Size L')]
+         ('results/notes.md', 'Options'), ('results/notes.md', 'Size L'),
+         ('pretrained/README.md', 'Do they copy')]
 
 
 def test_numbers_of_the_prose_are_in_a_csv() -> None:
