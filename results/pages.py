@@ -33,7 +33,7 @@ TIES = {
     'attn-1-three-wide': 'CEM attention (both ties)',
     'mlp-1-three-wide': 'Llama with a CEM MLP (W_d tied to V)',
     'kv-mlp-1-three-wide': 'Llama, values tied to keys, with a CEM MLP',
-    'cem-1-three-wide': 'all-CEM (all three ties)'}
+    'cem-1-three-wide': 'CEM attention and CEM MLP (all three ties)'}
 NOT_IN_FRONT = 'kv-mlp-1-three-wide'
 
 # CEM beside Llama, without and with the additions: a model, its effect over the Llama with the same
@@ -44,9 +44,9 @@ ADDITIONS = [
     ('... these two, no diagonal, wider MLP', 'gradient w3', ''),
     ('... all three', 'gradient w1', 'gradient w8a'),
     ('... all three, wider MLP', 'gradient w2a', ''),
-    ('all-CEM, two steps, shifted key and match bias', 'copies r4', 'copies k4'),
-    ('all-CEM, one step, all three', 'gradient w4', ''),
-    ('all-CEM, one step, all three, wider MLP', 'gradient w5', ''),
+    ('plain all-CEM, two steps, shifted key and match bias', 'copies r4', 'copies k4'),
+    ('plain all-CEM, one step, all three', 'gradient w4', ''),
+    ('plain all-CEM, one step, all three, wider MLP', 'gradient w5', ''),
     ('Llama, shifted key and match bias', '', 'copies k10')]
 
 # What else the studies of the additions asked, in the words of the page
@@ -60,7 +60,8 @@ QUESTIONS = {
     'gradient w6b': 'the scaled diagonal improves Llama with the other two by at least 2%',
     'copies p2': 'a second step improves CEM attention with shifted key and match bias by at least '
                  '2%',
-    'copies p3': 'a second step improves all-CEM with shifted key and match bias by at least 2%',
+    'copies p3': 'a second step improves plain all-CEM with shifted key and match bias by at '
+                 'least 2%',
     'gradient w9': 'CEM attention is at most 5% behind a Llama whose values are tied to its keys, '
                    'both with shifted key and match bias',
     'gradient w8b': 'CEM attention with all three is better than Llama with RoPE and no additions'}
@@ -74,8 +75,8 @@ COPYING = {'llama-alibi': 'Llama', 'llama-alibi-half': '... shifted key',
            'attn-1-three-wide': '... all three, wider MLP'}
 
 # Where CEM without additions loses to Llama with ALiBi, at M: each with a seed that Llama has too
-GAPS = [('CEM attention', 'attn-1-none', 2), ('all-CEM with P and diagonal', 'cem-2', 1),
-        ('all-CEM', 'cem-2-plain', 1), ('Llama with RoPE', 'llama', 2)]
+GAPS = [('CEM attention', 'attn-1-none', 2), ('all-CEM', 'cem-2', 1),
+        ('plain all-CEM', 'cem-2-plain', 1), ('Llama with RoPE', 'llama', 2)]
 
 
 # Cells

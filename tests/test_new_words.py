@@ -13,7 +13,7 @@ from running import ROOT
 sys.path.insert(0, str(ROOT / 'docs'))
 import new_words
 
-TABLE = (ROOT / 'pretrained/README.md').read_text('utf-8').partition('## ')[0]
+PAGE = (ROOT / 'pretrained/README.md').read_text('utf-8')
 
 
 @pytest.mark.parametrize('name', ['cem_plain_copies', 'llama_alibi'])
@@ -21,7 +21,7 @@ def test_the_table_is_what_the_command_prints(name: str, capsys: pytest.CaptureF
     new_words.main([str(ROOT / 'pretrained' / name)])
     header, _, row = capsys.readouterr().out.splitlines()
     for line in header, row:
-        assert re.sub(r' +', ' ', line) in TABLE
+        assert re.sub(r' +', ' ', line) in PAGE
 
 
 def test_each_word_stands_twice_in_each_of_24_sentences() -> None:

@@ -28,8 +28,8 @@ from verdicts import (
     verdict_table,
 )
 
-SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... with both options',
-         'attn-1-none': 'CEM attention', 'attn-1-copies': '... with both options'}
+SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... with both additions',
+         'attn-1-none': 'CEM attention', 'attn-1-copies': '... with both additions'}
 KINDS = {'repeated, nats': 'repeated targets: 16%', 'other, nats': 'all others: 84%'}
 
 
@@ -60,7 +60,7 @@ def table(rows: list[Row]) -> str:
 def draw(rows: list[Row], size: str = 'S') -> Figure:
     """Draw the losses of repeated and of other targets of four models, at one scale."""
     figure = Figure((8.3, 3.3), layout='constrained')
-    figure.suptitle('Half keys and the match bias improve copying, and hardly change the rest')
+    figure.suptitle('The shifted key and the match bias lower the loss of repeated targets')
     of = {row['model']: row for row in rows if row['size'] == size}
     both = figure.subplots(1, 2, sharex=True, sharey=True)
     for axes, (name, title) in zip(both, KINDS.items(), strict=True):
@@ -69,7 +69,7 @@ def draw(rows: list[Row], size: str = 'S') -> Figure:
         bars = axes.barh(range(len(SHOWN)), values, color=colors)
         axes.bar_label(bars, [f'{value:.2f}' for value in values], padding=3)
         axes.set_title(title, fontsize=10)
-        axes.set(xlabel='loss, nats a token', yticks=range(len(SHOWN)),
+        axes.set(xlabel='loss, nats per token', yticks=range(len(SHOWN)),
                  yticklabels=SHOWN.values(), ylim=(len(SHOWN) - 0.5, -0.5))
         axes.margins(x=0.12)
         axes.spines[['top', 'right']].set_visible(False)
