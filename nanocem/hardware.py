@@ -75,20 +75,27 @@ def compile_for(device: torch.device, model: Any, attention: str) -> Any:
     """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
     compilation serves all. `attention` is the name that fast.plug_in returns."""
     # Let a later run reuse the traced graph, though it holds the loss's own backward pass
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    set_switch(torch._functorch.config, 'autograd_cache_allow_custom_autograd_functions', True)
     if device.type == 'cuda':
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
         keep_bias = not (model.cfg.has_bias() and attention == 'sdpa')
-        torch._functorch.config.ban_recompute_materialized_backward = keep_bias
-        torch._functorch.config.ban_recompute_used_far_apart = keep_bias
+        set_switch(torch._functorch.config, 'ban_recompute_materialized_backward', keep_bias)
+        set_switch(torch._functorch.config, 'ban_recompute_used_far_apart', keep_bias)
         # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.
         # This saves milliseconds a step, but costs memory: nothing is recomputed across a cut
-        torch._dynamo.config.optimize_ddp = False
+        set_switch(torch._dynamo.config, 'optimize_ddp', False)
         return torch.compile(model, dynamic=False)
     for block in model.blocks:
         block.compile(dynamic=False)
     return model
+
+
+def set_switch(config: Any, name: str, value: bool) -> None:
+    """Set a switch of torch's compiler, where this version of torch has it. They are private, and
+    change speed and memory alone."""
+    if hasattr(config, name):
+        setattr(config, name, value)
 
 
 def keep_freed_memory() -> None:

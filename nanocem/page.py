@@ -7,6 +7,7 @@ import base64
 import html
 import json
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from nanocem.tokenizers import tokenizer_of
 TEMPLATE = Path(__file__).with_name('page.html')
 PLACEHOLDER = 'MODEL GOES HERE'  # in the template, as are these two
 TITLE, ABOUT = 'TITLE GOES HERE', 'ABOUT GOES HERE'
-# The address of the repository, as https://github.com/NAME/nanoCEM, once it has one. It stands here
-# alone: python docs/address.py writes it into the pages of docs/
-REPOSITORY = ''
+# The address of the repository, or '' as long as it has none
+REPOSITORY: str = tomllib.loads(Path(__file__).parents[1].joinpath('pyproject.toml').read_text(
+    encoding='utf-8'))['project'].get('urls', {}).get('Repository', '')
 # The text that shows copying. No model has read its two names
 COPYING = ('The Zorblax function returns a tuple. The Quimby module reads a file. If the Zorblax '
            'function fails, call the Quimby')
