@@ -8,6 +8,7 @@ import copy
 import html
 import json
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +26,9 @@ TEMPLATE = Path(__file__).with_name('page.html')
 # What the template holds in place of a page's own texts
 MODEL, TITLE, ABOUT = 'MODEL GOES HERE', 'TITLE GOES HERE', 'ABOUT GOES HERE'
 SIZE, MEGABYTES = 'SIZE GOES HERE', 'MEGABYTES GO HERE'
-# The address of the repository, as https://github.com/NAME/nanoCEM, once it has one. It stands here
-# alone: python docs/address.py writes it into the pages of docs/
-REPOSITORY = ''
+# The address of the repository, or '' as long as it has none
+REPOSITORY: str = tomllib.loads(Path(__file__).parents[1].joinpath('pyproject.toml').read_text(
+    encoding='utf-8'))['project'].get('urls', {}).get('Repository', '')
 QUESTION = 'Can it copy a word it has read only once?'  # the title of a page
 # The page puts a word into the two gaps of these sentences. The model reads it once, and spells it
 LESSON = ('The ', ' is a rare fish. If the ', ' is hungry,')
