@@ -69,10 +69,10 @@ class TrainConfig(Reading):
     """The run. The defaults are the paper's recipe (Table 2)."""
     # configurator.py says what these three mean
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer', *READING),)  # those of an earlier text
+    RESETS = (('data', 'tokenizer', *READING), ('text', 'tokenizer'))  # those of an earlier text
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
              'learning_rate', 'device', 'compile')
-    data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
+    data: PathStr = 'data/slimpajama'  # folder of token shards
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
     out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
         torch.set_float32_matmul_precision('high')  # float32 products by TF32
     keep_freed_memory()
 
-    # Find the data. A text, or data/builtin, is prepared on first use; a resumed run has its data
+    # Find the data. A text is prepared on first use; a resumed run has its data
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
         of_tokenizer = state or (start.weights[1] if start.weights else None)

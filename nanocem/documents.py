@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 from configurator import UserError, check, fail, warn
 
 HUB = 'hf://datasets/'
-LIBRARY = sysconfig.get_paths()['stdlib']
 # A file is what its suffix says: rows, or else a text. Both may be packed; pyarrow unpacks them
 ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')
 TEXTS = ('.txt', '.md')  # what is read of a folder without rows, unless suffixes are given
@@ -97,8 +95,6 @@ def find_source(where: str, reading: Reading) -> Source:
     """Find the files of an input. Of a folder, or of a dataset on the Hub, those of the given
     suffixes are read, or else its rows, or if it has none its texts. UserError if there are none,
     or if more bytes are left out than read and no suffixes are given."""
-    if where == 'builtin':
-        return builtin_source()
     if os.path.isfile(where):
         root, name = os.path.split(where)
         return Source(root, {name: state_of(where)}, {})
@@ -124,14 +120,6 @@ def find_source(where: str, reading: Reading) -> Source:
           f'{where}: more would be left out ({count(left_out)}) than read '
           f'({count(source.sizes())}). Name what to read, of {remedy}')
     return source
-
-
-def builtin_source() -> Source:
-    """Return the text of data/builtin: the source of this Python's library, without its tests."""
-    tests = {'test', 'tests', 'idle_test'}
-    files = {name: state for name, state in list_folder(LIBRARY).items()
-             if name.endswith('.py') and tests.isdisjoint(name.split('/'))}
-    return Source(LIBRARY, files, {})
 
 
 def list_folder(root: str) -> dict[str, tuple[int, int]]:

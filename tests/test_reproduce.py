@@ -190,8 +190,8 @@ def test_rows_count_runs_of_the_studys_text_alone(
 
 
 def test_figures_average_no_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The table and the titles name the data where there are two: two texts in folders of one name,
-    and data/builtin of two versions of Python."""
+    """The table and the titles name the data where there are two: two texts in folders of one
+    name."""
     monkeypatch.chdir(tmp_path)
     for model in 'llama', 'attn-1-none':
         run = next(run for run in reproduce.planned('2a', 'S') if run.model == model)
