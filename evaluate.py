@@ -1,7 +1,7 @@
 """
 Evaluate a trained model.
 
-    python evaluate.py                         loss, perplexity, bits per byte of the newest run
+    python evaluate.py                         bits per byte, loss and perplexity of the newest run
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              energies along the steps; does the first one descend?
@@ -106,7 +106,7 @@ def report_loss(run: 'Evaluated') -> str:
         n_targets, nats, text_nats = evaluate_loss(model, ids, bos)
         loss = nats / n_targets
         row = {'T': str(T or 'as trained'), 'tokens': f'{n_targets:,.0f}',
-               'loss, nats a token': f'{loss:.4f}', 'perplexity': f'{perplexity(loss):.6g}'}
+               'nats per token': f'{loss:.4f}', 'perplexity': f'{perplexity(loss):.6g}'}
         if text_bytes:
             row['bits per byte'] = f'{text_nats / math.log(2) / text_bytes:.4f}'
         if llama_tokens:
@@ -203,23 +203,19 @@ def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:
 # Runs side by side
 
 def compare_on_text(cfg: EvaluateConfig) -> str:
-    """Format the losses of runs and exports on a text, and the perplexity of each over that of the
-    last one, if their tokens are the same."""
-    rows, losses, tokenizers = [], [], []
+    """Format the bits per byte of runs and exports on a text, whatever their tokens, and how much
+    higher they are than those of the last one. NaN if a tokenizer loses text."""
+    rows, bits = [], []
     for folder in cfg.compare:
         run = Evaluated(replace(cfg, compare=(), out_dir=folder))
         ids, text_bytes, _ = run.sequences
-        n_targets, nats, text_nats = evaluate_loss(run.model, ids, run.tokenizer.bos)
-        losses.append(nats / n_targets)
-        tokenizers.append([run.state['data'][name] for name in TOKENIZER_KEYS])
-        bits = f'{text_nats / math.log(2) / text_bytes:.4f}' if text_bytes else ''
-        rows.append([folder, f'{run.model.num_params():,}', f'{n_targets:,.0f}', bits,
-                     f'{perplexity(losses[-1]):.6g}'])
-    for row, loss, tokenizer in zip(rows, losses, tokenizers, strict=True):
-        same = tokenizer == tokenizers[-1]
-        row.append(f'{math.expm1(loss - losses[-1]):+.1%}' if same else 'other tokens')
-    header = ['run', 'parameters', 'tokens', 'bits per byte', 'perplexity',
-              f'perplexity over {cfg.compare[-1]}']
+        n_targets, _, text_nats = evaluate_loss(run.model, ids, run.tokenizer.bos)
+        bits.append(text_nats / math.log(2) / text_bytes if text_bytes else math.nan)
+        rows.append([folder, f'{run.model.num_params():,}', f'{n_targets:,.0f}',
+                     f'{bits[-1]:.4f}'])
+    for row, of_run in zip(rows, bits, strict=True):
+        row.append(f'{of_run / bits[-1] - 1:+.1%}')
+    header = ['run', 'parameters', 'tokens', 'bits per byte', f'over {cfg.compare[-1]}']
     return markdown_table(header, rows)
 
 
@@ -254,8 +250,8 @@ def compare_results(folders: Sequence[str],
                     configs: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     """Format the results of runs, which have these config.json. Return the table, and notes on
     results that do not count."""
-    names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
-             'test_bits_per_byte', 'seconds')
+    names = ('parameters', 'tokens', 'val_bits_per_byte', 'test_bits_per_byte', 'val_loss',
+             'test_loss', 'seconds')
     rows, notes = [], []
     for folder, config in zip(folders, configs, strict=True):
         # Before a run ends it has no result, and its row is empty

@@ -296,7 +296,7 @@ def main(argv: list[str]) -> int:
 
     @torch.no_grad()
     def evaluate(split: str, max_tokens: int) -> tuple[float, float | None]:
-        """Return a split's mean loss in nats a token, and in bits a byte (None if the tokenizer
+        """Return a split's mean loss in nats per token, and in bits per byte (None if the tokenizer
         loses text), always over the same evenly spaced sequences. BOS counts as a token only."""
         raw_model.eval()
         sums = torch.zeros(4, dtype=torch.float64)  # tokens, nats, nats of text, bytes of text
@@ -400,9 +400,8 @@ def main(argv: list[str]) -> int:
             if math.isfinite(mfu):
                 speed += f', MFU {mfu:.1%}'
             bar.clear()
-            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation loss '
-                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | {speed} | ETA {left}',
-                  flush=True)
+            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation '
+                  f'{in_bits(val_loss, val_bits)} | {speed} | ETA {left}', flush=True)
             log(step, val_loss=val_loss)
             if val_loss < best:
                 previous, best = best, val_loss
@@ -440,8 +439,8 @@ def main(argv: list[str]) -> int:
 
     # Write the results and a sample of text
     check(math.isfinite(test_loss), f'test loss {test_loss}: try a lower learning_rate or init_std')
-    print(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
-          f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token', flush=True)
+    print(f'Finished in {timedelta(seconds=round(seconds))}: validation '
+          f'{in_bits(val_loss, val_bits)}, test {in_bits(test_loss, test_bits)}', flush=True)
     if rank == 0:
         result = {
             'val_bits_per_byte': val_bits, 'test_bits_per_byte': test_bits,
@@ -461,6 +460,12 @@ def main(argv: list[str]) -> int:
             log(step, sample=text)
     check(saved == step, lost)
     return 0
+
+
+def in_bits(loss: float, bits: float | None) -> str:
+    """Return a loss in bits per byte and in nats per token, for people to read."""
+    nats = f'{loss:.4f} nats per token'
+    return nats if bits is None else f'{bits:.4f} bits per byte ({nats})'
 
 
 def count_steps(cfg: TrainConfig, model_cfg: ModelConfig) -> int:

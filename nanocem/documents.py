@@ -79,6 +79,10 @@ class Source(NamedTuple):
         repository, commit = self.root.removeprefix(HUB).split('@')
         return hf_hub_download(repository, name, repo_type='dataset', revision=commit)
 
+    def where(self) -> str:
+        """Return the path of the only file, or of the folder of several."""
+        return os.path.join(self.root, *self.files) if len(self.files) == 1 else self.root
+
     def sizes(self) -> dict[str, int]:
         return {name: size for name, (size, _) in self.files.items()}
 
@@ -299,12 +303,12 @@ class Documents:
     def check(self) -> None:
         """UserError if most of the rows that were read lack the column, or no text had the
         separator: both are hardly meant."""
-        check(2 * self.without_column <= self.rows, f'{self.source.root}: {self.without_column:,} '
+        check(2 * self.without_column <= self.rows, f'{self.source.where()}: {self.without_column:,} '
               f'of {self.rows:,} rows have no column "{self.reading.column}", but '
               f'{", ".join(map(str, self.columns[:20]))}: --column=NAME reads another one')
         separator = self.reading.separator
         check(not separator or self.separators > 0, f'separator={separator!r} is in no text of '
-              f"{self.source.root}: expected one that is. A shell writes line ends as $'\\n\\n'; "
+              f"{self.source.where()}: expected one that is. A shell writes line ends as $'\\n\\n'; "
               'files from Windows have \\r\\n')
 
     def describe(self) -> str:

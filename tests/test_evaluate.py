@@ -141,7 +141,7 @@ def test_a_text_is_read_whole(tokenizer: ByteTokenizer, place: Path, report: Rep
     assert 'out/run/best.pt, step 2; two.jsonl\n' in page
     Path('two.txt').write_text('<|x|>'.join(documents))
     assert cells(report('--text=two.txt', '--separator=<|x|>')) == cells(page)
-    with pytest.raises(SystemExit, match=r'is in no text file of two\.txt'):
+    with pytest.raises(SystemExit, match=r'is in no text of .*two\.txt'):
         report('--text=two.txt', '--separator=<|y|>')
     _, tokens, loss, _, *bits = cells(page)[0]
     ids = torch.tensor([i for text in documents for i in [256, *tokenizer.encode(text)]])
@@ -262,11 +262,11 @@ def test_exports_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> Non
         parts = [model(ids[:, i:i + n], ids[:, i + 1:i + n + 1])[1] * n
                  for i, n in ((0, 16), (16, 4))]
         losses[name] = float(sum(parts)) / 20
-    over = math.expm1(losses['hub/b'] - losses['hub/a'])
+    over = losses['hub/b'] / losses['hub/a'] - 1
     assert rows[0][:3] == ['hub/b', f'{llama.num_params():,}', '20']
     assert float(rows[0][3]) == pytest.approx(losses['hub/b'] / math.log(2), abs=1e-3)
-    assert float(rows[0][5].strip('%')) == pytest.approx(100 * over, abs=0.06)
-    assert rows[2][5] == '+0.0%'
+    assert float(rows[0][4].strip('%')) == pytest.approx(100 * over, abs=0.06)
+    assert rows[2][4] == '+0.0%'
     with pytest.raises(SystemExit, match='takes folders and a --text alone, and not steps'):
         evaluate.main(['--compare=hub/b,hub/a', '--steps=1'])
 
