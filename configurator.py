@@ -259,8 +259,11 @@ def print_help(classes: tuple[type, ...], everything: bool) -> NoReturn:
     left_out = 0
     for cls in classes:
         # The comment at the end of an option's line is its help
-        comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
-        hints, fields = type_hints(cls), dataclasses.fields(cls)
+        sources = ''.join(inspect.getsource(part) for part in cls.__mro__[:-1])
+        comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', sources, re.M))
+        hints = type_hints(cls)
+        # A class's own options stand before those of the class that it extends
+        fields = sorted(dataclasses.fields(cls), key=lambda field: field.name not in vars(cls))
         first = getattr(cls, 'FIRST', ())
         shown = [field for field in fields if everything or not first or field.name in first]
         left_out += len(fields) - len(shown)

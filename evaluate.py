@@ -31,7 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, sum_losses
-from nanocem.documents import Reading
+from nanocem.documents import READING, Reading
 from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
 from nanocem.runs import (
@@ -52,17 +52,13 @@ lowered: the share of tokens whose energy the first step lowers"""
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Reading):
     """A model, the text that it is evaluated on, and what to report."""
     EXCLUSIVE = (('text', 'data'),)
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
-    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
-    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
-    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
-    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
@@ -70,8 +66,9 @@ class EvaluateConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_range(self, 1, 10**15, 'tokens')
-        Reading.of(self).check_text(self.text)
+        self.check_text(self.text)
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
         check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
         self.compare = tuple(map(os.path.expanduser, self.compare))
@@ -335,7 +332,7 @@ def main(argv: list[str]) -> None:
     on = {'text', 'data', 'split', 'tokens'} & given.keys()
     check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
     if cfg.compare:
-        allowed = {'compare', 'text', 'device', *Reading._fields}
+        allowed = {'compare', 'text', 'device', *READING}
         others = ', '.join(name for name in given if name not in allowed)
         check(not others, f'--compare takes folders and a --text alone, and not {others}')
         if cfg.text:

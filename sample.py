@@ -22,8 +22,8 @@ from configurator import (
     user_errors,
     warn,
 )
+from nanocem.documents import TextFile
 from nanocem.runs import load_model, newest_run
-from nanocem.sources import read_text
 from nanocem.tokenizers import sample_text, tokenizer_of
 
 
@@ -56,7 +56,8 @@ def main(argv: list[str]) -> None:
     # Read the options and the prompt
     cfg = build(SampleConfig, read_options(argv, SampleConfig))
     if cfg.prompt_file:
-        cfg.prompt = read_text(cfg.prompt_file)
+        file = '/dev/stdin' if cfg.prompt_file == '-' else cfg.prompt_file
+        cfg.prompt = ''.join(TextFile(file))
     # Load the model, and set its numbers of gradient steps
     model, checkpoint = load_model(cfg.out_dir or newest_run(), cfg.device)
     with user_errors():

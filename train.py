@@ -20,7 +20,6 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -43,7 +42,7 @@ from nanocem.data import (
     read_meta,
     sum_losses,
 )
-from nanocem.documents import Reading
+from nanocem.documents import READING, Reading, keep_piped
 from nanocem.files import to_json, write_atomic
 from nanocem.hardware import (
     compile_for,
@@ -56,7 +55,6 @@ from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run, progress_bar
 from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_broken_laws
-from nanocem.sources import is_pipe, keep_piped
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
 from nanocem.triton_attention import use_kernels
 
@@ -67,21 +65,16 @@ STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again l
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Reading):
     """The run. The defaults are the paper's recipe (Table 2)."""
     # configurator.py says what these three mean
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer', *Reading._fields),)  # those of an earlier text
+    RESETS = (('data', 'tokenizer', *READING),)  # those of an earlier text
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
              'learning_rate', 'device', 'compile')
     data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
-    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
-    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
-    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
-    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
-    splits: Literal['names', 'none'] = 'names'  # for --text: files may be named after val and test
     out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
     init_from: PathStr = 'scratch'  # resume: continue out_dir's run; RUN: start from its weights
     seed: int = 1337  # seed of the initial weights and of the order of the data
@@ -112,6 +105,7 @@ class TrainConfig:
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_range(self, 1, 10**15, 'batch_size micro_batch_size tokens eval_tokens test_tokens')
         in_range(self, 1, 10**15, 'eval_interval log_interval checkpoint_interval stop_step')
         in_range(self, 1e-30, 10**6, 'tokens_per_param adam_eps grad_clip')
@@ -121,7 +115,7 @@ class TrainConfig:
         in_range(self, 0, 2**63 - 1, 'seed')
         check(not self.tokenizer or bool(self.text), 'tokenizer is for --text=FILE: data has its '
               'own')
-        Reading.of(self).check_text(self.text)
+        self.check_text(self.text)
 
 
 def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
@@ -149,9 +143,9 @@ def main(argv: list[str]) -> int:
     # resume adds its config.json and last checkpoint, and other weights are `pretrained`
     given = read_options(argv, TrainConfig, ModelConfig)
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
-        check(world_size == 1 or not is_pipe(given['text']), 'a pipe is read by one process: '
+        check(world_size == 1 or given['text'] != '-', 'a pipe is read by one process: '
               'prepare_slimpajama.py --input=- makes a data folder for more')
-        given['text'] = keep_piped(given['text'], Reading.of(SimpleNamespace(**given)))
+        given['text'] = keep_piped(given['text'])
     start = runs.start_from(given, rank, TrainConfig)
     cfg = build(TrainConfig, start.options)
     resume, state = start.config is not None, start.state
@@ -169,7 +163,7 @@ def main(argv: list[str]) -> int:
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
         of_tokenizer = state or (start.weights[1] if start.weights else None)
-        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, of_tokenizer, Reading.of(cfg))
+        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, of_tokenizer, cfg)
     meta = read_meta(data_dir)
     if start.weights:
         tokenizer_of = {name: meta.get(name) for name in TOKENIZER_KEYS}

@@ -2,8 +2,7 @@
 What scripts share, and no reader of the paper must open, in the order in which data flows.
 
 Text becomes tokens
-    sources.py             Find the files of an input, and say what each of them is.
-    documents.py           Read the documents of a file one by one.
+    documents.py           Find the files of an input, and read their documents one by one.
     tokenizers.py          Turn text into ids and back, a prompt into text, a text into sequences.
     prepare.py             Divide documents among splits, and write shards of their tokens.
     data.py                Read shards as sequences, say which each batch holds, and measure losses.

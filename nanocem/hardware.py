@@ -72,7 +72,7 @@ def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:
     """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
     compilation serves all. `by_kernels` says whether it attends by triton_attention.py."""
     # Let a later run reuse the traced graph, though it holds the loss's own backward pass
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    set_switch(torch._functorch.config, 'autograd_cache_allow_custom_autograd_functions', True)
     if device.type == 'cuda':
         # Make RoPE's table on the GPU now: in the graph each kernel would compute cos and sin
         model.positions(torch.empty(1, model.cfg.context_length, 0, device=model.head.device))
@@ -80,15 +80,22 @@ def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
         keep_bias = (by_kernels or not model.cfg.has_bias()
                      or model.blocks[0].attn.whole_gradient)
-        torch._functorch.config.ban_recompute_materialized_backward = keep_bias
-        torch._functorch.config.ban_recompute_used_far_apart = keep_bias
+        set_switch(torch._functorch.config, 'ban_recompute_materialized_backward', keep_bias)
+        set_switch(torch._functorch.config, 'ban_recompute_used_far_apart', keep_bias)
         # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.
         # This saves milliseconds a step, but costs memory: nothing is recomputed across a cut
-        torch._dynamo.config.optimize_ddp = False
+        set_switch(torch._dynamo.config, 'optimize_ddp', False)
         return torch.compile(model, dynamic=False)
     for block in model.blocks:
         block.compile(dynamic=False)
     return model
+
+
+def set_switch(config: Any, name: str, value: bool) -> None:
+    """Set a switch of torch's compiler, where this version of torch has it. They are private, and
+    change speed and memory alone."""
+    if hasattr(config, name):
+        setattr(config, name, value)
 
 
 def keep_freed_memory() -> None:

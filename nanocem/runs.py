@@ -10,6 +10,7 @@ import io
 import itertools
 import os
 import pickle
+import shlex
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -31,6 +32,9 @@ from nanocem.tokenizers import MODEL_FILE
 MAY_CHANGE = {'out_dir', 'init_from', 'data', 'micro_batch_size', 'eval_interval', 'test_tokens',
               'log_interval', 'checkpoint_interval', 'stop_step', 'device', 'dtype', 'kernels',
               'compile', 'tensorboard', 'sample_tokens'}
+# Options that a new run needs to train on as an earlier one did
+RECIPE = ('batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1', 'beta2',
+          'adam_eps', 'weight_decay', 'grad_clip')
 # Options that decide which weights a model has, and must be those of the weights to start from
 WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
            'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
@@ -87,8 +91,11 @@ def check_options(path: str, saved: dict[str, Any], given: dict[str, Any]) -> No
     different = [f'{name}={saved[name]} (now {value})' for name, value in given.items()
                  if value is not None and name not in MAY_CHANGE
                  and as_path(name, saved.get(name, value)) != as_path(name, value)]
-    check(not different, f'the run in {path} has {", ".join(different)}: expected the same; '
-          f'--init_from={path} with another --out_dir trains its weights on')
+    recipe = ' '.join(f'--{name}={saved[name]}' for name in RECIPE if name in saved)
+    remedy = (f'. A new run trains its weights on: --init_from={shlex.quote(path)} --tokens=N '
+              f'{recipe}' if recipe else '')
+    check(not different, f'the run in {path} has {", ".join(different)}: expected the '
+          f'same{remedy}')
 
 
 def as_path(name: str, value: Any) -> Any:
@@ -311,14 +318,16 @@ class Log:
                 self.writer = SummaryWriter(out_dir, purge_step=step + 1)
 
     def __call__(self, step: int, **values: Any) -> None:
-        """Write a line. Numbers go to TensorBoard as well."""
+        """Write a line of numbers, tensors, text, or lists of these. Numbers, and tensors that are
+        one number, go to TensorBoard as well."""
         try:
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
             if self.writer:
                 for name, value in values.items():
-                    if isinstance(value, (int, float)):
-                        self.writer.add_scalar(name, value, step)
+                    number = value.tolist() if hasattr(value, 'tolist') else value
+                    if isinstance(number, (int, float)):
+                        self.writer.add_scalar(name, number, step)
                 self.writer.flush()
         except Exception as error:  # TensorBoard raises errors of many types
             warn(f'step {step} is not in the log ({error}); the run goes on')

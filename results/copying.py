@@ -33,22 +33,19 @@ KINDS = {'repeated': 'repeated: their {} stood earlier', 'other': 'other',
 
 
 @dataclass
-class CopyingConfig:
+class CopyingConfig(Reading):
     """What the models are measured on."""
     EXCLUSIVE = (('text', 'data'),)
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
-    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
-    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
-    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
-    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_range(self, 1, 10**15, 'tokens')
-        Reading.of(self).check_text(self.text)
+        self.check_text(self.text)
 
 
 # What is measured

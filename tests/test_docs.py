@@ -1,4 +1,4 @@
-"""README, docs and results: short pages whose code runs and whose links lead somewhere."""
+"""README, docs and results: pages whose code runs and whose links lead somewhere."""
 import argparse
 import math
 import re
@@ -18,24 +18,12 @@ from nanocem.optim import make_optimizers
 from nanocem.runs import load_model
 from running import ROOT
 
-# The most lines that each page has; other pages have 95.
-LINES = {'README.md': 130, 'docs/options.md': 125, 'results/README.md': 145,
-         'results/notes.md': 165, 'results/tokens/README.md': 45, 'results/gp/README.md': 45,
-         'results/figures/README.md': 60, 'docs/paper.md': 140, 'docs/speed.md': 125,
-         'docs/data.md': 105}
 PAGES = ['README.md', *(f'docs/{path.name}' for path in sorted((ROOT / 'docs').glob('*.md')))]
 RESULTS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / 'results').rglob('*.md'))]
 
 
 def read(page: str) -> str:
     return (ROOT / page).read_text(encoding='utf-8').replace('\\\n', ' ')
-
-
-@pytest.mark.parametrize('page', PAGES + [page for page in RESULTS if page in LINES])
-def test_pages_are_short(page: str) -> None:
-    lines = (ROOT / page).read_text(encoding='utf-8').splitlines()
-    assert len(lines) <= LINES.get(page, 95)
-    assert max(map(len, lines)) <= (100 if page == 'README.md' else 120)
 
 
 def test_the_front_pages_code_is_the_files() -> None:

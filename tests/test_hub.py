@@ -255,18 +255,6 @@ def test_label_smoothing_smooths_the_next_token(options: dict, tmp_path: Path) -
     torch.testing.assert_close(found, right)
 
 
-def test_a_pipeline_takes_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.pipelines import base
-    errors: list[str] = []
-    monkeypatch.setattr(base.logger, 'error', errors.append)
-    hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
-    path = str(tmp_path / 'hub')
-    text = transformers.pipeline('text-generation', path, trust_remote_code=True)
-    said = text('A', max_new_tokens=3, do_sample=False)
-    assert said[0]['generated_text'].startswith('A')
-    assert errors == []  # it does not say that the class is not supported
-
-
 # A plain Llama, which any program may change
 
 def save_config(folder: Path, **changes: Any) -> None:

@@ -218,7 +218,7 @@ def test_another_length_is_another_run(
     out = copied(halves[stop != 12], tmp_path)
     before = files(out)
     for n in 5, 20:
-        with pytest.raises(SystemExit, match=rf'tokens=384 \(now {32 * n}\).*{out} with'):
+        with pytest.raises(SystemExit, match=rf'tokens=384 \(now {32 * n}\).*--init_from={out}'):
             train.main([f'--out_dir={out}', RESUME, steps(n)])
     assert files(out) == before
     run = resume(out, steps(12))
@@ -281,6 +281,24 @@ def test_weights_that_do_not_fit_are_refused(halves: tuple[Path, Path], tmp_path
         train.main(options)
     with pytest.raises(SystemExit, match=r'has attn=cem .now llama'):
         train.main([*options, '--attn=llama', '--attn_steps=1'])
+
+
+def test_one_more_epoch_keeps_the_recipe(data: Path, tmp_path: Path) -> None:
+    """The line that refuses more steps has the options of a new run that trains the weights on."""
+    out, new = tmp_path / 'o', tmp_path / 'new'
+    recipe = dict(batch_size=2, optimizer='muon', learning_rate=0.003, warmup=0.1, seed=7)
+    flags = [f'--{name}={value}' for name, value in recipe.items()]
+    flags = running.override(running.TINY, f'--data={data}', '--micro_batch_size=1', *flags)
+    assert train.main([*flags, steps(1), f'--out_dir={out}']) == 0
+    with pytest.raises(SystemExit) as stop:
+        train.main([RESUME, f'--out_dir={out}', steps(2)])
+    _, _, line = stop.value.code.partition('A new run trains its weights on: ')
+    given = [*line.replace('--tokens=N', steps(1)).split(), '--device=cpu', '--compile=False']
+    assert train.main([*given, f'--out_dir={new}', '--sample_tokens=0']) == 0
+    before, after = (json.loads((run / 'config.json').read_text()) for run in (out, new))
+    assert {name: after['train'][name] for name in runs.RECIPE} == {
+        name: before['train'][name] for name in runs.RECIPE}
+    assert after['model'] == before['model'] and after['train']['batch_size'] == 2
 
 
 # Folders

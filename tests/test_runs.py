@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -303,6 +304,17 @@ def test_a_resumed_log_drops_later_steps_and_a_half_line(tmp_path: Path) -> None
     assert path.read_text() == '{"step": 1}\n{"step": 2, "loss": null, "lr": 0.5}\n'
     (event,) = EventAccumulator(str(tmp_path)).Reload().Scalars('lr')
     assert (event.step, event.value) == (2, 0.5)
+
+
+def test_a_log_takes_tensors_and_arrays_beside_the_loss(tmp_path: Path) -> None:
+    """And keeps the loss, in both places, whatever stands beside it."""
+    gains = torch.tensor([0.5, math.nan])
+    Log(str(tmp_path), 0, True)(1, loss=np.float32(2.5), gain=gains[0], gains=gains, path=tmp_path)
+    assert runs.read_json_lines(f'{tmp_path}/log.jsonl') == [
+        {'step': 1, 'loss': 2.5, 'gain': 0.5, 'gains': [0.5, None], 'path': str(tmp_path)}]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {name: events.Scalars(name)[0].value for name in events.Tags()['scalars']} == {
+        'loss': 2.5, 'gain': 0.5}
 
 
 def test_a_log_that_cannot_be_written_says_so_and_goes_on(
