@@ -40,6 +40,7 @@ from nanocem.runs import (
     read_config,
     read_result,
 )
+from nanocem.same import step_errors
 from nanocem.tokenizers import Sequences, describe_source, read_sequences, tokenizer_of
 
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
