@@ -40,6 +40,7 @@ from nanocem.runs import (
     read_config,
     read_result,
 )
+from nanocem.same import step_errors
 from nanocem.tokenizers import Sequences, describe_source, read_sequences, tokenizer_of
 
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
@@ -179,8 +180,12 @@ def report_energies(run: 'Evaluated') -> str:
     for name, cosine, share, energies in found:
         cells = [f'{energy:.4g}' for energy in energies]
         rows.append([name, *cells, f'{cosine:.2f}', f'{share:.0%}'])
-    about = draw_energies(run, {name: energies for name, *_, energies in found})
-    return f'{markdown_table(header, rows)}\n\n{DESCENT}\n{about}'
+    lines = [DESCENT]
+    for name, error in step_errors(run.model).items():
+        lines.append(f'{name}: in a small layer with random weights and no P, a step differs from '
+                     f'minus the gradient by {error:.1g} of its norm')
+    lines.append(draw_energies(run, {name: energies for name, *_, energies in found}))
+    return '\n'.join([markdown_table(header, rows), '', *lines])
 
 
 def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:

@@ -11,7 +11,7 @@ energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7). Both
 
 Here the gradients are written out, and each CEM layer has its `energy` beside its `forward`.
 energy.py has the same energies, and lets autograd differentiate them. train.py warns if an edit
-made the two differ (descent_errors in nanocem/same.py).
+made the two differ (step_errors in nanocem/same.py).
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
 Comments at the ends of lines are shapes, or the formulas of Algorithm 1. Its steps are added to

@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import energy
+import model as model_py
 from model import (
     CEMMLP,
     SIZES,
@@ -140,6 +142,28 @@ def test_flops_are_those_counted_by_torch(cfg: ModelConfig) -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 1, dtype=torch.long))
     assert flops_per_token(model) == 3 * counter.get_total_flops()
+
+
+def test_flops_of_an_edited_model_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wider second layer, a third energy, and an edit that cannot be counted."""
+    model = Transformer(ModelConfig(size='nano', vocab_size=50, context_length=64))
+    before, D = flops_per_token(model), 32
+
+    class Edited(Transformer):
+        def __init__(self, cfg: ModelConfig):
+            super().__init__(cfg)
+            wide = ModelConfig(size='nano', vocab_size=50, d_mlp=186)
+            self.blocks[1].mlp = CEMMLP(wide)
+            self.third = CEMMLP(cfg)
+
+        def hidden(self, idx: torch.Tensor, cache: Any = None) -> torch.Tensor:
+            return self.third(super().hidden(idx, cache))
+
+    # 3 for forward and backward, 2 for a multiply-add, 3 products with W and V of each width
+    more = 3 * 2 * 3 * (100 + 86) * D
+    assert flops_per_token(Edited(model.cfg)) == before + more
+    monkeypatch.setattr(CEMMLP, 'forward', lambda self, x: x * float(x.sum()))
+    assert math.isnan(flops_per_token(model))
 
 
 # Llama
@@ -600,3 +624,64 @@ def test_energy_py_says_what_text_it_needs(n: int | None, tmp_path: Path) -> Non
 def test_energy_py_names_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match='none: no such file'):
         energy.main(f'{tmp_path}/none')
+
+
+# What other programs do with a model
+
+@pytest.mark.parametrize('options', [
+    dict(tie='both'), dict(tie='kv', key_shift='half'), dict(tie='qo', positions='alibi')], ids=str)
+def test_a_tied_model_stays_tied_wherever_its_weights_come_from(options: dict) -> None:
+    """Made on the meta device, and given weights by assign=True or in place."""
+    cfg = ModelConfig(**TINY, **options, attn='llama', mlp='llama')
+    model = randomize(Transformer(cfg), seed=31)
+    idx = torch.randint(50, (2, 9))
+    state, right = model.state_dict(), model(idx)[0]
+    for assign in True, False:
+        with torch.device('meta'):
+            other = Transformer(cfg)
+        if not assign:
+            other = other.double().to_empty(device='cpu')
+        other.load_state_dict(state, assign=assign)
+        assert torch.equal(other(idx)[0], right) and other.num_params() == model.num_params()
+
+
+def test_rotations_are_a_table_that_no_cast_rounds_and_that_grows(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no weight, and is made once for each device, dtype and length. Inference may make it,
+    and training go on."""
+    cfg = ModelConfig(**TINY, attn='llama', mlp='llama')
+    made, own = [], model_py.rope_table
+    monkeypatch.setattr(model_py, 'rope_table',
+                        lambda cfg, x, length: made.append(length) or own(cfg, x, length))
+    model = randomize(Transformer(cfg), seed=32).float()
+    assert not [name for name in model.state_dict() if 'table' in name]
+    for length in (5, 16, 9, 20, 17):  # the context is 16
+        idx = torch.arange(length)[None]
+        with torch.inference_mode():
+            found = model(idx)[0]
+        assert torch.equal(found, model(idx, idx) and model(idx)[0])
+        model(idx, idx)[1].backward()
+    assert made == [16, 20]
+    # In float64 it is exact, and in bfloat16 it stays in float32
+    idx = torch.arange(16)[None]
+    x = torch.zeros(1, 16, 24, dtype=torch.float64)
+    model.double()(idx)
+    assert torch.equal(model.table[0][:16], own(cfg, x, 16)[0])
+    model.bfloat16()(idx)
+    assert model.table[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize('options', [
+    dict(attn='llama', mlp='llama'), dict(key_shift='half', match_bias='token', kq_diag='scaled')],
+    ids=str)
+def test_torch_export_takes_any_length(options: dict) -> None:
+    """Up to the context's with RoPE, as long as its table is."""
+    cfg = ModelConfig(**{**TINY, 'context_length': 80, 'n_layer': 1}, **options)
+    model = Transformer(cfg)
+    sizes = {0: torch.export.Dim('B'), 1: torch.export.Dim('J', max=80)}
+    with torch.no_grad():
+        exported = torch.export.export(model, (torch.randint(50, (3, 40)),),
+                                       dynamic_shapes=(sizes,)).module()
+        for shape in ((2, 2), (5, 80)):
+            idx = torch.randint(50, shape)
+            torch.testing.assert_close(exported(idx)[0], model(idx)[0], rtol=0, atol=1e-5)

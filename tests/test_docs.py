@@ -3,6 +3,7 @@ import argparse
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,19 @@ def test_an_energy_of_ones_own_trains_and_descends(tmp_path: Path) -> None:
             (train.main, [f'--out_dir={o}', '--init_from=resume', '--device=cpu'])):
         with pytest.raises(SystemExit, match='mlp=relu: expected one of llama, cem'):
             main(options)
+
+
+def test_an_energy_of_ones_own_needs_no_gradient_of_its_own() -> None:
+    """In inference mode, and with frozen weights, it computes what it does in training."""
+    sys.path.insert(0, str(ROOT / 'docs'))
+    import new_energy
+    layer, x = new_energy.ReluMLP(ModelConfig(size='nano', mlp_steps=2)), torch.randn(2, 5, 32)
+    right = layer(x.requires_grad_()).detach()
+    x = x.detach()
+    with torch.inference_mode():
+        assert torch.equal(layer(x), right)
+    layer.requires_grad_(False)
+    assert torch.equal(layer(x), right)
 
 
 @pytest.mark.parametrize('argv', [[], ['model'], ['--help']])

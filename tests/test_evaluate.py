@@ -1,6 +1,7 @@
 """evaluate.py: each number against another way to it, and the command line."""
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
-from model import ModelConfig, Transformer, make_positions
+from model import LlamaMLP, ModelConfig, Transformer, make_positions
 from nanocem import hub
 from nanocem.data import NO_TARGET
 from nanocem.documents import Reading
@@ -214,9 +215,19 @@ def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
 def test_energies_of_a_run(place: Path, report: Report) -> None:
     page = report('--energies')
     assert [len(row) for row in cells(page)] == [12] * 4
+    for name in 'CEMAttention', 'CEMMLP':
+        assert re.search(rf'^{name}: .* minus the gradient by \de-1\d of its norm$', page, re.M)
     assert page.endswith('out/results/energies-run.png\n')
     assert Path('out/results/energies-run.png').read_bytes()[:4] == b'\x89PNG'
     assert [len(row) for row in cells(report('--energies', '--steps=1,4'))] == [8] * 4 + [5] * 2
+
+
+def test_energies_of_a_model_with_a_layer_that_has_none() -> None:
+    model, idx = model_of(), torch.zeros(1, 3, dtype=torch.long)
+    model.blocks[1].mlp = LlamaMLP(model.cfg)
+    assert [name for name, *_ in evaluate.descent(model, idx)] == ['attn 1', 'attn 2', 'mlp 1']
+    model.set_steps(mlp_steps=2)
+    assert model.blocks[0].mlp.T == 2 and not hasattr(model.blocks[1].mlp, 'T')
 
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:

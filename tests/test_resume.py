@@ -5,12 +5,14 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import running
 import train
+from model import Transformer
 from nanocem import runs
 from nanocem.runs import checkpoints, read_checkpoint
 from running import (
@@ -50,6 +52,34 @@ def test_a_run_goes_on_to_the_bit(model: str, tmp_path: Path) -> None:
     run = resume(out)
     assert run.codes == [0] and 'resuming after step 6' in run.text, run.text
     same(straight, out)
+
+
+def with_a_dropout() -> None:
+    """Edit model.py in this process: drop a third of the embedding's numbers in training."""
+    hidden = Transformer.hidden
+
+    def dropped(model: Transformer, idx: torch.Tensor, *cache: Any) -> torch.Tensor:
+        x = hidden(model, idx, *cache)
+        return torch.nn.functional.dropout(x, 1 / 3, model.training)
+
+    Transformer.hidden = dropped
+
+
+def test_a_dropout_of_ones_own_draws_the_same_after_a_resume(data: Path, tmp_path: Path) -> None:
+    """In any number of processes, whose micro-batches have masks of their own."""
+    def run(out: str, *options: str, world: int = 1) -> Path:
+        process = Run(tmp_path, f'--data={data}', f'--out_dir={tmp_path / out}', steps(6), *options,
+                      world=world, damage=with_a_dropout).wait()
+        assert set(process.codes) <= {0, train.STOPPED}, process.text
+        return tmp_path / out
+
+    straight = run('straight')
+    for n, world in ((1, 1), (2, 2)):
+        run(f'stopped{n}', '--stop_step=3', world=world)
+        out = run(f'stopped{n}', RESUME, world=world)
+        assert losses(out) == pytest.approx(losses(straight), rel=1e-6 if world > 1 else 0)
+    other = run('other', '--seed=7')
+    assert losses(other) != losses(straight)
 
 
 @pytest.mark.parametrize('changes, world, rel', [

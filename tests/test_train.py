@@ -150,6 +150,25 @@ def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
+def with_an_unused_parameter() -> None:
+    init = Transformer.__init__
+
+    def edited(model: Transformer, *args: Any) -> None:
+        init(model, *args)
+        model.blocks[0].temperature = torch.nn.Parameter(torch.ones(2))
+
+    Transformer.__init__ = edited
+
+
+@pytest.mark.parametrize('world', [1, 2])
+def test_a_parameter_without_gradient_is_named(world: int, data: Path, tmp_path: Path) -> None:
+    """One process goes on. Several could not: DDP waits for its gradient."""
+    run = Run(tmp_path, f'--data={data}', steps(3), world=world,
+              damage=with_an_unused_parameter).wait()
+    assert 'the loss does not depend on blocks.0.temperature, which cannot learn' in run.text
+    assert run.codes == ([0] if world == 1 else [1, 1]) and 'Traceback' not in run.text, run.text
+
+
 # What it says
 
 def on_a_terminal() -> None:
