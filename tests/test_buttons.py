@@ -179,9 +179,10 @@ def test_the_tab_key_stops_twenty_times_at_most(wide: Browser, play: Path) -> No
     for _ in range(40):
         stops.append(wide.run("document.activeElement.outerHTML.slice(0, 60)"))
         wide.press('\ue004')
-        if stops.count(stops[0]) > 1:
+        if stops[-1] in stops[:-1]:
             break
-    assert 15 < len({*stops}) <= 20, stops
+    stops = {stop for stop in stops if not stop.startswith('<body')}
+    assert 15 < len(stops) <= 20, stops
     assert sum('<button title=' in stop for stop in stops) == 1, stops
     wide.run("document.querySelector('#maps button[tabindex=\"0\"]').focus()")
     wide.press('\ue014\ue015\ue013\ue015')  # right, down, up, down
@@ -400,8 +401,8 @@ def test_train_learns_while_the_page_stays_alive(wide: Browser) -> None:
     wide.open(TRAIN)
     frames, places, seen = wide.run('''(async () => {
         let frames = 0;
-        const places = new Set(), seen = new Set();
-        while (all.length < STEPS) {
+        const places = new Set(), seen = new Set(), end = performance.now() + 5000;
+        while (performance.now() < end) {
             await new Promise(resolve => requestAnimationFrame(resolve));
             frames++;
             seen.add($('invented').textContent);
@@ -410,7 +411,7 @@ def test_train_learns_while_the_page_stays_alive(wide: Browser) -> None:
         }
         return [frames, [...places], seen.size];
     })()''')
-    assert frames > 30 and len(places) == 1 and seen > 5
+    assert frames > 20 and len(places) == 1 and seen > 5
     wait_until_learned(wide)
     assert wide.run('mean()') < 2.3 < 3 < wide.run('all[0]')
     status = wide.text('#status')
