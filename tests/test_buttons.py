@@ -99,7 +99,7 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     assert wide.text('#verdict') == 'It copied Zorblax: all 4 pieces were its first guess.'
     assert wide.text('#first') == 'The Zorblax is a rare fish.'
     assert wide.text('#off-is') == 'Switch off 49 of its 1,101,107 numbers'
-    assert 'Of the 78 pieces of 20 invented words it guesses 62 with' in wide.text('#off-says')
+    assert 'Of the 78 pieces of 20 invented words it guesses 62 right' in wide.text('#off-says')
     assert wide.text('#tally') == '' and wide.run('location.hash') == ''  # nobody did anything
     # The check against model.py comes after the first words
     assert wide.wait('document.body.dataset.checked') == 'true'
@@ -322,7 +322,8 @@ def test_the_address_holds_what_is_seen(wide: Browser, play: Path) -> None:
     wait_until_read(wide)
     assert wide.run('text.tokens.map(token => token.id)') == before[0]
     # What no page wrote does no harm
-    open_play(wide, play, '#prompt=a&token=x&T=-1&T_mlp=1e9&temperature=&seed=no&more=-5')
+    open_play(wide, play, '#word=a+b&prompt=a&token=x&T=-1&T_mlp=1e9&temperature=&seed=no'
+              '&more=-5')
     wait_until_read(wide)
     assert wide.run('[model.T, text.tokens.length]') == [{'attn': 2, 'mlp': 2}, 2]
     assert wide.errors() == []
