@@ -99,7 +99,7 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     assert wide.text('#verdict') == 'It copied Zorblax: all 4 pieces were its first guess.'
     assert wide.text('#first') == 'The Zorblax is a rare fish.'
     assert wide.text('#off-is') == 'Switch off 49 of its 1,101,107 numbers'
-    assert 'Of the 78 pieces of 20 invented words it guesses 62 with' in wide.text('#off-says')
+    assert 'Of the 78 pieces of 20 invented words it guesses 62 right' in wide.text('#off-says')
     assert wide.text('#tally') == '' and wide.run('location.hash') == ''  # nobody did anything
     # The check against model.py comes after the first words
     assert wide.wait('document.body.dataset.checked') == 'true'
@@ -179,9 +179,10 @@ def test_the_tab_key_stops_twenty_times_at_most(wide: Browser, play: Path) -> No
     for _ in range(40):
         stops.append(wide.run("document.activeElement.outerHTML.slice(0, 60)"))
         wide.press('\ue004')
-        if stops.count(stops[0]) > 1:
+        if stops[-1] in stops[:-1]:
             break
-    assert 15 < len({*stops}) <= 20, stops
+    stops = {stop for stop in stops if not stop.startswith('<body')}
+    assert 15 < len(stops) <= 20, stops
     assert sum('<button title=' in stop for stop in stops) == 1, stops
     wide.run("document.querySelector('#maps button[tabindex=\"0\"]').focus()")
     wide.press('\ue014\ue015\ue013\ue015')  # right, down, up, down
@@ -321,7 +322,8 @@ def test_the_address_holds_what_is_seen(wide: Browser, play: Path) -> None:
     wait_until_read(wide)
     assert wide.run('text.tokens.map(token => token.id)') == before[0]
     # What no page wrote does no harm
-    open_play(wide, play, '#prompt=a&token=x&T=-1&T_mlp=1e9&temperature=&seed=no&more=-5')
+    open_play(wide, play, '#word=a+b&prompt=a&token=x&T=-1&T_mlp=1e9&temperature=&seed=no'
+              '&more=-5')
     wait_until_read(wide)
     assert wide.run('[model.T, text.tokens.length]') == [{'attn': 2, 'mlp': 2}, 2]
     assert wide.errors() == []
@@ -400,8 +402,8 @@ def test_train_learns_while_the_page_stays_alive(wide: Browser) -> None:
     wide.open(TRAIN)
     frames, places, seen = wide.run('''(async () => {
         let frames = 0;
-        const places = new Set(), seen = new Set();
-        while (all.length < STEPS) {
+        const places = new Set(), seen = new Set(), end = performance.now() + 5000;
+        while (performance.now() < end) {
             await new Promise(resolve => requestAnimationFrame(resolve));
             frames++;
             seen.add($('invented').textContent);
@@ -410,7 +412,7 @@ def test_train_learns_while_the_page_stays_alive(wide: Browser) -> None:
         }
         return [frames, [...places], seen.size];
     })()''')
-    assert frames > 30 and len(places) == 1 and seen > 5
+    assert frames > 20 and len(places) == 1 and seen > 5
     wait_until_learned(wide)
     assert wide.run('mean()') < 2.3 < 3 < wide.run('all[0]')
     status = wide.text('#status')
