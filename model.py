@@ -703,9 +703,9 @@ class Transformer(nn.Module):
             # weights in it, and forward hooks run
             unread = start if cache is None else start + cache.length
             logits, _ = self(idx[:, unread:], next_only=True, cache=cache)
-            if top_k is not None:  # keep the top_k largest logits
-                kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < kth_largest, -torch.inf)
+            if top_k is not None:  # keep the top_k largest logits, no more if some are equal
+                top = logits.topk(min(top_k, logits.shape[-1]))
+                logits = torch.full_like(logits, -torch.inf).scatter(-1, top.indices, top.values)
             # Choose or sample the next token, and append it
             if temperature == 0:
                 next_ids = logits.argmax(dim=-1, keepdim=True)  # (B, 1)

@@ -574,6 +574,16 @@ def test_top_k_draws_the_k_likeliest_tokens_and_no_other() -> None:
         assert set(drawn.tolist()) == set(likeliest[:k])
 
 
+def test_top_k_draws_from_k_tokens_where_more_are_equal() -> None:
+    """As logits in bfloat16 often are; with k = 1 it is the same token whatever the seed."""
+    model = Transformer(ModelConfig(size='nano', vocab_size=50, context_length=8))
+    torch.nn.init.zeros_(model.head)  # all logits are equal
+    idx = torch.zeros(400, 1, dtype=torch.long)
+    for k in (1, 3, 10):
+        drawn = model.generate(idx, 1, top_k=k, generator=torch.Generator().manual_seed(k))[:, 1]
+        assert len(drawn.unique()) == k
+
+
 @pytest.mark.parametrize('name', ['attn', 'mlp'])
 def test_energies_of_another_shape_are_refused(name: str) -> None:
     """They would be broadcast: one token's u with five h, or one text's h with two u."""

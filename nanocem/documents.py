@@ -303,13 +303,14 @@ class Documents:
     def check(self) -> None:
         """UserError if most of the rows that were read lack the column, or no text had the
         separator: both are hardly meant."""
-        check(2 * self.without_column <= self.rows, f'{self.source.where()}: {self.without_column:,} '
-              f'of {self.rows:,} rows have no column "{self.reading.column}", but '
+        where = self.source.where()
+        check(2 * self.without_column <= self.rows, f'{where}: {self.without_column:,} of '
+              f'{self.rows:,} rows have no column "{self.reading.column}", but '
               f'{", ".join(map(str, self.columns[:20]))}: --column=NAME reads another one')
         separator = self.reading.separator
         check(not separator or self.separators > 0, f'separator={separator!r} is in no text of '
-              f"{self.source.where()}: expected one that is. A shell writes line ends as $'\\n\\n'; "
-              'files from Windows have \\r\\n')
+              f"{where}: expected one that is. A shell writes line ends as $'\\n\\n'; files from "
+              'Windows have \\r\\n')
 
     def describe(self) -> str:
         return f'{self.without_text:,} of {self.rows:,} rows have no text'

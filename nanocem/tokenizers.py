@@ -16,6 +16,7 @@ from torch import Tensor
 from configurator import check, fail, warn
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
 from nanocem.documents import Reading, text_documents
+from nanocem.files import name_in_errors
 from nanocem.same import cache_agrees
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
@@ -255,7 +256,8 @@ def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
     llama = find_llama(data_dir)
     n_ids = text_bytes = llama_tokens = 0
     lossless = True
-    with tempfile.TemporaryFile() as file:  # of the ids: a text may be larger than memory
+    # The ids go to a file: a text may be larger than memory
+    with name_in_errors(tempfile.gettempdir()), tempfile.TemporaryFile() as file:
         for document in text_documents(path, reading):
             begins = True
             for block in document:

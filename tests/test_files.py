@@ -1,4 +1,5 @@
 """Files that are written completely or not at all, their names; JSON and tables."""
+import errno
 import math
 import os
 import shutil
@@ -76,6 +77,20 @@ def test_a_folder_that_was_filled_is_finished_later(
     assert sorted(moved) == other_files(str(tmp_path)) == ['a', 'z']
     finish_folder(str(tmp_path), 'last')
     assert sorted(os.listdir(tmp_path)) == ['a', 'last', 'z']
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error of a write has no path."""
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/a'"):
+        write_atomic(f'{tmp_path}/a', b'text')
+    with (pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/folder'"),
+          fill_folder(f'{tmp_path}/folder', 'last')):
+        full(0)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_json_has_null_for_nan_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
