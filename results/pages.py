@@ -4,7 +4,7 @@ Write the tables of the pages, computed again from the CSVs of the studies:
     python results/pages.py
 
 In README.md and results/README.md a table stands between `<!-- results/pages.py: NAME -->` and
-`<!-- end -->`. Each has a function of that name here, in TABLES. The studies' own tables.py and
+`<!-- end -->`, and a function here has its NAME. The studies' own tables.py and
 verdicts.py compute effects, intervals and verdicts; this file only chooses and formats them.
 A test fails where a page is not what this command writes.
 """
@@ -80,6 +80,10 @@ GAPS = [('CEM attention', 'attn-1-none', 2), ('all-CEM', 'cem-2', 1),
 
 
 # Cells
+
+def signed(number: str) -> str:
+    return f'{float(number):+g}' if float(number) else '0'
+
 
 def percent(row: Row | None) -> str:
     """Format a row of an effects.csv: the change, and its interval if it has one."""
@@ -174,7 +178,7 @@ def expected() -> str:
                        if (found['id'], found['size']) == (row['id'], size)]
             word = at_size[0].get('verdict', '') if at_size else ''
             rows.append([row.get('claim') or row['question'], size,
-                         f'{float(row[f"expected_{size}"]):+g}',
+                         signed(row[f'expected_{size}']),
                          percent(at_size[0] if at_size else None), word])
     return markdown_table(['', 'size', 'expected, %', 'found, %', 'verdict'], rows)
 
@@ -210,7 +214,7 @@ def expected_of(name: str) -> str:
     """Return the effect that was expected of a row such as 'copies r1' at S."""
     study, row_id = name.split()
     claims = read_csv(f'{RESULTS}/{study}/verdicts.csv')
-    return next(f'{float(row["expected_S"]):+g}' for row in claims if row['id'] == row_id)
+    return next(signed(row['expected_S']) for row in claims if row['id'] == row_id)
 
 
 def additions() -> str:
