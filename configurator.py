@@ -26,6 +26,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 # The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
@@ -73,8 +74,9 @@ def user_errors() -> Iterator[None]:
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """Decorate a script's main: UserError, OSError (a missing file, a full disk) or Ctrl-C ends it
-    with one line on stderr and exit code 1."""
+    """Decorate a script's main: UserError, OSError (a missing file, a full disk), Ctrl-C or a
+    package of requirements.txt that is not there ends it with one line on stderr and exit code 1.
+    """
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
@@ -86,6 +88,11 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
             message = str(error).replace('\n', ' ')
         except KeyboardInterrupt:
             message = 'stopped'
+        except ModuleNotFoundError as error:
+            needed = Path(__file__).with_name('requirements.txt').read_text(encoding='utf-8')
+            if f'\n{error.name}==' not in needed:
+                raise
+            message = f'this needs {error.name}: pip install {error.name}'
         except RuntimeError as error:
             # torch has OutOfMemoryError for a GPU, and these words for a CPU
             if type(error).__name__ != 'OutOfMemoryError' and 'allocate memory' not in str(error):
@@ -252,8 +259,11 @@ def print_help(classes: tuple[type, ...], everything: bool) -> NoReturn:
     left_out = 0
     for cls in classes:
         # The comment at the end of an option's line is its help
-        comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', inspect.getsource(cls), re.M))
-        hints, fields = type_hints(cls), dataclasses.fields(cls)
+        sources = ''.join(inspect.getsource(part) for part in cls.__mro__[:-1])
+        comments = dict(re.findall(r'^    (\w+): .*?  # (.*)$', sources, re.M))
+        hints = type_hints(cls)
+        # A class's own options stand before those of the class that it extends
+        fields = sorted(dataclasses.fields(cls), key=lambda field: field.name not in vars(cls))
         first = getattr(cls, 'FIRST', ())
         shown = [field for field in fields if everything or not first or field.name in first]
         left_out += len(fields) - len(shown)

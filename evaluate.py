@@ -17,15 +17,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
-
-if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
-    os.environ['MPLBACKEND'] = 'agg'
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -34,19 +31,15 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, sum_losses
-from nanocem.documents import Reading
-from nanocem.fast import plug_in
+from nanocem.documents import READING, Reading
 from nanocem.files import markdown_table, save_picture
-from nanocem.hub import WEIGHTS_FILE, read_export
+from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
 from nanocem.runs import (
     load_model,
     newest_run,
     read_config,
     read_result,
-    short_list,
-    with_defaults,
 )
-from nanocem.same import differing, in_use
 from nanocem.tokenizers import Sequences, describe_source, read_sequences, tokenizer_of
 
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
@@ -59,17 +52,13 @@ lowered: the share of tokens whose energy the first step lowers"""
 
 
 @dataclass
-class EvaluateConfig:
+class EvaluateConfig(Reading):
     """A model, the text that it is evaluated on, and what to report."""
     EXCLUSIVE = (('text', 'data'),)
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
-    column: str = 'text'  # for --text: column of tables, and field of JSON, that holds the text
-    separator: str | None = None  # for --text: of documents in text files, such as <|endoftext|>
-    encoding: str | None = None  # for --text: of files that are not UTF-8, such as cp1252
-    suffixes: tuple[str, ...] | None = None  # for --text: of a folder's files, such as .md,.org
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # each T to test; energies go to the largest
     energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
@@ -77,16 +66,20 @@ class EvaluateConfig:
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         in_range(self, 1, 10**15, 'tokens')
-        Reading.of(self).check_text(self.text)
+        self.check_text(self.text)
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
         check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
         self.compare = tuple(map(os.path.expanduser, self.compare))
 
 
-def cem_kinds(model: Transformer) -> list[str]:
-    """Return which of attn and mlp are CEM's in this model."""
-    return [kind for kind in ('attn', 'mlp') if getattr(model.cfg, kind) == 'cem']
+def cem_layers(model: Transformer) -> dict[str, list[tuple[int, Any]]]:
+    """Return the sublayers that take steps down an energy, each with the number of its block: a
+    list for attn and one for mlp, if there are any."""
+    layers = {kind: [(n, getattr(block, kind)) for n, block in enumerate(model.blocks, 1)
+                     if hasattr(getattr(block, kind), 'energy')] for kind in ('attn', 'mlp')}
+    return {kind: found for kind, found in layers.items() if found}
 
 
 # Loss
@@ -109,7 +102,7 @@ def report_loss(run: 'Evaluated') -> str:
     ids, text_bytes, llama_tokens = run.sequences
     rows = []
     for T in run.cfg.steps or (None,):
-        model.set_steps(**{f'{kind}_steps': T for kind in cem_kinds(model)})
+        model.set_steps(**{f'{kind}_steps': T for kind in cem_layers(model)})
         n_targets, nats, text_nats = evaluate_loss(model, ids, bos)
         loss = nats / n_targets
         row = {'T': str(T or 'as trained'), 'tokens': f'{n_targets:,.0f}',
@@ -131,7 +124,7 @@ def report_loss(run: 'Evaluated') -> str:
 def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     """Measure on ids x (B, J) whether CEM sublayers descend. Return for each use of a sublayer,
     attention first, its name and what measure_steps returns."""
-    # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
+    # Run the model, and record the inputs of each use: reuse uses a sublayer again
     uses: dict[Any, list[tuple]] = defaultdict(list)
     hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
     try:
@@ -139,9 +132,8 @@ def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     finally:
         hook.remove()
     found = []
-    for kind in cem_kinds(model):
-        for n, block in enumerate(model.blocks, 1):
-            sublayer = getattr(block, kind)
+    for kind, layers in cem_layers(model).items():
+        for n, sublayer in layers:
             for use, inputs in enumerate(uses[sublayer], 1):
                 name = f'{kind} {n}, use {use}' if len(uses[sublayer]) > 1 else f'{kind} {n}'
                 found.append((name, *measure_steps(sublayer, inputs, steps)))
@@ -173,26 +165,39 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     return float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()
 
 
-def report_energies(run: 'Evaluated') -> tuple[str, Figure]:
+def report_energies(run: 'Evaluated') -> str:
     """Format the mean energy at steps 0 to 8, or to the largest of `steps`, for each use of a CEM
-    sublayer, and whether its first step descends. Draw the energies, from that at step 0. Of the
-    tokens only some 4,096 are read."""
+    sublayer, and whether its first step descends. The picture has the energies, from that at step
+    0. Of the tokens only some 4,096 are read."""
     steps = max(run.cfg.steps, default=8)
     ids, *_ = run.sequences
     x = ids[:max(1, 4096 // ids.shape[1]), :-1].long()
     x = x[(x != NO_TARGET).all(dim=1)]  # leave out the last sequence of a text if it is padded
+    found = descent(run.model, x.to(run.model.head.device), steps)
+    header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
+    rows = []
+    for name, cosine, share, energies in found:
+        cells = [f'{energy:.4g}' for energy in energies]
+        rows.append([name, *cells, f'{cosine:.2f}', f'{share:.0%}'])
+    about = draw_energies(run, {name: energies for name, *_, energies in found})
+    return f'{markdown_table(header, rows)}\n\n{DESCENT}\n{about}'
+
+
+def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:
+    """Draw the energies of each sublayer, if matplotlib is installed. Return the picture's path."""
+    try:
+        os.environ['MPLBACKEND'] = 'agg'  # a picture goes into a file, whatever a notebook asks for
+        from matplotlib.figure import Figure
+    except ImportError:
+        return 'pip install matplotlib draws them, too'
     figure = Figure((9, 3.5), layout='constrained')
     panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
-    rows = []
-    for name, cosine, share, energies in descent(run.model, x.to(run.model.head.device), steps):
-        rows.append([name, *(f'{energy:.4g}' for energy in energies), f'{cosine:.2f}',
-                     f'{share:.0%}'])
+    for name, energies in found.items():
         axes = panels[name.split()[0]]
         axes.plot(np.subtract(energies, energies[0]), marker='o', ms=3, label=name)
         axes.set(xlabel='step', ylabel='energy minus that at step 0')
         axes.legend(fontsize=7)
-    header = ['energy at step', *map(str, range(steps + 1)), 'cosine', 'lowered']
-    return f'{markdown_table(header, rows)}\n\n{DESCENT}', figure
+    return save_picture(figure, 'energies', run.path, run.subject)
 
 
 # Runs side by side
@@ -223,7 +228,7 @@ def read_run(folder: str) -> dict[str, Any]:
     if not os.path.isfile(f'{folder}/{WEIGHTS_FILE}'):
         return read_config(folder)
     state = read_export(folder)
-    return {'train': {}, 'model': state['model_config'], 'data': state['data'], 'code': in_use()}
+    return {'train': {}, 'model': state['model_config'], 'data': state['data']}
 
 
 def compare_runs(folders: Sequence[str]) -> str:
@@ -232,7 +237,7 @@ def compare_runs(folders: Sequence[str]) -> str:
     configs = [read_run(folder) for folder in folders]
     results, notes = compare_results(folders, configs)
     parts = [results]
-    different = differing_options(configs)
+    different = differing_options(folders, configs)
     if different:
         parts.append(markdown_table(['option', *folders], different))
     reasons = [name for name, *_ in different if name in MUST_AGREE]
@@ -248,7 +253,7 @@ def compare_runs(folders: Sequence[str]) -> str:
 def compare_results(folders: Sequence[str],
                     configs: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     """Format the results of runs, which have these config.json. Return the table, and notes on
-    results that do not count and on edits of model.py in the middle of a run."""
+    results that do not count."""
     names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
              'test_bits_per_byte', 'seconds')
     rows, notes = [], []
@@ -267,23 +272,23 @@ def compare_results(folders: Sequence[str],
         rows.append([folder, *cells])
         if not config['train']:
             notes.append(f'{folder} is an export, without results: --text=FILE measures its loss.')
-        for edit in result.get('edits', []):
-            notes.append(f'{folder}: {short_list(edit["definitions"])} of model.py were edited '
-                         f'after step {edit["after_step"]:,}.')
     return markdown_table(['run', *names], rows), notes
 
 
-def differing_options(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
+def differing_options(folders: Sequence[str],
+                      configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the options in which runs with these config.json differ, each with its value in every
     run. The checksums of the data, and the text of model.py, count as options."""
     # Collect the options of each run
-    all_options = []
-    for config in configs:
-        options = config['train'] | with_defaults(config['model'])
+    all_options, texts = [], {}
+    for folder, config in zip(folders, configs, strict=True):
+        options = config['train'] | vars(saved_config(config['model']))
         for name in CHECKSUMS:
             options[name] = config.get('data', {}).get(name)
-        edited = differing(config.get('code', {}), in_use())
-        options['model.py'] = f'another: {short_list(edited)}' if edited else 'this one'
+        # Name each text of model.py by the first folder that has it: diff shows the difference
+        path = Path(folder, 'model.py')  # an export of a plain Llama has none
+        if path.exists():
+            options['model.py'] = texts.setdefault(path.read_bytes(), str(path))
         all_options.append(options)
     # Compare those that all have: an older run lacks some
     different = []
@@ -305,7 +310,6 @@ class Evaluated:
         self.path = cfg.out_dir or newest_run()
         self.model, self.state = load_model(self.path, cfg.device)
         self.tokenizer = tokenizer_of(self.state)
-        plug_in(self.model)
 
     @property
     def subject(self) -> str:
@@ -324,7 +328,7 @@ def main(argv: list[str]) -> None:
     on = {'text', 'data', 'split', 'tokens'} & given.keys()
     check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
     if cfg.compare:
-        allowed = {'compare', 'text', 'device', *Reading._fields}
+        allowed = {'compare', 'text', 'device', *READING}
         others = ', '.join(name for name in given if name not in allowed)
         check(not others, f'--compare takes folders and a --text alone, and not {others}')
         if cfg.text:
@@ -333,12 +337,10 @@ def main(argv: list[str]) -> None:
             print(f'Runs\n\n{compare_runs(cfg.compare)}', flush=True)
         return
     run = Evaluated(cfg)
-    check(bool(cem_kinds(run.model)) or not (cfg.steps or cfg.energies),
+    check(bool(cem_layers(run.model)) or not (cfg.steps or cfg.energies),
           f'{run.path} is all Llama: steps and energies are those of CEM sublayers')
     if cfg.energies:
-        text, figure = report_energies(run)
-        print(f'{run.subject}\n\n{text}', flush=True)
-        print(save_picture(figure, 'energies', run.path, run.subject), flush=True)
+        print(f'{run.subject}\n\n{report_energies(run)}', flush=True)
     if cfg.steps or not cfg.energies:
         print(f'{run.subject}\n\n{report_loss(run)}', flush=True)
 

@@ -1,314 +1,452 @@
-"""Read the documents of a file: its rows, the texts between separators, or a whole text."""
-import codecs
-import contextlib
+"""From an input to its documents: find its files, and read their rows and texts."""
+import csv
+import hashlib
 import io
+import itertools
 import json
 import os
 import re
-import shlex
+import shutil
+import sysconfig
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from configurator import check, fail
+from configurator import UserError, check, fail, warn
 
-# Files in which each row is a document
+HUB = 'hf://datasets/'
+LIBRARY = sysconfig.get_paths()['stdlib']
+# A file is what its suffix says: rows, or else a text. Both may be packed; pyarrow unpacks them
 ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')
-# Rows are read packed, too: suffixes, pyarrow's names, and how such files begin
-PACKED = {'.gz': ('gzip', b'\x1f\x8b'), '.zst': ('zstd', b'\x28\xb5\x2f\xfd'),
-          '.bz2': ('bz2', b'BZh')}
-BLOCK = 1 << 16  # Text is read in blocks of at most this many bytes.
-LONGEST_ROW = 1 << 24  # bytes; rows of tables are shorter, and of JSON those that tell what it is
-LONGEST_LINE = 1 << 28  # bytes; what is longer, such as a hole in a file, is no row
+TEXTS = ('.txt', '.md')  # what is read of a folder without rows, unless suffixes are given
+PACKED = {'.gz': 'gzip', '.bz2': 'bz2', '.zst': 'zstd'}
+# Folders of packages, by their names, and our own data, runs and exports, by files that they hold
+INSTALLED = {'node_modules', 'site-packages', 'dist-packages', '__pycache__'}
+OURS = ({'meta.json', 'train_00000.bin'}, {'config.json', 'log.jsonl'},
+        {'config.json', 'model.safetensors'})
+BLOCK = 1 << 16  # characters: texts are read in blocks of about so many
+ENOUGH_ROWS = 100_000  # If none of so many has the column, no more are read
 # Matches a text up to its last word that a space or line end follows. No token spans that place, so
 # the two parts can be encoded separately. (A user's model may differ.)
 WHOLE_WORDS = re.compile('.*[^\\s\u2581](?=[ \\n])', re.DOTALL)
-NUL_REMEDY = "damaged? tr -d '\\000' < FILE > NEW leaves them out"
 
 
-class Reading(NamedTuple):
-    """How an input is read: options that several scripts have."""
-    column: str = 'text'
-    separator: str | None = None
-    encoding: str | None = None
-    suffixes: tuple[str, ...] | None = None
-    splits: str = 'names'
+@dataclass
+class Reading:
+    """How a text is read: options of each script that reads one."""
+    column: str = 'text'  # column of tables, and field of JSON, that holds the text
+    separator: str | None = None  # between the documents of a text file, such as <|endoftext|>
+    encoding: str | None = None  # of text that is not UTF-8, such as cp1252
+    suffixes: tuple[str, ...] | None = None  # of a folder's files; default: rows, or .txt and .md
 
-    @classmethod
-    def of(cls, options: Any) -> 'Reading':
-        """Take them from a script's options, which may lack some. Raises UserError."""
-        found = {name: getattr(options, name) for name in cls._fields if hasattr(options, name)}
-        if encoding := found.get('encoding'):
-            try:
-                'a'.encode(encoding)
-            except LookupError:
-                fail(f'encoding={encoding}: expected the name of one, such as cp1252, latin1 or '
-                     'utf-16-le')
-        if suffixes := found.get('suffixes'):
-            ends = [suffix.lower().strip('.* ') for suffix in suffixes]
-            found['suffixes'] = tuple(end and f'.{end}' for end in ends)  # '': without suffix
-        return cls(**found)
+    def __post_init__(self) -> None:
+        try:
+            'a'.encode(self.encoding or 'utf-8')
+        except LookupError:
+            fail(f'encoding={self.encoding}: expected the name of one, such as cp1252, latin1 or '
+                 'utf-16')
+        if self.suffixes:
+            ends = [suffix.lower().strip('.* ') for suffix in self.suffixes]
+            self.suffixes = tuple(end and f'.{end}' for end in ends)  # '': files without a suffix
+
+    def options(self) -> dict[str, Any]:
+        """Return these options, without what a subclass adds."""
+        return {name: getattr(self, name) for name in READING}
 
     def check_text(self, text: str | None) -> None:
         """UserError for an option of reading without a text to read."""
-        for name in self.given():
-            check(bool(text), f'{name} is for --text=FILE: data is read already')
-
-    def given(self) -> dict[str, Any]:
-        """Return those that are not the defaults."""
-        return {name: value for name, value in self._asdict().items()
-                if value != self._field_defaults[name]}
+        for name, value in self.options().items():
+            check(bool(text) or value == getattr(Reading, name),
+                  f'{name} is for --text=FILE: data is read already')
 
 
-class File(NamedTuple):
-    """A file that is read."""
-    kind: str  # text, or rows: lines or an array of JSON, table (.csv, .tsv), parquet
-    encoding: str = 'utf-8'
-    split: str | None = None  # that its name says
-    size: int = 0  # bytes
-    changed: int = 0  # when it was last changed, in ns
+READING = tuple(Reading.__dataclass_fields__)
+
+
+# Files
+
+class Source(NamedTuple):
+    """The files of an input, in their order, and the sizes of those that are not read."""
+    root: str  # a folder, or hf://datasets/OWNER/NAME@COMMIT
+    files: dict[str, tuple[int, int]]  # by their paths below root: bytes, time of change in ns
+    left_out: dict[str, int]
+
+    def path(self, name: str) -> str:
+        """Return the path of a file, after downloading it if it is on the Hub."""
+        if not self.root.startswith(HUB):
+            return os.path.join(self.root, name)
+        from huggingface_hub import hf_hub_download
+        repository, commit = self.root.removeprefix(HUB).split('@')
+        return hf_hub_download(repository, name, repo_type='dataset', revision=commit)
+
+    def sizes(self) -> dict[str, int]:
+        return {name: size for name, (size, _) in self.files.items()}
+
+    def size(self) -> int:
+        return sum(self.sizes().values())
+
+    def describe(self) -> str:
+        """Return what is read, and what is left out, in one line each."""
+        left_out = f'\nLeft out: {count(self.left_out)}' if self.left_out else ''
+        return f'Files: {count(self.sizes())}{left_out}'
+
+
+def find_source(where: str, reading: Reading) -> Source:
+    """Find the files of an input. Of a folder, or of a dataset on the Hub, those of the given
+    suffixes are read, or else its rows, or if it has none its texts. UserError if there are none,
+    or if more bytes are left out than read and no suffixes are given."""
+    if where == 'builtin':
+        return builtin_source()
+    if os.path.isfile(where):
+        root, name = os.path.split(where)
+        return Source(root, {name: state_of(where)}, {})
+    check(os.path.isdir(where) or where.startswith(HUB),
+          f'{where}: no such file or folder (standard input is -)')
+    root, found = list_hub(where) if where.startswith(HUB) else (where, list_folder(where))
+
+    def of_suffixes(suffixes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        return {name: state for name, state in found.items() if suffix_of(name) in suffixes}
+
+    files = of_suffixes(reading.suffixes or ROWS) or of_suffixes(reading.suffixes or TEXTS)
+    left_out = {name: size for name, (size, _) in found.items() if name not in files}
+    source = Source(root, files, left_out)
+    suffixes = Counter()
+    for name, (size, _) in found.items():
+        suffixes[suffix_of(name)] += size
+    remedy = f'--suffixes={",".join(suffix for suffix, _ in suffixes.most_common(8))}'
+    check(len(found) > 0, f'{where} has nothing to read: hidden files, installed packages, and '
+          'runs and data of nanoCEM are left out')
+    check(len(files) > 0, f'{where} has nothing to read: expected rows (.jsonl, .csv, ...), .txt '
+          f'or .md, and it has {count(left_out)}. Name what to read, of {remedy}')
+    check(bool(reading.suffixes) or sum(left_out.values()) <= source.size(),
+          f'{where}: more would be left out ({count(left_out)}) than read '
+          f'({count(source.sizes())}). Name what to read, of {remedy}')
+    return source
+
+
+def builtin_source() -> Source:
+    """Return the text of data/builtin: the source of this Python's library, without its tests."""
+    tests = {'test', 'tests', 'idle_test'}
+    files = {name: state for name, state in list_folder(LIBRARY).items()
+             if name.endswith('.py') and tests.isdisjoint(name.split('/'))}
+    return Source(LIBRARY, files, {})
+
+
+def list_folder(root: str) -> dict[str, tuple[int, int]]:
+    """List the regular files of a folder and then those of its subfolders, by name, as paths below
+    root, with their states. Links are followed, and no folder is entered twice. What is hidden,
+    installed, or of our own data and runs is not listed. UserError if a folder is unreadable."""
+    found: dict[str, tuple[int, int]] = {}
+    entered: set[tuple[int, int]] = set()
+    for folder, subfolders, names in os.walk(root, onerror=lambda error: fail(str(error)),
+                                             followlinks=True):
+        state = os.stat(folder)
+        if (state.st_dev, state.st_ino) in entered or any(ours <= {*names} for ours in OURS):
+            subfolders.clear()
+            continue
+        entered.add((state.st_dev, state.st_ino))
+        subfolders[:] = sorted(name for name in {*subfolders} - INSTALLED if name[0] != '.')
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            if name[0] != '.' and os.path.isfile(path):
+                found[os.path.relpath(path, root)] = state_of(path)
+    return found
+
+
+def state_of(path: str) -> tuple[int, int]:
+    """Return the bytes of a file, and when it was last changed, in ns."""
+    state = os.stat(path)
+    return state.st_size, state.st_mtime_ns
+
+
+def list_hub(where: str) -> tuple[str, dict[str, tuple[int, int]]]:
+    """Return a dataset of the Hub at its current commit, and the files of it below `where` that are
+    not hidden, with their states: a commit does not change, so that its time is 0. Raises
+    UserError."""
+    from huggingface_hub import HfFileSystem, dataset_info, parse_hf_uri
+    try:
+        uri = parse_hf_uri(where.rstrip('/'))
+        commit = dataset_info(uri.id, revision=uri.revision).sha
+        root = f'{HUB}{uri.id}@{commit}'
+        found = HfFileSystem().find(f'{root}/{uri.path_in_repo}'.rstrip('/'), detail=True)
+    except Exception as error:  # The HTTP library raises many classes of its own.
+        fail(f'{where}: {error} (is there a network?)')
+    return root, {f'hf://{path}'.removeprefix(f'{root}/'): (info['size'], 0)
+                  for path, info in found.items() if os.path.basename(path)[0] != '.'}
+
+
+def suffix_of(name: str) -> str:
+    """Return a file's suffix in lower case, without that of a packed one: .jsonl of a.jsonl.gz."""
+    stem, suffix = os.path.splitext(os.path.basename(name).lower())
+    return os.path.splitext(stem)[1] if suffix in PACKED else suffix
+
+
+def count(sizes: dict[str, int]) -> str:
+    """Return how many files there are and their bytes, by suffix: '2 .md, 1,234 bytes; 1 without
+    suffix, 9 bytes'. The eight largest suffixes are named."""
+    by_suffix: dict[str, list[int]] = {}
+    for name, size in sizes.items():
+        by_suffix.setdefault(suffix_of(name) or 'without suffix', []).append(size)
+    largest_first = sorted(by_suffix.items(), key=lambda item: -sum(item[1]))
+    others = [size for _, group in largest_first[8:] for size in group]
+    groups = largest_first[:8] + [('others', others)] * bool(others)
+    return '; '.join(f'{len(group):,} {name}, {sum(group):,} bytes' for name, group in groups)
+
+
+def keep_piped(path: str) -> str:
+    """Return the path of an input. Standard input, '-', is first kept in data/ as a file that is
+    named after a hash of its content: .jsonl if its first line is a row, or else .txt. The file is
+    hidden, so that it is part of no folder. Raises UserError, OSError."""
+    if path != '-':
+        return path
+    os.makedirs('data', exist_ok=True)
+    temporary = Path(f'data/.stdin-{os.getpid()}')
+    try:
+        with open(0, 'rb', closefd=False) as pipe, open(temporary, 'wb') as file:
+            shutil.copyfileobj(pipe, file)
+        size = temporary.stat().st_size
+        check(size > 0, 'standard input gave no text')
+        with open(temporary, 'rb') as file:
+            digest = hashlib.file_digest(file, 'sha256').hexdigest()
+            file.seek(0)
+            head = file.read(BLOCK).decode(errors='replace')
+        kept = f'data/.stdin-{digest[:16]}{".jsonl" if begins_with_row(head) else ".txt"}'
+        if not os.path.exists(kept):  # its time of change stays, by which its data are found
+            temporary.replace(kept)
+    finally:
+        temporary.unlink(missing_ok=True)
+    print(f'Read {size:,} bytes of standard input, kept as {kept}', flush=True)
+    return kept
 
 
 # Documents
 
-def read_documents(path: str, file: File, reading: Reading) -> Iterator[Iterable[str]]:
-    """Yield the documents of a file that are not empty, each in blocks: its rows, the texts between
-    separators, or a whole text. A document can be iterated again. UserError if it is damaged."""
-    if file.kind == 'text' and not reading.separator:
-        text: Iterable[str] = TextFile(path, file.encoding)
-        if os.path.getsize(path) <= BLOCK:
-            text = [*text]  # one block, or none: it is not opened again
-        if text:
-            yield text
-        return
-    if file.kind == 'text':
-        texts = split_text(path, file.encoding, reading.separator)
-    elif file.kind == 'parquet':
-        texts = read_parquet(path, reading.column)
-    elif file.kind == 'table':
-        texts = read_table(path, file.encoding, reading.column)
-    else:
-        texts = read_json_rows(path, file, reading.column)
-    for text in texts:
-        if text:
-            yield [text]
+def text_documents(path: str, reading: Reading) -> Iterator[Iterable[str]]:
+    """Yield the documents of an input, in blocks, as train.py --text reads them: for evaluate.py.
+    Raises UserError."""
+    source = find_source(os.path.abspath(keep_piped(path)), reading)
+    if source.left_out:
+        warn(f'{path} is not read whole. Left out: {count(source.left_out)}')
+    documents = Documents(source, reading)
+    for name in source.files:
+        yield from documents.of(name)
+    documents.check()
+    if documents.without_text:
+        warn(documents.describe())
 
 
-class TextFile:
-    """A text, read in blocks each time it is iterated."""
-    def __init__(self, path: str, encoding: str = 'utf-8'):
-        self.path = path
-        self.encoding = encoding
+class Documents:
+    """The documents of an input, read file by file. What its rows lack is counted."""
+    def __init__(self, source: Source, reading: Reading):
+        self.source = source
+        self.reading = reading
+        self.rows = 0
+        self.without_text = 0
+        self.without_column = 0
+        self.columns: list[str] = []  # of the last row without it
+        self.separators = 0
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield blocks that end with a word if possible. UserError if it is not text."""
-        decoder = codecs.getincrementaldecoder(self.encoding)()
-        text = ''  # decoded, and not yet yielded
-        with open(self.path, 'rb') as file:
-            left = os.fstat(file.fileno()).st_size  # what is appended meanwhile is not read
-            while left > 0:
-                begin = file.tell() - len(decoder.getstate()[0])
-                data = file.read(min(left, max(1, BLOCK - len(text.encode()))))
-                check(bool(data), f'{self.path} became shorter while it was read: start again when '
-                      'nothing writes to it, or with a copy')
-                left -= len(data)
-                try:
-                    text += decoder.decode(data, final=left == 0)
-                except UnicodeDecodeError as error:
-                    fail(not_in(self.encoding, self.path, begin + error.start, error.reason))
-                check('\0' not in text, f'{self.path} has a NUL after byte {begin:,}: '
-                      + NUL_REMEDY.replace('FILE', shlex.quote(self.path)))
-                words = WHOLE_WORDS.match(text) if left > 0 else None
-                end = words.end() if words else len(text)
-                if end > 0:
-                    yield text[:end]
-                text = text[end:]
-
-
-def split_text(path: str, encoding: str, separator: str) -> Iterator[str]:
-    """Yield the texts between the separators of a text file, without line ends around them."""
-    parts: list[str] = []  # of the text that has begun
-    end = ''  # what follows these, in which a separator may begin
-    for block in TextFile(path, encoding):
-        *texts, end = (end + block).split(separator)
-        for text in texts:
-            yield ''.join([*parts, text]).strip('\r\n')
-            parts = []
-        finished = max(0, len(end) - len(separator) + 1)
-        parts.append(end[:finished])
-        end = end[finished:]
-    yield ''.join([*parts, end]).strip('\r\n')
-
-
-def has_separator(text: TextFile, separator: str) -> bool:
-    """Return whether a separator of documents stands in a text file."""
-    end = ''  # of the blocks before, where one may begin
-    for block in text:
-        if separator in end + block:
-            return True
-        end = (end + block)[-len(separator):]
-    return False
-
-
-def read_parquet(path: str, column: str) -> Iterator[str | None]:
-    from pyarrow.parquet import ParquetFile
-    number = 0
-    # Without buffer_size and pre_buffer pyarrow keeps everything in memory that it has read
-    with reading_errors(path), open(path, 'rb') as file, \
-            ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
-        for batch in table.iter_batches(batch_size=64, columns=[column], use_threads=False):
-            for value in batch.column(0):
-                number += 1
-                try:
-                    text = value.as_py()
-                except ValueError as error:
-                    fail(f'{path}, row {number}: not UTF-8 ({error})')
-                yield check_row(text, column, f'{path}, row {number}')
-
-
-def read_table(path: str, encoding: str, column: str) -> Iterator[str | None]:
-    from pyarrow import csv as table_csv
-    from pyarrow import string
-    with unpacked(path) as stream:
-        head = decode_block(stream.peek(BLOCK)[:BLOCK], encoding)
-        batches = table_csv.open_csv(
-            stream, table_csv.ReadOptions(block_size=LONGEST_ROW, use_threads=False,
-                                          encoding=encoding.removesuffix('-sig')),
-            table_csv.ParseOptions(delimiter=delimiter(head), newlines_in_values=True),
-            table_csv.ConvertOptions(include_columns=[column], column_types={column: string()}))
-        for batch in batches:
-            yield from batch.column(0).to_pylist()
-
-
-def read_json_rows(path: str, file: File, column: str) -> Iterator[str | None]:
-    with unpacked(path) as stream:
-        if file.kind == 'array':
-            yield from read_array(path, stream, file.encoding, column)
+    def of(self, name: str) -> Iterator[Iterable[str]]:
+        """Yield the documents of a file that are not empty, each in blocks: its rows, the texts
+        between separators, or a whole text. A document can be iterated again. UserError if the file
+        is damaged."""
+        path = self.source.path(name)
+        if suffix_of(name) in ROWS:
+            for text in self.read_rows(path):
+                yield [text]
             return
-        # Lines of bytes are decoded as they are parsed
-        in_utf8 = file.encoding.startswith('utf-8')
-        lines = stream if in_utf8 else io.TextIOWrapper(stream, file.encoding, newline='\n')
-        end = b'' if in_utf8 else ''
-        for number, line in enumerate(iter(lambda: lines.readline(LONGEST_LINE), end), 1):
-            if line.isspace():
-                continue
-            try:
-                value = json.loads(line)[column]
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                fail(f'{path}, line {number}: expected {{"{column}": "..."}} in UTF-8 on each line '
-                     f'(--column=NAME reads another field), not {line[:60]!r} ({error})')
-            yield check_row(value, column, f'{path}, line {number}')
+        blocks: Iterable[str] = TextFile(path, self.reading.encoding)
+        if os.path.getsize(path) <= BLOCK:
+            blocks = [*blocks]  # it is not opened again
+        check(not begins_with_row(next(iter(blocks), '')), f'{path}: its first line is an object '
+              'of JSON. If its lines are rows, rename it to .jsonl')
+        if self.reading.separator:
+            for text in self.divide(blocks, self.reading.separator):
+                yield [text]
+        elif blocks:
+            yield blocks
+
+    def read_rows(self, path: str) -> Iterator[str]:
+        """Yield the texts of a file's rows. A row without the column, or of null, has none."""
+        column, number = self.reading.column, 0
+        try:
+            for number, row in enumerate(parse_rows(path, self.reading), 1):
+                text = row.get(column) if isinstance(row, dict) else row
+                check(isinstance(row, dict) and isinstance(text, str | None),
+                      f'{path}, row {number}: expected text in the column "{column}" '
+                      f'(--column=NAME reads another one), not {str(text)[:60]!r}')
+                self.rows += 1
+                if column not in row:
+                    self.without_column += 1
+                    self.columns = [*row]
+                    if self.without_column == self.rows == ENOUGH_ROWS:
+                        self.check()
+                if text:
+                    # JSON can hold half of a surrogate pair, which is not text: replace it by "?"
+                    yield text.encode('utf-8', 'replace').decode()
+                else:
+                    self.without_text += 1
+        except (OSError, ValueError, RecursionError, csv.Error) as error:
+            fail_to_read(f'{path}, after row {number}', error)
+
+    def divide(self, blocks: Iterable[str], separator: str) -> Iterator[str]:
+        """Yield the texts between the separators, without line ends around them."""
+        parts: list[str] = []  # of the text that has begun
+        end = ''  # what follows these, in which a separator may begin
+        for block in blocks:
+            *texts, end = (end + block).split(separator)
+            self.separators += len(texts)
+            for text in texts:
+                if text := ''.join([*parts, text]).strip('\r\n'):
+                    yield text
+                parts = []
+            finished = max(0, len(end) - len(separator) + 1)
+            parts.append(end[:finished])
+            end = end[finished:]
+        if text := ''.join([*parts, end]).strip('\r\n'):
+            yield text
+
+    def check(self) -> None:
+        """UserError if most of the rows that were read lack the column, or no text had the
+        separator: both are hardly meant."""
+        check(2 * self.without_column <= self.rows, f'{self.source.root}: {self.without_column:,} '
+              f'of {self.rows:,} rows have no column "{self.reading.column}", but '
+              f'{", ".join(map(str, self.columns[:20]))}: --column=NAME reads another one')
+        separator = self.reading.separator
+        check(not separator or self.separators > 0, f'separator={separator!r} is in no text of '
+              f"{self.source.root}: expected one that is. A shell writes line ends as $'\\n\\n'; "
+              'files from Windows have \\r\\n')
+
+    def describe(self) -> str:
+        return f'{self.without_text:,} of {self.rows:,} rows have no text'
 
 
-def read_array(path: str, stream: io.BufferedReader, encoding: str,
-               column: str) -> Iterator[str | None]:
-    try:
-        values = array_values(io.TextIOWrapper(stream, encoding).read)
-        for number, row in enumerate(values, 1):
-            check(isinstance(row, dict) and column in row, f'{path}, row {number}: expected '
-                  f'{{"{column}": "..."}} (--column=NAME reads another field), not '
-                  f'{str(row)[:60]!r}')
-            yield check_row(row[column], column, f'{path}, row {number}')
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        fail(f'{path} is no array of rows: {error}')
+def parse_rows(path: str, reading: Reading) -> Iterator[Any]:
+    """Yield the rows of a file, which are dicts if it is not damaged."""
+    suffix = suffix_of(path)
+    if suffix == '.parquet':
+        yield from parse_parquet(path, reading.column)
+        return
+    with open_text(path, reading.encoding) as file:
+        if suffix in ('.csv', '.tsv'):
+            yield from parse_table(file, suffix, reading.column)
+        elif suffix == '.json':
+            yield from json_values(file.read)
+        else:
+            yield from (json.loads(line) for line in file if not line.isspace())
 
 
-def array_values(read: Callable[[int], str]) -> Iterator[Any]:
-    """Yield the values of an array of JSON, of which `read` returns the next characters. Only as
-    much is kept as the longest value needs. JSONDecodeError if it is none."""
+def parse_parquet(path: str, column: str) -> Iterator[dict[str, Any]]:
+    from pyarrow.parquet import ParquetFile
+    # Without buffer_size and pre_buffer pyarrow keeps everything in memory that it has read
+    with open(path, 'rb') as file, \
+            ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as table:
+        names = table.schema_arrow.names
+        if column not in names:
+            yield from itertools.repeat(dict.fromkeys(names), table.metadata.num_rows)
+            return
+        for batch in table.iter_batches(batch_size=64, columns=[column], use_threads=False):
+            yield from ({column: value.as_py()} for value in batch.column(0))
+
+
+def parse_table(file: io.TextIOBase, suffix: str, column: str) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table, of which the first one has the names of the columns."""
+    first = file.readline()
+    delimiter = '\t' if suffix == '.tsv' else max(',;', key=first.count)
+    csv.field_size_limit(2**31 - 1)
+    lines = csv.reader(itertools.chain([first], file), delimiter=delimiter, strict=True)
+    names = next(lines, [])
+    index = names.index(column) if column in names else None
+    for cells in lines:
+        if cells and len(cells) != len(names):
+            raise ValueError(f'{len(cells)} columns, and its first line has {len(names)}')
+        if cells:
+            yield dict.fromkeys(names) if index is None else {column: cells[index]}
+
+
+def json_values(read: Callable[[int], str]) -> Iterator[Any]:
+    """Yield the values of an array of JSON, or values that follow one another. `read` returns the
+    next characters; only as much is kept as the longest value needs. JSONDecodeError."""
     decoder = json.JSONDecoder()
     text = read(BLOCK)
-    at = re.match(r'\s*\[', text).end()
+    in_array = text.lstrip().startswith('[')
+    at = text.index('[') + 1 if in_array else 0
     while True:
         at = re.compile(r'[\s,]*').match(text, at).end()
-        if text.startswith(']', at):
+        if in_array and text.startswith(']', at):
             break
         try:
             value, end = decoder.raw_decode(text, at)
         except json.JSONDecodeError:
             # The value may end later: read as much again
             more = read(max(BLOCK, len(text) - at))
+            if not more and at == len(text) and not in_array:
+                return
             if not more:
                 raise
             text, at = text[at:] + more, 0
             continue
         yield value
         at = end
-    rest = text[at + 1:] + read(BLOCK)
-    if rest.strip():
-        raise json.JSONDecodeError('more text after its end', rest, 0)
+    if (text[at + 1:] + read(BLOCK)).strip():
+        raise json.JSONDecodeError('more text after the array', text, at)
 
 
-def check_row(value: Any, column: str, place: str) -> str | None:
-    """Return the text of a row, None if it has none. UserError if it is no text."""
-    if value is None:
-        return None
-    kinds = {list: 'a list', dict: 'an object', bytes: 'bytes'}
-    check(isinstance(value, str), f'{place}: expected text in the column "{column}", not '
-          f'{kinds.get(type(value), "a number")}, {str(value)[:60]!r} (--column=NAME reads another '
-          'one)')
-    # JSON can hold half of a surrogate pair, which is not text: replace it by "?"
-    return value.encode('utf-8', 'replace').decode()
+class TextFile:
+    """A text, read in blocks each time it is iterated. Blocks end with a word if possible."""
+    def __init__(self, path: str, encoding: str | None = None):
+        self.path = path
+        self.encoding = encoding
+
+    def __iter__(self) -> Iterator[str]:
+        rest = ''
+        try:
+            with open_text(self.path, self.encoding) as file:
+                while text := file.read(BLOCK):
+                    check('\0' not in text, f'{self.path} has NUL bytes: it is damaged, or no text')
+                    text = rest + text
+                    words = WHOLE_WORDS.match(text)
+                    end = words.end() if words else len(text)
+                    yield text[:end]
+                    rest = text[end:]
+        except (OSError, ValueError) as error:
+            fail_to_read(self.path, error)
+        if rest:
+            yield rest
 
 
-# Bytes and characters
-
-@contextlib.contextmanager
-def unpacked(path: str) -> Iterator[io.BufferedReader]:
-    """Open a file as bytes, unpacked if it is packed. pyarrow opens no path that is not UTF-8."""
-    from pyarrow import input_stream
-    with reading_errors(path), open(path, 'rb') as file:
-        packed = packed_by(file.read(4))
-        file.seek(0)
-        with input_stream(file, compression=packed) as stream:
-            yield io.BufferedReader(stream, 1 << 20)
-
-
-def packed_by(head: bytes) -> str | None:
-    """Return what packed a file that begins with `head`, if pyarrow unpacks it."""
-    return next((name for name, begin in PACKED.values() if head.startswith(begin)), None)
-
-
-@contextlib.contextmanager
-def reading_errors(path: str) -> Iterator[None]:
-    """Give pyarrow's errors, and the system's, one line with the path."""
-    from pyarrow import ArrowException
+def begins_with_row(head: str) -> bool:
+    """Return whether the first line of a text is an object of JSON. `head` is the text's beginning;
+    if its first line does not end there, it is one if it begins so."""
+    line, end, _ = head.lstrip().partition('\n')
     try:
-        yield
-    except (ArrowException, OSError) as error:
-        hint = ' (--encoding=cp1252, or another, reads what is not UTF-8)'
-        fail(f'{path}: {error}' + (hint if 'UTF8' in str(error) else ''))
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return not end and len(line) > BLOCK // 2 and line.startswith('{"')
 
 
-def delimiter(text: str) -> str:
-    """Return what stands between the columns of a table: what its first line has most of."""
-    line = re.sub('"[^"]*"', '', text.lstrip().partition('\n')[0])  # not inside quotes
-    return max(',;\t', key=line.count)
+def open_text(path: str, encoding: str | None = None) -> io.TextIOBase:
+    """Open a file for reading text as it is, unpacked if its suffix says that it is packed."""
+    options = {'encoding': encoding or 'utf-8-sig', 'newline': '\n'}  # -sig: without its mark
+    packed = PACKED.get(os.path.splitext(path)[1].lower())
+    if not packed:
+        return open(path, **options)
+    from pyarrow import input_stream
+    stream = input_stream(open(path, 'rb'), compression=packed)  # noqa: SIM115
+    return io.TextIOWrapper(io.BufferedReader(stream, 1 << 20), **options)
 
 
-def encoding_of_mark(head: bytes) -> str:
-    """Return the encoding that a byte order mark names, or else UTF-8."""
-    marks = {codecs.BOM_UTF8: 'utf-8-sig', codecs.BOM_UTF32_LE: 'utf-32',
-             codecs.BOM_UTF16_LE: 'utf-16', codecs.BOM_UTF16_BE: 'utf-16'}
-    return next((name for mark, name in marks.items() if head.startswith(mark)), 'utf-8')
-
-
-def decode_block(head: bytes, encoding: str) -> str:
-    """Decode the first block of a file, which may end inside a character. UnicodeDecodeError."""
-    return codecs.getincrementaldecoder(encoding)().decode(head, final=len(head) < BLOCK)
-
-
-def decode_file(path: str, encoding: str, errors: str = 'strict') -> Iterator[str]:
-    """Yield a whole file, decoded. UnicodeDecodeError."""
-    decoder = codecs.getincrementaldecoder(encoding)(errors)
-    with unpacked(path) as stream:
-        while data := stream.read(BLOCK):
-            yield decoder.decode(data)
-    yield decoder.decode(b'', final=True)
-
-
-def not_in(encoding: str, path: str, byte: int, reason: str) -> str:
-    """Return what a user reads whose file is not in this encoding."""
-    return (f'{path}: not {encoding.upper()} at byte {byte:,} ({reason}). If it has another '
-            'encoding, --encoding=NAME reads it as a --text, and iconv -f ENCODING -t utf-8 '
-            'converts it; if a few characters are damaged, iconv -c -f utf-8 -t utf-8 leaves them '
-            'out')
+def fail_to_read(place: str, error: Exception) -> None:
+    """Raise UserError: what is wrong, where, and what helps."""
+    if isinstance(error, UserError):
+        raise error
+    if isinstance(error, UnicodeDecodeError):
+        near = error.object[max(0, error.start - 20):error.start + 10]
+        fail(f'{place}: not {error.encoding.upper()} in {near!r} ({error.reason}). Another '
+             '--encoding, such as cp1252, may read it')
+    if isinstance(error, json.JSONDecodeError):
+        fail(f'{place}: no JSON ({error.msg}); expected {{"text": "..."}}. --suffixes of the other '
+             'files leave it out')
+    fail(f'{place}: {error}')

@@ -93,11 +93,22 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """Encode as JSON. Values that are NaN or infinite become null, because JSON has neither. Inside
-    other values they raise ValueError."""
-    plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-             for key, value in values.items()}
-    return json.dumps(plain, indent=indent, allow_nan=False).encode()
+    """Encode as JSON, by what `plain` makes of the values."""
+    return json.dumps(plain(values), indent=indent, allow_nan=False).encode()
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: a tensor or an array as its numbers, NaN and infinity as
+    None, since JSON has neither, and what is no number, text, list or dictionary as text."""
+    if hasattr(value, 'tolist'):  # of torch or NumPy
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def write_json(path: Path, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""The process of a run: a console that may go away, and signals that ask a run to stop."""
+"""The process of a run: its progress, a console that may go away, and signals that ask to stop."""
 import contextlib
 import os
 import signal
@@ -23,6 +23,29 @@ def check_launcher(env: Mapping[str, str]) -> None:
         check(tasks <= connected, f'{name}={tasks}: a launcher has started {tasks} tasks, and each '
               'would train the whole run: start one torchrun on each machine, as docs/slurm.sh '
               f'does; in a shell that is the only task, unset {name}')
+
+
+class NoBar:
+    """A progress bar that shows nothing, where tqdm is not installed."""
+    disable = True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values, **options: None
+
+    def __enter__(self) -> 'NoBar':
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def progress_bar(**options: Any) -> Any:
+    """Return tqdm's progress bar with these options if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return NoBar()
+    return tqdm(**options)
 
 
 class Console:

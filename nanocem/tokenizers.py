@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import UserError, check, fail
+from configurator import check, fail, warn
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
-from nanocem.documents import Reading
-from nanocem.fast import may_use_cache
-from nanocem.sources import text_documents
+from nanocem.documents import Reading, text_documents
+from nanocem.same import cache_agrees
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
@@ -26,10 +25,6 @@ UNCONVERTED_FILE = 'tokenizer.sentencepiece'
 LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
 # Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
 Sequences = tuple[Tensor, int | None, int | None]
-
-
-class UnsuitedVocabulary(UserError):
-    """A tokenizer of this vocabulary cannot be trained on this text."""
 
 
 class ByteTokenizer:
@@ -57,14 +52,7 @@ class Gpt2Tokenizer:
         self.bpe = tiktoken.get_encoding('gpt2')
 
     def encode(self, text: str, begins: bool = True) -> list[int]:
-        try:
-            return self.bpe.encode_ordinary(text)
-        except BaseException as error:
-            # Rust's panics are no Exceptions: its pattern has a limit for long runs of spaces
-            if type(error).__name__ != 'PanicException':
-                raise
-            fail(f'tiktoken cannot encode a text of {len(text):,} characters that begins '
-                 f'{text[:40]!r}: expected shorter runs of spaces and line ends ({error})')
+        return self.bpe.encode_ordinary(text)
 
     def decode(self, ids: list[int]) -> str:
         return self.bpe.decode([i for i in ids if i < self.bos])
@@ -128,8 +116,8 @@ WITHOUT_FILE = {'byte': ByteTokenizer, 'gpt2': Gpt2Tokenizer}
 
 def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
     """Train byte-pair encoding on these texts and write a SentencePiece model to `path`. It encodes
-    every text without loss, rare characters as their bytes. No piece contains a line end.
-    UnsuitedVocabulary if the texts are too short, or have too many characters."""
+    every text without loss, rare characters as their bytes. No piece contains a line end. UserError
+    if the texts are too short, or have too many characters."""
     from sentencepiece import SentencePieceTrainer
     lines = [line[at:at + LINE] for text in texts for line in text.splitlines()
              for at in range(0, len(line), LINE)]
@@ -148,9 +136,8 @@ def train_bpe(path: str, vocab_size: int, texts: Iterable[str]) -> None:
             max_sentence_length=4 * LINE, minloglevel=2, **required)
     except RuntimeError as error:
         reason = re.sub(r'.*\] | Increase.*', '', str(error))
-        raise UnsuitedVocabulary(
-            f'tokenizer=bpe{vocab_size} does not suit this text: expected more text, another '
-            f'number or --tokenizer=byte ({reason})') from None
+        fail(f'tokenizer=bpe{vocab_size} does not suit this text: expected more text, another '
+             f'number or --tokenizer=byte ({reason})')
     Path(path).write_bytes(model.getvalue())
 
 
@@ -219,7 +206,7 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
                 use_cache: bool | None = None) -> str:
     """Return n texts that begin with `prompt`, joined by lines of ---. Each stops where the model
     begins another document, by a BOS; with go_on the other documents follow, joined alike. By
-    default there is a cache unless model.py was edited. UserError if the model's logits are not
+    default there is a cache if it gives the logits of the whole text. UserError if logits are not
     finite."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     idx = torch.tensor([ids] * n, device=model.embedding.device)
@@ -227,7 +214,10 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     check(finite, 'the logits of the model are not finite: it cannot be sampled from')
     generator = torch.Generator(idx.device).manual_seed(seed)
     if use_cache is None:
-        use_cache = may_use_cache(model)
+        use_cache = cache_agrees(model, idx[0])
+        if not use_cache:
+            warn('the cache of this model.py gives other logits than the whole text does, which is '
+                 'read again for each token: --use_cache=True uses the cache')
     idx = model.generate(idx, tokens, temperature, top_k, generator, use_cache)
     # Divide each row where the model begins a document: decode leaves out BOS
     texts: list[str] = []
@@ -245,7 +235,7 @@ def read_sequences(options: Any, state: dict[str, Any], tokenizer: Any, length: 
     `text` and `data` it is the data of the run with this checkpoint. Raises UserError."""
     folder = options.data or state['data_dir']
     if options.text:
-        return read_text_sequences(options.text, tokenizer, length, folder, Reading.of(options))
+        return read_text_sequences(options.text, tokenizer, length, folder, options)
     known = state['data']
     if options.data:
         known = {name: known[name] for name in TOKENIZER_KEYS}

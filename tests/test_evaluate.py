@@ -15,7 +15,6 @@ from model import ModelConfig, Transformer, make_positions
 from nanocem import hub
 from nanocem.data import NO_TARGET
 from nanocem.documents import Reading
-from nanocem.same import in_use
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, read_text_sequences
 from running import edit_meta
 
@@ -49,7 +48,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
     config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg,
-              'data': {'val checksum': 1, 'test checksum': 1}, 'max_steps': 2, 'code': in_use()}
+              'data': {'val checksum': 1, 'test checksum': 1}, 'max_steps': 2}
     (folder / 'config.json').write_text(json.dumps(config))
     return folder
 
@@ -78,23 +77,21 @@ def report(capsys: pytest.CaptureFixture) -> Report:
 # What is measured
 
 def test_each_use_of_a_sublayer_has_its_energies() -> None:
-    """Two loops of an MLP that is applied twice are four uses, each of the input that it gets."""
-    model = model_of(n_layer=1, mlp_reuse=2, loops=2)
+    """Attention that is applied twice has two uses, each of the input that it gets."""
+    model = model_of(n_layer=1, attn_reuse=2)
     x = torch.randint(257, (3, LENGTH))
     found = {name: energies for name, *_, energies in evaluate.descent(model, x)}
-    assert list(found) == [*(f'attn 1, use {n}' for n in (1, 2)),
-                           *(f'mlp 1, use {n}' for n in (1, 2, 3, 4))]
-    block, state = model.blocks[0], F.embedding(x, model.embedding)
+    assert list(found) == ['attn 1, use 1', 'attn 1, use 2', 'mlp 1']
+    attn, state = model.blocks[0].attn, F.embedding(x, model.embedding)
     for use in 1, 2:
-        h = block.attn.norm(state)
-        energy = float(block.attn.energy(h, h).mean())
-        assert found[f'attn 1, use {use}'][0] == pytest.approx(energy)
-        state = block(state, make_positions(model.cfg, state))
+        h = attn.norm(state)
+        assert found[f'attn 1, use {use}'][0] == pytest.approx(float(attn.energy(h, h).mean()))
+        state = attn(state, make_positions(model.cfg, state))
 
 
 @pytest.mark.parametrize('options', [
     dict(), dict(residual='normed'), dict(positions='rope'), dict(mlp_energy='sign_convex'),
-    dict(attn_reuse=2, loops=2), dict(kq_diag='per_head', exact_update=True)], ids=str)
+    dict(attn_reuse=4), dict(kq_diag='per_head', exact_update=True)], ids=str)
 def test_the_plain_layer_and_the_exact_update_descend(options: dict) -> None:
     model = model_of(**options, attn_step_size=1e-3, mlp_step_size=1e-3).double()
     for _, cosine, share, energies in evaluate.descent(model, torch.randint(257, (3, LENGTH)), 4):
@@ -236,7 +233,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     (bpe / 'result.json').write_text(  # of a shorter run
         '{"test_loss": 1.5, "steps": 1, "tokens": 32}')
     text = evaluate.compare_runs(['out/run', 'out/bpe'])
-    assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
+    assert '1.5' not in text and 'is that of 1 steps, and config.json asks for 2' in text
     (bpe / 'result.json').unlink()
     config = json.loads(Path('out/bpe/config.json').read_text())
     for name in 'test checksum', 'val checksum':
@@ -314,18 +311,10 @@ def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
 
 def test_a_run_of_another_model_py_is_named(place: Path) -> None:
     write_run(place / 'out/edited', Path('data'), model_of())
-    config = json.loads(Path('out/edited/config.json').read_text())
-    config['code']['CEMMLP.forward'] = 'another text'
-    Path('out/edited/config.json').write_text(json.dumps(config))
+    for name in ('run', 'edited'):
+        Path(f'out/{name}/model.py').write_text(f'the text of {name}')
     rows = cells(evaluate.compare_runs(['out/run', 'out/edited']))
-    assert rows[2:] == [['model.py', 'this one', 'another: CEMMLP.forward']]
-
-
-def test_an_edit_in_the_middle_of_a_run_is_named(place: Path) -> None:
-    edits = [{'after_step': 1500, 'definitions': ['CEMMLP.forward', 'alibi_slopes']}]
-    Path('out/run/result.json').write_text(json.dumps({'steps': 2, 'tokens': 64, 'edits': edits}))
-    assert ('out/run: CEMMLP.forward, alibi_slopes of model.py were edited after step 1,500.'
-            in evaluate.compare_runs(['out/run']))
+    assert rows[2:] == [['model.py', 'out/run/model.py', 'out/edited/model.py']]
 
 
 def test_the_loss_of_a_damaged_model_is_no_number(place: Path, report: Report) -> None:

@@ -5,7 +5,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from nanocem.files import (
     LONGEST_NAME,
@@ -83,6 +85,22 @@ def test_json_has_null_for_nan_and_damaged_lines_are_left_out(tmp_path: Path) ->
     assert read_json(str(path)) == {'a': None, 'b': None, 'c': 1.5}
     path.write_bytes(b'{"a": 1}\n{"a": \n\xff\n{"b": 2}')
     assert read_json_lines(str(path)) == [{'a': 1}, {'b': 2}]
+
+
+def test_json_takes_the_values_of_torch_and_numpy(tmp_path: Path) -> None:
+    """And what it cannot hold as text."""
+    path = tmp_path / 'a.json'
+    tensor = torch.tensor([1.5, math.nan], requires_grad=True)
+    half = torch.tensor(0.5, dtype=torch.bfloat16)
+    values = {'tensor': tensor, 'number': tensor[0], 'half': half,
+              'float32': np.float32(0.25), 'nan': np.float32('nan'), 'int64': np.int64(7),
+              'array': np.ones((1, 2)), 'flag': torch.tensor(True), 'path': Path('a/b'),
+              'nested': [{'loss': torch.tensor(2)}, (math.inf, None)], 'of': {1: 'text'}}
+    path.write_bytes(to_json(values))
+    assert read_json(str(path)) == {
+        'tensor': [1.5, None], 'number': 1.5, 'half': 0.5, 'float32': 0.25, 'nan': None,
+        'int64': 7, 'array': [[1.0, 1.0]], 'flag': True, 'path': 'a/b',
+        'nested': [{'loss': 2}, [None, None]], 'of': {'1': 'text'}}
 
 
 def test_a_table_is_aligned() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ transformers = pytest.importorskip('transformers')
 LLAMA_MODEL = dict(attn='llama', mlp='llama')
 MODELS = [
     {}, dict(kq_diag='per_head', preconditioner='diag_lowrank', exact_update=True),
-    dict(attn='llama', tie='kv', loops=2), dict(mlp='llama', residual='normed', attn_reuse=2),
+    dict(attn='llama', tie='kv'), dict(mlp='llama', residual='normed', attn_reuse=2),
     dict(LLAMA_MODEL, positions='alibi', tie='both'), dict(LLAMA_MODEL, rope_theta=500.0)]
 FILES = {'README.md', 'config.json', 'generation_config.json', 'model.safetensors',
          'tokenizer.json', 'tokenizer_config.json'}
@@ -194,7 +195,7 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize('line, other', [
-    ('scale=1 / self.tau', 'scale=2 / self.tau'),
+    ('(q / self.tau) @ k.mT', '(2 * q / self.tau) @ k.mT'),
     ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)'),
     # An MLP that looks back, which a cache cannot
     ('g = gamma * F.silu(z)', 'g = gamma * F.silu(z + z.roll(1, 1))')])
@@ -231,6 +232,27 @@ def test_an_edited_llama_is_exported_with_its_code(monkeypatch: pytest.MonkeyPat
     assert hub.is_plain_llama(model)
     monkeypatch.setattr(LlamaMLP, 'forward', lambda self, x: x)
     assert not hub.is_plain_llama(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('options', [{}, LLAMA_MODEL], ids=['cem', 'llama'])
+def test_label_smoothing_smooths_the_next_token(options: dict, tmp_path: Path) -> None:
+    """Trainer's loss has the targets of the loss without smoothing, and not a text's own tokens."""
+    from transformers import trainer_pt_utils
+    model = model_of(**options)
+    hub.export(model, str(tmp_path / 'hub'), state_of(model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'hub', trust_remote_code=True)
+    trainer = SimpleNamespace(  # what compute_loss asks of it
+        label_smoother=trainer_pt_utils.LabelSmoother(epsilon=0.1), compute_loss_func=None,
+        model_accepts_loss_kwargs=False, args=SimpleNamespace(average_tokens_across_devices=False),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model))
+    ids = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(2))
+    found = transformers.Trainer.compute_loss(trainer, theirs, {'input_ids': ids, 'labels': ids})
+    log_p = model(ids)[0][:, :-1].log_softmax(dim=-1)
+    right = torch.nn.functional.cross_entropy(
+        log_p.flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, right)
 
 
 # A plain Llama, which any program may change
@@ -395,7 +417,7 @@ OLD_LLAMA = {
     'num_attention_heads': 2, 'num_key_value_heads': 2, 'max_position_embeddings': 16,
     'rms_norm_eps': 1e-05, 'rope_theta': 500.0, 'tie_word_embeddings': False,
     'nanocem': {**OLD_SIZE, 'attn': 'llama', 'mlp': 'llama', 'tie': 'none', 'attn_steps': 1,
-                'mlp_steps': 1, 'attn_reuse': 1, 'mlp_reuse': 1, 'loops': 1, 'attn_step_size': 1.0,
+                'mlp_steps': 1, 'attn_reuse': 1, 'mlp_reuse': 1, 'attn_step_size': 1.0,
                 'mlp_step_size': 1.0, 'positions': 'rope', 'kq_diag': 'none',
                 'score_scale': 'head', 'preconditioner': 'none', 'attn_rank': 4, 'mlp_rank': 16,
                 'residual': 'raw', 'exact_update': False, 'mlp_energy': 'gated',
@@ -406,7 +428,7 @@ OLD_CEM = {
     'auto_map': {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                  'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'},
     **OLD_SIZE, 'attn': 'cem', 'mlp': 'cem', 'tie': 'none', 'attn_steps': 2, 'mlp_steps': 2,
-    'attn_reuse': 1, 'mlp_reuse': 1, 'loops': 1, 'attn_step_size': 0.5, 'mlp_step_size': 0.5,
+    'attn_reuse': 1, 'mlp_reuse': 1, 'attn_step_size': 0.5, 'mlp_step_size': 0.5,
     'positions': 'alibi', 'kq_diag': 'none', 'score_scale': 'model', 'preconditioner': 'none',
     'attn_rank': 4, 'mlp_rank': 16, 'residual': 'raw', 'exact_update': False,
     'mlp_energy': 'gated', 'mlp_match': 'dims', 'init_std': 0.13856406460551018,

@@ -13,7 +13,7 @@ SIZE = ('--d_model=8 --n_layer=2 --n_head=2 --d_mlp=8 --eval_tokens=64 --test_to
 # Values that options may have, some of them wrong, alone or beside others
 VALUES = {
     'attn': 'llama cem', 'mlp': 'llama cem', 'tie': 'none kv qo both', 'attn_steps': '1 2 0',
-    'mlp_steps': '1 3', 'attn_reuse': '1 2', 'mlp_reuse': '1 2', 'loops': '1 2 0',
+    'mlp_steps': '1 3', 'attn_reuse': '1 2', 'mlp_reuse': '1 2 0',
     'attn_step_size': '0.5 -1', 'mlp_step_size': '0.1', 'positions': 'alibi rope',
     'kq_diag': 'none shared per_head', 'score_scale': 'head model', 'residual': 'raw normed',
     'preconditioner': 'none diag diag_lowrank', 'attn_rank': '1 4', 'mlp_rank': '2 16',

@@ -38,7 +38,7 @@ train               --data=short                           no shard of the val s
 train               --data=old                             of another version
 train               --text=nothing.txt                     nothing.txt: no such file or folder
 train               --text=a.txt --data=data               text and data exclude each other
-train               --text=packed.txt.gz                   is compressed: unpack it first
+train               --text=packed.txt.gz                   packed.txt.gz: Truncated
 train               --tokens=1e1000000000                  tokens=1e1000000000: expected a whole
 train               --tokenizer=byte                       tokenizer is for --text=FILE
 train               --init_from=resume                     no run in out/: python train.py config/
@@ -78,7 +78,7 @@ reproduce           --figure=3d                            figure=3d: expected o
 reproduce           --figure=3a --size=85m                 size=85m: expected one of XS
 reproduce           --size=XS                              size=XS is for --figure
 prepare_slimpajama  --input=none                           no such file or folder
-prepare_slimpajama  --input=data                           a run or a data folder of nanoCEM
+prepare_slimpajama  --input=data                           nothing to read: hidden files
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
 prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
