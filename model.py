@@ -10,21 +10,21 @@ energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7). Both
         x = x + eta P update(u | h)        update = minus the energy's gradient with respect to u
 
 Here the gradients are written out, and each CEM layer has its `energy` beside its `forward`.
-energy.py has the same energies, and lets autograd differentiate them. train.py warns if an edit
-made the two differ (step_errors in nanocem/same.py).
+energy.py has the same energies, and lets autograd differentiate them. train.py warns if `forward`
+no longer matches `energy` (step_errors in nanocem/same.py).
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are shapes, or the formulas of Algorithm 1. Its steps are added to
-norm(x), which diverged at the paper's width, so by default we add them to x. What the paper does
-not have is marked "rope:" (Algorithm 1 has no RoPE) or "ours:" (key_shift, match_bias and
-kq_diag=scaled, with which CEM learns to copy). These enter in two places, `keys` and `bias`.
-docs/paper.md lists our choices where the paper is silent.
+Comments at the ends of lines are shapes, or the formulas of Algorithm 1. What the paper does not
+have is marked "rope:" (Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw and
+three additions. key_shift changes `keys`, match_bias changes `bias`, and kq_diag=scaled adds to
+`bias` and to the update. docs/paper.md lists our choices where the paper is silent.
 
-This file needs torch alone, and can be copied into another project (docs/options.md). Everything
-that a CPU trains with is here. On a GPU train.py gives attention a `kernel`.
+This file needs torch alone, and can be copied into another project (docs/options.md). On a CPU a
+model computes nothing but the lines below. On a GPU train.py gives attention a `kernel`.
 
 Shapes: B batch, I new and J attended positions (I < J with a cache), D = D_h the model's width,
-K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
+K heads of width R = D_r = D / K, D_v the MLP's width. i is a query's token, j a key's, k a head;
+k_j is a key of head k.
 """
 import math
 import numbers
@@ -51,28 +51,27 @@ SIZES: dict[str, dict[str, int]] = {
 
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
 EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
-# The loss of more logits than the first number is computed in parts of the second: of a CPU these
-# fit into its cache
+# A loss of more logits than the first number is computed chunk by chunk, of about as many logits as
+# the second: the chunks of a CPU fit into its cache
 FEW_LOGITS = {'cuda': (2 ** 26, 2 ** 26), 'cpu': (2 ** 22, 2 ** 20)}
-BLOCK = 64  # the fewest queries that attend to their past at once, where torch's attention does not
+BLOCK = 64  # the smallest block of queries, where attention takes one block after the other
 
 
 @dataclass
 class ModelConfig:
-    """Describe the architecture: first what Llama has, too, then CEM's options, then variants.
-    A field that is None gets the default that its comment names. To change a field make a new
-    ModelConfig: dataclasses.replace would keep d_mlp, init_std and others as derived from the old
-    values. ValueError for a bad value, or for CEM's options on Llama."""
+    """Describe the architecture: first the fields that Llama shares, then CEM's options, then
+    variants. A field that is None gets the default that its comment names. To change a field
+    make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and others as derived
+    from the old values. ValueError for a bad value, or for CEM's options on Llama."""
     # For config files: a size drops the widths that an earlier file gave
     RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'd_mlp'),)
     # The options that --help shows; --help=all shows all
     FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
              'preconditioner', 'kq_diag')
-    # The words of a Literal are the values that an option can have
     size: Literal[tuple(SIZES)] | None = None  # preset of the next four options; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
-    n_head: int | None = None  # K, heads; default: the most that are at least as wide as the size's
+    n_head: int | None = None  # K, heads; default: the most whose width is at least the size's
     d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
     vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens; the layers take any number
@@ -91,16 +90,16 @@ class ModelConfig:
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
     kq_diag: Literal['none', 'shared', 'per_head', 'scaled'] = 'none'  # d_k; ours: scaled, g_k d
 
-    residual: Literal['raw', 'normed'] = 'raw'  # start from x, or norm(x) as in Algorithm 1
-    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), or CEM's sqrt(D_h)
+    residual: Literal['raw', 'normed'] = 'raw'  # what steps are added to: x (ours), norm(x)
+    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), CEM's sqrt(D_h)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
     tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
     mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
-    key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is the token before's
-    match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare i with j - 1
+    key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is the previous token's
+    match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare token i with j - 1
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -131,8 +130,8 @@ class ModelConfig:
 
 
 def normal_param(*shape: int, std: float) -> nn.Parameter:
-    """Return a matrix of weights. It is no nn.Linear, because CEM multiplies by each matrix twice,
-    once transposed."""
+    """Return a matrix of weights. It is not an nn.Linear, since CEM uses each matrix twice, once
+    transposed."""
     return nn.Parameter(torch.empty(shape).normal_(std=std))
 
 
@@ -147,7 +146,7 @@ class RMSNorm(nn.Module):
 
 
 class Positions(NamedTuple):
-    """What attention needs to know of queries i and keys j beside their vectors."""
+    """What attention needs to know about queries i and keys j beside their vectors."""
     distance: Tensor  # i - j, (I, J): below 0 for keys after the query
     mask: Tensor | None  # 0 where i may attend to j, -inf elsewhere, (I, J); None: torch's causal
     cos: Tensor | None = None  # cosines of RoPE's angles at the queries, (I, R / 2)
@@ -155,55 +154,55 @@ class Positions(NamedTuple):
     cache: 'Cache | None' = None  # what is kept of past tokens, while text is generated
 
     def part(self, queries: slice, keys: slice) -> 'Positions':
-        """Return the positions of some queries and keys alone, for `scores`."""
-        mask = None if self.mask is None else self.mask[queries, keys]
+        """Return what `scores` needs for some queries and keys: RoPE has been applied by then."""
+        mask = None if self.mask is None else self.mask[..., queries, keys]
         return self._replace(distance=self.distance[queries, keys], mask=mask)
 
 
 class Cache:
-    """What attention keeps of past tokens, so that `generate` reads each token once: keys, values
-    where they are not the keys, and h where scores need it. For each token and sublayer these are D
-    numbers for plain CEM, and 2 D for Llama. Sublayers append in the same order in each forward
-    pass. An edit that lets tokens meet outside attention needs generate(use_cache=False)."""
+    """The KV cache, with which `generate` reads each token once: keys, values where they are not
+    the keys, and h where scores need it. CEM without options keeps D numbers per token and
+    sublayer, and Llama 2 D. Sublayers append in the same order in each forward pass. An edit that
+    mixes tokens outside attention needs generate(use_cache=False)."""
     def __init__(self) -> None:
         self.length = 0  # how many tokens have been read
-        self.kept: list[Tensor] = []  # (..., J or more, width) each
-        self.next = 0  # the number in `kept` of what is appended next
-        self.folded: dict[nn.Module, Tensor] = {}  # a weight with its P, of each attention
+        self.buffers: list[Tensor] = []  # (..., J or more, width) each
+        self.next = 0  # the index of the buffer that the next `append` is for
+        self.W_O: dict[nn.Module, Tensor] = {}  # each CEM attention's preconditioned W_O
 
     def append(self, new: Tensor) -> Tensor:
-        """Keep new (..., I, width) behind that of past tokens. Return all, (..., J, width)."""
+        """Append new (..., I, width) to that of past tokens. Return all of it, (..., J, width)."""
         n, J = self.next, self.length + new.shape[-2]
         self.next += 1
-        if n == len(self.kept):  # the first pass
-            self.kept.append(new)
+        if n == len(self.buffers):  # the first pass
+            self.buffers.append(new)
             return new
-        room = self.kept[n].shape[-2]
+        room = self.buffers[n].shape[-2]
         if room < J:  # make room for as many tokens again
-            self.kept[n] = F.pad(self.kept[n], (0, 0, 0, 2 * J - room))
-        self.kept[n][..., self.length:J, :] = new
-        return self.kept[n][..., :J, :]
+            self.buffers[n] = F.pad(self.buffers[n], (0, 0, 0, 2 * J - room))
+        self.buffers[n][..., self.length:J, :] = new
+        return self.buffers[n][..., :J, :]
 
-    def numbers_a_token(self) -> int:
-        """Return how many numbers are kept for each token, in all layers."""
-        return sum(part[0].numel() // part.shape[-2] for part in self.kept)
+    def numbers_per_token(self) -> int:
+        """Return how many numbers are kept per token, in all layers."""
+        return sum(part[0].numel() // part.shape[-2] for part in self.buffers)
 
 
 def previous(x: Tensor) -> Tensor:
-    """Return x (..., J, D) of the token before each one, and zeros for the first."""
+    """Return x (..., J, D) of the previous token at each position, and zeros at the first."""
     return F.pad(x, (0, 0, 1, -1))
 
 
 def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None,
                    table: tuple[Tensor, Tensor] | None = None) -> Positions:
     """Return the positions of x (B, I, D), which follows the tokens that a cache holds. `table` is
-    a rope_table that has these positions; by default it is made."""
+    a rope_table of enough positions; by default it is made."""
     past = 0 if cache is None else cache.length
     end = past + x.shape[1]
     i = torch.arange(past, end, device=x.device)[:, None]
     distance = (i - torch.arange(end, device=x.device)).to(exact_dtype(x))
-    # None where nothing is added: attend then asks torch for its own causal mask, which needs no
-    # memory. An edit that adds to the mask needs causal_mask(distance) here
+    # Without a bias the mask is None: attend then asks torch for its own causal mask, which needs
+    # no memory. To edit the mask, begin with causal_mask(distance)
     mask = causal_mask(distance) if cfg.has_bias() or past > 0 else None
     cos = sin = None
     if cfg.positions == 'rope':
@@ -221,7 +220,7 @@ def rope_table(cfg: ModelConfig, x: Tensor, length: int) -> tuple[Tensor, Tensor
 
 
 def exact_dtype(x: Tensor) -> torch.dtype:
-    """Return float32 or more: bfloat16 is exact for whole numbers up to 256 alone."""
+    """Return float32, or float64 for float64: bfloat16 is only exact for integers up to 256."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -245,7 +244,7 @@ class BaseAttention(nn.Module):
         if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
-        if cfg.match_bias == 'token':  # ours: weights of the features, and how much a head looks
+        if cfg.match_bias == 'token':  # ours: a weight for each feature, and one for each head
             self.match_diag = nn.Parameter(torch.ones(D))
             self.match_weight = nn.Parameter(torch.zeros(K))
         # The key-query diagonal: a vector d_k for each head, or one for all. It has no weight
@@ -268,8 +267,8 @@ class BaseAttention(nn.Module):
 
     def keys(self, h: Tensor, pos: Positions) -> Tensor:
         """Return the keys W_k^K h_j, (B, K, I, R), before RoPE. Ours: with key_shift=half the first
-        R / 2 numbers of each key are those of the token before. A head can then look for what
-        follows a token."""
+        R / 2 numbers of each key are the previous token's. A head can then look for what follows a
+        token."""
         k = self.split_heads(F.linear(h, self.W_K))
         if self.cfg.key_shift == 'half':
             first, second = k.chunk(2, dim=-1)
@@ -282,7 +281,7 @@ class BaseAttention(nn.Module):
         ALiBi return x itself."""
         if self.cfg.positions == 'alibi':
             return x
-        # Rotate as (B, I, K, R): so the numbers lie in memory, and attention needs no copy
+        # Rotate as (B, I, K, R), which is the layout in memory: attention then needs no copy
         a, b = x.transpose(1, 2).chunk(2, dim=-1)
         cos, sin = pos.cos[:, None], pos.sin[:, None]
         sin = -sin if inverse else sin
@@ -290,7 +289,7 @@ class BaseAttention(nn.Module):
         return rotated.type_as(x).transpose(1, 2)
 
     def with_past(self, k: Tensor, v: Tensor, h: Tensor, pos: Positions) -> tuple[Tensor, ...]:
-        """While text is generated, put the keys, the values and h of past tokens before these."""
+        """With a cache put the keys, the values and h of past tokens before these: I becomes J."""
         if pos.cache is None:
             return k, v, h
         all_k = pos.cache.append(k)
@@ -303,14 +302,15 @@ class BaseAttention(nn.Module):
         return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
 
     def bias(self, pos: Positions, u: Tensor, h: Tensor) -> Tensor | None:
-        """Return what scores have beside products of queries and keys, (B, K, I, J) or a shape that
+        """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
         broadcasts, for u (B, I, D) and h (B, J, D). None stands for the causal mask alone."""
         # The causal mask: -inf for keys after the query
         b = pos.mask
-        # ALiBi: -m_k (i - j), and a learned number for a token's own key or for all others
+        # ALiBi: -m_k (i - j), and learned biases of a token's own key and of all others
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
-            b_self, b_cross = self.b_self[:, None, None], self.b_cross[:, None, None]
+            b_self = self.b_self[:, None, None]
+            b_cross = self.b_cross[:, None, None]
             b = b + torch.where(pos.distance == 0, b_self, b_cross) - slopes * pos.distance
         # The key-query diagonal (Eq. 12)
         if self.kq_diag is not None:
@@ -328,12 +328,10 @@ class BaseAttention(nn.Module):
 
     def diagonal_scores(self, u: Tensor, h: Tensor) -> Tensor:
         """Return h_j . (d_k * u_i) / tau, (B, 1 or K, I, J). RoPE does not rotate them."""
-        a = self.scaled_diagonal(u) @ h[:, None].mT
-        return self.diag_weight[:, None, None] * a if self.cfg.kq_diag == 'scaled' else a
-
-    def scaled_diagonal(self, u: Tensor) -> Tensor:
-        """Return d_k * u_i / tau, (B, 1 or K, I, D), for kq_diag=scaled d * u_i / tau."""
-        return u[:, None] * (self.kq_diag[:, None] / self.tau)
+        a = (u[:, None] * (self.kq_diag[:, None] / self.tau)) @ h[:, None].mT
+        if self.cfg.kq_diag == 'scaled':  # one product for all heads
+            a = self.diag_weight[:, None, None] * a
+        return a
 
     def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
         """Return the diagonal's part of minus the gradient, (B, I, D), for alpha (B, K, I, J):
@@ -346,36 +344,45 @@ class BaseAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
                h: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return what `weigh` returns, by the fastest way."""
-        # On a GPU train.py may set a kernel, which it has compared with the lines below
+        """Return what softmax_attention returns, by the fastest implementation."""
+        # A GPU's kernel, which train.py sets, and compares with the lines below
         if self.kernel is not None and pos.cache is None:
             o = self.kernel(self, q, k, v, pos, u, h)            # None where it cannot
             if o is not None:
                 return o, 0
-        # Without a bias, and on a GPU, torch has a kernel for these sums, which keeps no weights
+        # Torch's own attention, if it needs no bias, or on a GPU
         if pos.mask is None or (q.is_cuda and not self.whole_gradient):
             return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
-        # A graph that torch.export writes takes any number of queries
-        I, J = q.shape[2], k.shape[2]
-        if torch.compiler.is_exporting() or I <= BLOCK:
-            return self.weigh(q, k, v, pos, u, h)
-        # Else take a block of queries at a time, without the keys after it: 5/8 of all scores
-        rows, outputs, updates = max(BLOCK, math.ceil(I / 4)), [], []
-        for i in range(0, I, rows):
-            block, past = slice(i, i + rows), slice(J - I + min(i + rows, I))
-            o, dx = self.weigh(q[:, :, block], k[:, :, past], v[:, :, past], pos.part(block, past),
-                               u[:, block], h[:, past])
+        # The scores of all queries at once, if there are few. (A graph of torch.export takes any
+        # number of queries)
+        if q.shape[2] <= BLOCK or torch.compiler.is_exporting():
+            return self.softmax_attention(q, k, v, pos, u, h)
+        return self.attend_in_blocks(q, k, v, pos, u, h)
+
+    def attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+                         h: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return what softmax_attention returns, for one block of queries after the other. A block
+        leaves out the keys after it: four blocks compute 5/8 of all scores."""
+        I, past = q.shape[2], k.shape[2] - q.shape[2]
+        size = max(BLOCK, math.ceil(I / 4))
+        outputs, updates = [], []
+        for start in range(0, I, size):
+            end = min(start + size, I)
+            queries, keys = slice(start, end), slice(past + end)
+            o, update = self.softmax_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys],
+                                               pos.part(queries, keys), u[:, queries], h[:, keys])
             outputs.append(o)
-            updates.append(dx)
+            updates.append(update)
         return torch.cat(outputs, dim=2), torch.cat(updates, dim=1) if self.whole_gradient else 0
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
-              h: Tensor) -> tuple[Tensor, Tensor | int]:
+    def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+                          h: Tensor) -> tuple[Tensor, Tensor | int]:
         """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K, J, R);
-        and diagonal_update, (B, I, D), or 0 where it is no part of the update."""
+        and diagonal_update, (B, I, D), or 0 where it is not part of the update."""
         alpha = self.scores(q, k, pos, u, h).softmax(dim=-1)     # alpha_ijk <- softmax_j(a_ijk)
         alpha = alpha.type_as(v)
-        return alpha @ v, self.diagonal_update(alpha, h) if self.whole_gradient else 0
+        update = self.diagonal_update(alpha, h) if self.whole_gradient else 0
+        return alpha @ v, update
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tau: float) -> Tensor:
@@ -383,7 +390,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tau: f
     which keep few scores in memory. A bias that is None is the causal mask."""
     R = q.shape[-1]
     if bias is not None:
-        bias = bias.to(q.dtype)
+        bias = bias.to(q.dtype)  # which the kernels ask for, though bfloat16 rounds it
         if q.is_cuda and R % 8 > 0:  # beside a bias a GPU's kernel takes multiples of 8
             q, k, v = (F.pad(x, (0, -R % 8)) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, bias, scale=1 / tau, is_causal=bias is None)
@@ -398,7 +405,7 @@ def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
 
 
 class LlamaAttention(BaseAttention):
-    """Multi-head attention with four matrices, of which cfg.tie ties two or four as CEM does. Norm
+    """Multi-head attention with four matrices; cfg.tie ties two or all of them, as CEM does. Norm
     and residual are inside."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
@@ -418,17 +425,17 @@ class LlamaAttention(BaseAttention):
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
         # While text is generated, past tokens come before these
-        k, v, h = self.with_past(k, v, h, pos)                   # (B, K, J, R)
+        k, v, h = self.with_past(k, v, h, pos)                   # (B, K, J, R), h: (B, J, D)
         # Attend to the context
-        o, dx = self.attend(q, k, v, pos, u, h)                  # (B, K, I, R)
+        o, update = self.attend(q, k, v, pos, u, h)              # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
         W_O = self.W_Q if self.cfg.ties('qo') else self.W_O
-        return x + self.merge_heads(o) @ W_O + dx                # ours: dx, of kq_diag=scaled
+        return x + self.merge_heads(o) @ W_O + update            # ours: update, of kq_diag=scaled
 
 
 class CEMAttention(BaseAttention):
-    """T steps down the interaction energy: each is -eta d energy / du, P aside. The gradient ties
-    W_V = W_K and W_O = W_Q (Eq. 5). With kq_diag=shared or per_head Algorithm 1 leaves a part of it
+    """T steps down the interaction energy: each is -eta P d energy / du. The gradient ties W_V to
+    W_K, and W_O to W_Q (Eq. 5). With kq_diag=shared or per_head Algorithm 1 leaves a part of it
     out, which exact_update=True adds."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
@@ -437,26 +444,26 @@ class CEMAttention(BaseAttention):
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
-        # Project the normed input to keys, which are also the values and fixed for all steps
+        # Project the normed input to keys, which also serve as values and stay fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
         k = self.keys(h, pos)                                    # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
         # While text is generated, past tokens come before these
-        k, v, h = self.with_past(k, k, h, pos)                   # v_j <- k_j, (B, K, J, R)
+        k, v, h = self.with_past(k, k, h, pos)                   # v_j <- k_j, j up to J
         # Fold the preconditioners into the output projection
         W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
         for _ in range(self.T):
             # Project the current state to queries
-            u = self.norm(x)                                     # u_i <- rms(x_i)
+            u = self.norm(x)                                     # u_i <- rms(x_i); at first u = h
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
-            o, dx = self.attend(q, k, v, pos, u, h)              # o_i <- sum_j softmax(a_ijk) v_j
+            o, update = self.attend(q, k, v, pos, u, h)          # o_i <- sum_j softmax(a_ijk) v_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
-            dx = self.merge_heads(o) @ W_O + dx                  # sum_k P_k W_k^Q^T o_i
-            x = x + self.eta * dx                                # x_i += eta dx
+            dx = self.merge_heads(o) @ W_O + update              # dx_i <- sum_k P_k W_k^Q^T o_i
+            x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
@@ -471,10 +478,12 @@ class CEMAttention(BaseAttention):
     def output_weight(self, cache: Cache | None = None) -> Tensor:
         """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
         the transpose of P_k W_k^Q^T, since P_k is symmetric. A cache keeps it for later tokens."""
-        kept = {} if cache is None else cache.folded
-        if self not in kept:
-            kept[self] = self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
-        return kept[self]
+        if cache is not None and self in cache.W_O:
+            return cache.W_O[self]
+        W_O = self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
+        if cache is not None:
+            cache.W_O[self] = W_O
+        return W_O
 
 
 class LlamaMLP(nn.Module):
@@ -485,7 +494,7 @@ class LlamaMLP(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
-        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # (D_v, D), as V
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # as V: CEM ties the two
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
@@ -500,8 +509,8 @@ class LlamaMLP(nn.Module):
 
 
 class CEMMLP(nn.Module):
-    """T steps down the element-wise energy: each is -eta d energy / du, P aside. The gradient ties
-    W_d = V^T (Eq. 11)."""
+    """T steps down the element-wise energy: each is -eta P d energy / du. The gradient ties the
+    down projection to V (Eq. 11)."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg, self.T, self.eta = cfg, cfg.mlp_steps, cfg.mlp_step_size
@@ -523,14 +532,18 @@ class CEMMLP(nn.Module):
             u = self.norm(x)                                     # u_i <- rms(x_i)
             z = F.linear(u, self.V)                              # V u_i
             # Apply the activation, and multiply by gamma
-            if self.cfg.mlp_energy == 'gated':
-                g = gamma * F.silu(z)                            # gamma * phi'(V u_i), phi' = SiLU
-            else:
-                g = gamma * torch.sigmoid(z * straight_through_sign(gamma))  # phi = softplus
+            g = gamma * self.phi_prime(z, gamma)                 # gamma * phi'(V u_i)
             # Project down, and take one gradient step on the energy
-            dx = self.P(g @ self.V)                              # P V^T g (Eq. 15)
-            x = x + self.eta * dx                                # x_i += eta dx
+            dx = self.P(g @ self.V)                              # dx_i <- P V^T g (Eq. 15)
+            x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
+
+    def phi_prime(self, z: Tensor, gamma: Tensor) -> Tensor:
+        """Return the activation of z = V u: SiLU, or for sign_convex the sigmoid of sign(gamma) z,
+        which is the derivative of softplus."""
+        if self.cfg.mlp_energy == 'sign_convex':
+            return torch.sigmoid(z * straight_through_sign(gamma))
+        return F.silu(z)
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h of
@@ -546,7 +559,7 @@ class CEMMLP(nn.Module):
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
-    """Return sign(x), with the gradient of x: its own is 0, and no sign would ever be learned."""
+    """Return sign(x), with the gradient of x: that of a sign is 0, and W would get none."""
     return x.sign().detach() + (x - x.detach())
 
 
@@ -560,14 +573,14 @@ class Preconditioner(nn.Module):
         self.diag = self.left = self.right = None
         if cfg.preconditioner != 'none':
             # The paper's diagonal starts at 1, and P at softplus(1) I = 1.31 I. It is stored over
-            # sqrt(D), so that a step of Adam changes it by as large a share as a weight
+            # sqrt(D), so that a step of Adam changes it by the same relative amount as a weight
             self.diag = nn.Parameter(torch.full((n, D), D ** -0.5))  # n vectors: no weight decay
         if cfg.preconditioner == 'diag_lowrank':
             self.left = normal_param(n, D, rank, std=0.02)
             self.right = nn.Parameter(torch.zeros(n, D, rank))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Apply each of the n matrices to its m rows: (..., n, m, D) -> (..., n, m, D)."""
+        """Apply each of the n matrices to its m rows, (..., n, m, D); n = 1 takes any (..., D)."""
         out = rows
         if self.diag is not None:
             diagonal = F.softplus(self.diag * self.diag.shape[1] ** 0.5)
@@ -580,9 +593,9 @@ class Preconditioner(nn.Module):
         return out
 
 
-# The layers that the options attn and mlp name. One of your own is a class that is made from a
-# ModelConfig, and a name here. With norm, T, eta and energy it takes the options of CEM's, and
-# train.py and evaluate.py measure its steps (docs/new_energy.py)
+# The layers that the options attn and mlp name. A custom layer is a class that is made from a
+# ModelConfig, and a name here. If it has norm, T, eta and energy, it takes the options of CEM's
+# layers, and train.py and evaluate.py measure its steps (docs/new_energy.py)
 ATTENTION: dict[str, type] = {'llama': LlamaAttention, 'cem': CEMAttention}
 MLP: dict[str, type] = {'llama': LlamaMLP, 'cem': CEMMLP}
 
@@ -592,7 +605,8 @@ class Block(nn.Module):
     output, with a fresh context: the paper's plain layer reuse."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.attn, self.mlp = ATTENTION[cfg.attn](cfg), MLP[cfg.mlp](cfg)
+        self.attn = ATTENTION[cfg.attn](cfg)
+        self.mlp = MLP[cfg.mlp](cfg)
         self.attn_reuse, self.mlp_reuse = cfg.attn_reuse, cfg.mlp_reuse
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
@@ -606,14 +620,16 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A causal language model: embedding, blocks, norm, untied head. The initial values are
 
-        the embedding                                        normal, of standard deviation 1
-        the head and all matrices of attention and MLP       normal, init_std
-        P: left, right; diag, of P = 1.31 I                  normal, 0.02; 0; 1 / sqrt(D)
+        the embedding                                        normal, standard deviation 1
+        the head and all matrices of attention and MLP       normal, standard deviation init_std
+        left of P                                            normal, standard deviation 0.02
+        right of P                                           0
+        diag of P                                            1 / sqrt(D)
         gains of the norms, match_diag, scaled's kq_diag     1
         kq_diag, b_self, b_cross, match_weight, diag_weight  0
 
-    Save the options, vars(cfg), beside the weights: attn_steps, residual and others change what a
-    model computes, and no name or shape of a weight."""
+    Save the options, vars(cfg), beside the weights: attn_steps, residual and others change the
+    computation, but no parameter's name or shape."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -621,7 +637,7 @@ class Transformer(nn.Module):
         self.head = normal_param(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
-        # RoPE's cosines and sines. They are no buffers, which bfloat16() would round
+        # RoPE's cosines and sines. They are not buffers, because .bfloat16() would round those
         self.table = None
         if cfg.positions == 'rope':
             self.table = rope_table(cfg, self.embedding, cfg.context_length)
@@ -629,15 +645,14 @@ class Transformer(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None, next_only: bool = False,
                 cache: Cache | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Without targets return the logits (B, I, vocabulary) of ids (B, I), with targets (B, I)
-        their mean loss; the other of the two is None. Targets of -100 do not count (in nanoGPT -1).
-        With next_only return next_logits' alone, (B, vocabulary). With a cache the ids follow those
+        their mean loss; the other of the two is None. Targets of -100 are ignored (nanoGPT: -1).
+        With next_only return next_logits alone, (B, vocabulary). With a cache the ids follow those
         that it has. ValueError for targets of another shape."""
         if next_only:
             return self.next_logits(idx, cache), None
         if targets is not None and targets.shape != idx.shape:
             raise ValueError(f'targets {tuple(targets.shape)}: expected a target for each token')
-        # A `hidden` of one's own may take ids alone
-        x = self.hidden(idx) if cache is None else self.hidden(idx, cache)
+        x = self.hidden(idx, cache)
         if targets is None:
             return F.linear(x, self.head), None
         return None, self.loss(x, targets)
@@ -648,7 +663,7 @@ class Transformer(nn.Module):
         few, at_once = FEW_LOGITS['cuda' if x.is_cuda else 'cpu']
         vocab_size = self.head.shape[0]
         if x.shape[0] * vocab_size > few:
-            rows = max(1, at_once // vocab_size // 128) * 128  # whole tiles of a product
+            rows = max(1, at_once // vocab_size // 128) * 128  # 128 at least: whole tiles
             return LossInParts.apply(x, self.head, targets, rows)
         return sum_losses(F.linear(x, self.head), targets) / (targets != -100).sum()
 
@@ -670,10 +685,10 @@ class Transformer(nn.Module):
             self.table = self.fitting_table(x, x.shape[1] + (0 if cache is None else cache.length))
         return make_positions(self.cfg, x, cache, self.table)
 
-    @torch.inference_mode(False)  # training may follow, which cannot use what is made there
+    @torch.inference_mode(False)  # training may follow, which cannot use an inference tensor
     def fitting_table(self, x: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return the model's RoPE table, or a new one where x has another device or dtype than it,
-        or is longer."""
+        """Return the model's RoPE table, or a new one if x is longer, or has another device or
+        dtype."""
         cos, _ = self.table
         fits = cos.device == x.device and cos.dtype == exact_dtype(x) and cos.shape[0] >= length
         return self.table if fits else rope_table(self.cfg, x, max(length, cos.shape[0]))
@@ -681,17 +696,16 @@ class Transformer(nn.Module):
     def next_logits(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after ids (B, I), which follow those in the cache:
         (B, vocabulary)."""
-        x = self.hidden(idx) if cache is None else self.hidden(idx, cache)
-        logits = F.linear(x[:, -1], self.head)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = F.linear(self.hidden(idx, cache)[:, -1], self.head)
+        return logits.to(exact_dtype(logits))
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
                  top_k: int | None = None, generator: torch.Generator | None = None,
                  use_cache: bool = True) -> Tensor:
         """Continue ids (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the
-        likeliest token. When the context is full, its last half becomes the context: the cache is
-        then filled again once in so many tokens, not at each."""
+        likeliest token. When the context is full, its last half becomes the context, so that the
+        cache is filled again once in half a context, and not at each token."""
         length = self.cfg.context_length
         start = max(0, idx.shape[1] - length)  # the first token of the context
         cache = Cache() if use_cache else None
@@ -718,17 +732,18 @@ class Transformer(nn.Module):
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T, but not eta; None keeps T. cfg keeps the T of training. ValueError if T < 1,
         or for a sublayer that takes no steps."""
-        steps = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
-        layers = {name: [getattr(block, name) for block in self.blocks
-                         if hasattr(getattr(block, name), 'T')] for name in steps}
-        # Check both before changing either
-        for name, T in steps.items():
+        changes = []  # check both before changing either
+        for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
+            if T is None:
+                continue
+            layers = [getattr(block, name) for block in self.blocks]
+            with_steps = [layer for layer in layers if hasattr(layer, 'T')]
             require(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
-            require(bool(layers[name]), f'{name}_steps={T}: a Llama sublayer takes no steps; '
+            require(len(with_steps) > 0, f'{name}_steps={T}: a Llama sublayer takes no steps; '
                     'expected a CEM one')
-        for name, T in steps.items():
-            for layer in layers[name]:
-                layer.T = T
+            changes += [(layer, T) for layer in with_steps]
+        for layer, T in changes:
+            layer.T = T
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())
@@ -738,8 +753,8 @@ class Transformer(nn.Module):
 
 def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of -log p of the targets (N,) for logits (N, vocabulary), in float32 at least.
-    Targets of -100 do not count."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    Targets of -100 are ignored."""
+    logits = logits.to(exact_dtype(logits))
     return F.cross_entropy(logits, targets, reduction='sum')
 
 
@@ -749,7 +764,7 @@ class LossInParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int) -> Tensor:
         loss, dx = 0, []
-        dW = torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32))
+        dW = torch.zeros_like(W, dtype=exact_dtype(W))
         for part, target in zip(x.split(rows), targets.split(rows), strict=True):
             logits = F.linear(part, W)                           # (rows, vocabulary)
             dlogits, losses = torch.func.grad_and_value(sum_losses)(logits, target)
@@ -833,8 +848,11 @@ def check_values(cfg: ModelConfig) -> None:
             ok = is_number and 0 < value < math.inf
             expected = 'a whole number from 1' if kind is int else 'a number above 0'
         else:
-            words = [*{'attn': ATTENTION, 'mlp': MLP}.get(name, get_args(kind))]
-            ok, expected, kind = value in words, f'one of {", ".join(words)}', str
+            words = get_args(kind)
+            if name in ('attn', 'mlp'):
+                words = tuple(ATTENTION if name == 'attn' else MLP)
+            ok, expected = value in words, f'one of {", ".join(words)}'
+            kind = str
         require(ok, f'{name}={value}: expected {expected}')
         setattr(cfg, name, kind(value))
 
@@ -864,8 +882,8 @@ def resolve_defaults(cfg: ModelConfig) -> None:
     cfg.size = next((size for size, preset in SIZES.items() if preset == shape), None)
 
 
-# Options that have a part in some models alone, and in which. A layer of one's own may use all that
-# CEM's has
+# Options that apply only to some models, after the setting that they need. A custom layer may use
+# all options of CEM's
 ONLY_FOR = {
     'attn=llama': ['tie'],
     'attn=cem': ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale', 'exact_update'],
@@ -895,7 +913,9 @@ def check_combination(cfg: ModelConfig) -> None:
         value, default = getattr(cfg, name), defaults[name]
         require(value == default,
                 f'{name}={value} is only for {setting}: set that, or else {name}={default}')
-    R, llama, diagonal = cfg.d_model / cfg.n_head, cfg.attn == 'llama', f'kq_diag={cfg.kq_diag}'
+    R = cfg.d_model / cfg.n_head
+    llama = cfg.attn == 'llama'
+    diagonal = f'kq_diag={cfg.kq_diag}'
     require(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
     for name, value in (('positions', 'rope'), ('key_shift', 'half')):
         require(getattr(cfg, name) != value or R % 2 == 0,

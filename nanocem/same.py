@@ -178,7 +178,8 @@ def attend_error(model: Any) -> float:
     if not (hasattr(attn, 'attend') and hasattr(attn, 'weigh')):
         return 0.0
     q, k, v = (attn.split_heads(x.roll(n, dims=2)) for n in (1, 2, 3))
-    o, right = (method(q, k, v, pos, x, x.flip(1))[0] for method in (attn.attend, attn.weigh))
+    of = q, k, v, pos, x, x.flip(1)
+    o, right = attn.attend(*of)[0], attn.softmax_attention(*of)[0]
     return relative_error(o, right)
 
 

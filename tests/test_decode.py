@@ -40,7 +40,7 @@ def test_what_a_cache_keeps(cfg: ModelConfig) -> None:
     own_values = cfg.attn == 'llama' and (not cfg.ties('kv') or cfg.positions == 'rope')
     widths = 1 + own_values + needs_h + (cfg.key_shift == 'half') / 2
     uses = cfg.attn_reuse * cfg.n_layer
-    assert cache.numbers_a_token() == widths * cfg.d_model * uses
+    assert cache.numbers_per_token() == widths * cfg.d_model * uses
 
 
 @pytest.mark.parametrize('options', [

@@ -157,7 +157,7 @@ def test_keys_and_values_are_what_the_cache_keeps(options: str, share: float) ->
     cache = Cache()
     with torch.no_grad():
         Transformer(cfg).next_logits(torch.arange(5)[None], cache)
-    assert cache.numbers_a_token() == share * 2 * cfg.d_model
+    assert cache.numbers_per_token() == share * 2 * cfg.d_model
     assert tables.keys_and_values({'options': options}) == share
 
 
