@@ -175,7 +175,7 @@ def attend_error(model: Any) -> float:
     of one's own that has no such methods."""
     small, x = small_model(model)
     attn, pos = small.blocks[0].attn, small.positions(x)
-    if not (hasattr(attn, 'attend') and hasattr(attn, 'weigh')):
+    if not (hasattr(attn, 'attend') and hasattr(attn, 'softmax_attention')):
         return 0.0
     q, k, v = (attn.split_heads(x.roll(n, dims=2)) for n in (1, 2, 3))
     of = q, k, v, pos, x, x.flip(1)
