@@ -315,12 +315,14 @@ class Documents:
     def check(self) -> None:
         """UserError if most of the rows that were read lack the column, or no text had the
         separator: both are hardly meant."""
-        check(2 * self.without_column <= self.rows, f'{self.source.root}: {self.without_column:,} '
+        files = self.source.files
+        place = self.source.root if len(files) > 1 else os.path.join(self.source.root, *files)
+        check(2 * self.without_column <= self.rows, f'{place}: {self.without_column:,} '
               f'of {self.rows:,} rows have no column "{self.reading.column}", but '
               f'{", ".join(map(str, self.columns[:20]))}: --column=NAME reads another one')
         separator = self.reading.separator
         check(not separator or self.separators > 0, f'separator={separator!r} is in no text of '
-              f"{self.source.root}: expected one that is. A shell writes line ends as $'\\n\\n'; "
+              f"{place}: expected one that is. A shell writes line ends as $'\\n\\n'; "
               'files from Windows have \\r\\n')
 
     def describe(self) -> str:

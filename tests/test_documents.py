@@ -384,7 +384,7 @@ def test_texts_between_separators_are_documents(
         found = read_by_evaluate(folder, separator='<|endoftext|>', suffixes=('.txt', '.jsonl'))
         assert found == [*stories, 'another', '<|endoftext|>']
         for where in (folder / 'b.txt.gz', folder / 'c.jsonl'):
-            assert "separator='<|endoftext|>' is in no text" in refused(
+            assert f"separator='<|endoftext|>' is in no text of {where}: " in refused(
                 where, tmp_path / 'out', '--separator=<|endoftext|>')
     assert read(folder / 'a.txt')[0] == [content]
 
