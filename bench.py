@@ -28,7 +28,6 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 
 from configurator import build, command_line, in_range, read_options, set_if_none
 from model import SIZES, ModelConfig, Transformer
-from nanocem.fast import plug_in
 from nanocem.hardware import (
     compile_for,
     find_device,
@@ -36,6 +35,7 @@ from nanocem.hardware import (
     keep_freed_memory,
     peak_flops,
 )
+from nanocem.triton_attention import use_kernels
 
 # The config files of each model. The defaults are all-CEM, one step
 MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py'],
@@ -95,8 +95,8 @@ def make_step(cfg: BenchConfig, model: torch.nn.Module) -> Callable[[], float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward = model
     if ours:  # as train.py does
-        attention = plug_in(model, 'auto', getattr(torch, cfg.dtype), cfg.compile)
-        forward = compile_for(x.device, model, attention) if cfg.compile else model
+        by_kernels = cfg.device == 'cuda' and use_kernels(model, getattr(torch, cfg.dtype))
+        forward = compile_for(x.device, model, by_kernels) if cfg.compile else model
     elif cfg.compile:
         forward = torch.compile(model, dynamic=False)
 

@@ -1,7 +1,7 @@
 """
 Evaluate a trained model.
 
-    python evaluate.py                         loss, perplexity, bits per byte of the newest run
+    python evaluate.py                         bits per byte, loss and perplexity of the newest run
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
     python evaluate.py --energies              energies along the steps; does the first one descend?
@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -31,18 +32,15 @@ from configurator import PathStr, UserError, build, check, command_line, in_rang
 from model import ModelConfig, Transformer
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, sum_losses
 from nanocem.documents import READING, Reading
-from nanocem.fast import plug_in
 from nanocem.files import markdown_table, save_picture
-from nanocem.hub import WEIGHTS_FILE, read_export
+from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
 from nanocem.runs import (
     load_model,
     newest_run,
     read_config,
     read_result,
-    short_list,
-    with_defaults,
 )
-from nanocem.same import differing, in_use
+from nanocem.same import step_errors
 from nanocem.tokenizers import Sequences, describe_source, read_sequences, tokenizer_of
 
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
@@ -77,9 +75,12 @@ class EvaluateConfig(Reading):
         self.compare = tuple(map(os.path.expanduser, self.compare))
 
 
-def cem_kinds(model: Transformer) -> list[str]:
-    """Return which of attn and mlp are CEM's in this model."""
-    return [kind for kind in ('attn', 'mlp') if getattr(model.cfg, kind) == 'cem']
+def cem_layers(model: Transformer) -> dict[str, list[tuple[int, Any]]]:
+    """Return the sublayers that take steps down an energy, each with the number of its block: a
+    list for attn and one for mlp, if there are any."""
+    layers = {kind: [(n, getattr(block, kind)) for n, block in enumerate(model.blocks, 1)
+                     if hasattr(getattr(block, kind), 'energy')] for kind in ('attn', 'mlp')}
+    return {kind: found for kind, found in layers.items() if found}
 
 
 # Loss
@@ -102,11 +103,11 @@ def report_loss(run: 'Evaluated') -> str:
     ids, text_bytes, llama_tokens = run.sequences
     rows = []
     for T in run.cfg.steps or (None,):
-        model.set_steps(**{f'{kind}_steps': T for kind in cem_kinds(model)})
+        model.set_steps(**{f'{kind}_steps': T for kind in cem_layers(model)})
         n_targets, nats, text_nats = evaluate_loss(model, ids, bos)
         loss = nats / n_targets
         row = {'T': str(T or 'as trained'), 'tokens': f'{n_targets:,.0f}',
-               'loss, nats a token': f'{loss:.4f}', 'perplexity': f'{perplexity(loss):.6g}'}
+               'nats per token': f'{loss:.4f}', 'perplexity': f'{perplexity(loss):.6g}'}
         if text_bytes:
             row['bits per byte'] = f'{text_nats / math.log(2) / text_bytes:.4f}'
         if llama_tokens:
@@ -124,7 +125,7 @@ def report_loss(run: 'Evaluated') -> str:
 def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     """Measure on ids x (B, J) whether CEM sublayers descend. Return for each use of a sublayer,
     attention first, its name and what measure_steps returns."""
-    # Run the model, and record the inputs of each use: reuse and loops use a sublayer again
+    # Run the model, and record the inputs of each use: reuse uses a sublayer again
     uses: dict[Any, list[tuple]] = defaultdict(list)
     hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
     try:
@@ -132,9 +133,8 @@ def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     finally:
         hook.remove()
     found = []
-    for kind in cem_kinds(model):
-        for n, block in enumerate(model.blocks, 1):
-            sublayer = getattr(block, kind)
+    for kind, layers in cem_layers(model).items():
+        for n, sublayer in layers:
             for use, inputs in enumerate(uses[sublayer], 1):
                 name = f'{kind} {n}, use {use}' if len(uses[sublayer]) > 1 else f'{kind} {n}'
                 found.append((name, *measure_steps(sublayer, inputs, steps)))
@@ -180,8 +180,12 @@ def report_energies(run: 'Evaluated') -> str:
     for name, cosine, share, energies in found:
         cells = [f'{energy:.4g}' for energy in energies]
         rows.append([name, *cells, f'{cosine:.2f}', f'{share:.0%}'])
-    about = draw_energies(run, {name: energies for name, *_, energies in found})
-    return f'{markdown_table(header, rows)}\n\n{DESCENT}\n{about}'
+    lines = [DESCENT]
+    for name, error in step_errors(run.model).items():
+        lines.append(f'{name}: in a small layer with random weights and no P, a step differs from '
+                     f'minus the gradient by {error:.1g} of its norm')
+    lines.append(draw_energies(run, {name: energies for name, *_, energies in found}))
+    return '\n'.join([markdown_table(header, rows), '', *lines])
 
 
 def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:
@@ -204,23 +208,19 @@ def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:
 # Runs side by side
 
 def compare_on_text(cfg: EvaluateConfig) -> str:
-    """Format the losses of runs and exports on a text, and the perplexity of each over that of the
-    last one, if their tokens are the same."""
-    rows, losses, tokenizers = [], [], []
+    """Format the bits per byte of runs and exports on a text, whatever their tokens, and how much
+    higher they are than those of the last one. NaN if a tokenizer loses text."""
+    rows, bits = [], []
     for folder in cfg.compare:
         run = Evaluated(replace(cfg, compare=(), out_dir=folder))
         ids, text_bytes, _ = run.sequences
-        n_targets, nats, text_nats = evaluate_loss(run.model, ids, run.tokenizer.bos)
-        losses.append(nats / n_targets)
-        tokenizers.append([run.state['data'][name] for name in TOKENIZER_KEYS])
-        bits = f'{text_nats / math.log(2) / text_bytes:.4f}' if text_bytes else ''
-        rows.append([folder, f'{run.model.num_params():,}', f'{n_targets:,.0f}', bits,
-                     f'{perplexity(losses[-1]):.6g}'])
-    for row, loss, tokenizer in zip(rows, losses, tokenizers, strict=True):
-        same = tokenizer == tokenizers[-1]
-        row.append(f'{math.expm1(loss - losses[-1]):+.1%}' if same else 'other tokens')
-    header = ['run', 'parameters', 'tokens', 'bits per byte', 'perplexity',
-              f'perplexity over {cfg.compare[-1]}']
+        n_targets, _, text_nats = evaluate_loss(run.model, ids, run.tokenizer.bos)
+        bits.append(text_nats / math.log(2) / text_bytes if text_bytes else math.nan)
+        rows.append([folder, f'{run.model.num_params():,}', f'{n_targets:,.0f}',
+                     f'{bits[-1]:.4f}'])
+    for row, of_run in zip(rows, bits, strict=True):
+        row.append(f'{of_run / bits[-1] - 1:+.1%}')
+    header = ['run', 'parameters', 'tokens', 'bits per byte', f'over {cfg.compare[-1]}']
     return markdown_table(header, rows)
 
 
@@ -229,7 +229,7 @@ def read_run(folder: str) -> dict[str, Any]:
     if not os.path.isfile(f'{folder}/{WEIGHTS_FILE}'):
         return read_config(folder)
     state = read_export(folder)
-    return {'train': {}, 'model': state['model_config'], 'data': state['data'], 'code': in_use()}
+    return {'train': {}, 'model': state['model_config'], 'data': state['data']}
 
 
 def compare_runs(folders: Sequence[str]) -> str:
@@ -238,7 +238,7 @@ def compare_runs(folders: Sequence[str]) -> str:
     configs = [read_run(folder) for folder in folders]
     results, notes = compare_results(folders, configs)
     parts = [results]
-    different = differing_options(configs)
+    different = differing_options(folders, configs)
     if different:
         parts.append(markdown_table(['option', *folders], different))
     reasons = [name for name, *_ in different if name in MUST_AGREE]
@@ -254,9 +254,9 @@ def compare_runs(folders: Sequence[str]) -> str:
 def compare_results(folders: Sequence[str],
                     configs: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     """Format the results of runs, which have these config.json. Return the table, and notes on
-    results that do not count and on edits of model.py in the middle of a run."""
-    names = ('parameters', 'tokens', 'val_loss', 'test_loss', 'test_perplexity',
-             'test_bits_per_byte', 'seconds')
+    results that do not count."""
+    names = ('parameters', 'tokens', 'val_bits_per_byte', 'test_bits_per_byte', 'val_loss',
+             'test_loss', 'seconds')
     rows, notes = [], []
     for folder, config in zip(folders, configs, strict=True):
         # Before a run ends it has no result, and its row is empty
@@ -273,23 +273,23 @@ def compare_results(folders: Sequence[str],
         rows.append([folder, *cells])
         if not config['train']:
             notes.append(f'{folder} is an export, without results: --text=FILE measures its loss.')
-        for edit in result.get('edits', []):
-            notes.append(f'{folder}: {short_list(edit["definitions"])} of model.py were edited '
-                         f'after step {edit["after_step"]:,}.')
     return markdown_table(['run', *names], rows), notes
 
 
-def differing_options(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
+def differing_options(folders: Sequence[str],
+                      configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the options in which runs with these config.json differ, each with its value in every
     run. The checksums of the data, and the text of model.py, count as options."""
     # Collect the options of each run
-    all_options = []
-    for config in configs:
-        options = config['train'] | with_defaults(config['model'])
+    all_options, texts = [], {}
+    for folder, config in zip(folders, configs, strict=True):
+        options = config['train'] | vars(saved_config(config['model']))
         for name in CHECKSUMS:
             options[name] = config.get('data', {}).get(name)
-        edited = differing(config.get('code', {}), in_use())
-        options['model.py'] = f'another: {short_list(edited)}' if edited else 'this one'
+        # Name each text of model.py by the first folder that has it: diff shows the difference
+        path = Path(folder, 'model.py')  # an export of a plain Llama has none
+        if path.exists():
+            options['model.py'] = texts.setdefault(path.read_bytes(), str(path))
         all_options.append(options)
     # Compare those that all have: an older run lacks some
     different = []
@@ -311,7 +311,6 @@ class Evaluated:
         self.path = cfg.out_dir or newest_run()
         self.model, self.state = load_model(self.path, cfg.device)
         self.tokenizer = tokenizer_of(self.state)
-        plug_in(self.model)
 
     @property
     def subject(self) -> str:
@@ -339,7 +338,7 @@ def main(argv: list[str]) -> None:
             print(f'Runs\n\n{compare_runs(cfg.compare)}', flush=True)
         return
     run = Evaluated(cfg)
-    check(bool(cem_kinds(run.model)) or not (cfg.steps or cfg.energies),
+    check(bool(cem_layers(run.model)) or not (cfg.steps or cfg.energies),
           f'{run.path} is all Llama: steps and energies are those of CEM sublayers')
     if cfg.energies:
         print(f'{run.subject}\n\n{report_energies(run)}', flush=True)

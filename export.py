@@ -3,8 +3,7 @@ Take a trained model to another program.
 
     python export.py --to=DIR                                      the newest run
     python export.py --out_dir=out/RUN --to=DIR --dtype=bfloat16   another one, in half the bytes
-    python export.py --page=my_model.html --prompt="The "          a page to play with
-    python export.py --page=my_model.html --title="My novels" --about="It has read eleven novels."
+    python export.py --page=my_model.html --about="It has read eleven novels."   a page to play with
 
 Hugging Face's transformers loads the folder DIR, by the lines in DIR/README.md. The scripts here
 read it as they read a run. The page is one file, which runs the model in a browser: it needs no
@@ -32,10 +31,9 @@ class ExportConfig:
     to: PathStr | None = None  # a new folder for the model in transformers' format
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the weights in that folder
     page: PathStr | None = None  # a new HTML file that runs the model in a browser
-    prompt: str = ''  # the text with which that page begins; default: one that shows copying
-    title: str = ''  # the page's title
+    prompt: str = ''  # a text with which that page opens, for the model to go on with
+    title: str = ''  # the page's title; default: a question
     about: str = ''  # a line that says what the model has read
-    beside: PathStr | None = None  # a model for comparison: the page begins with copying by both
 
 
 @command_line
@@ -46,15 +44,12 @@ def main(argv: list[str]) -> None:
           '--page=FILE.html')
     check(bool(cfg.to) or 'dtype' not in given, "dtype is for --to=DIR: a page's weights are "
           'bfloat16')
-    for name in ('prompt', 'title', 'about', 'beside'):
+    for name in ('prompt', 'title', 'about'):
         check(bool(cfg.page) or name not in given, f'{name} is for --page=FILE.html')
     model, state = load_model(cfg.out_dir or newest_run())
     # Every form in which a model can leave has its lines here
     if cfg.page:
-        beside = None
-        if cfg.beside:
-            beside = (os.path.basename(os.path.normpath(cfg.beside)), *load_model(cfg.beside))
-        write_page(cfg.page, model, state, cfg.prompt, cfg.title, cfg.about, beside)
+        write_page(cfg.page, model, state, cfg.prompt, cfg.title, cfg.about)
         megabytes = os.path.getsize(cfg.page) / 1e6
         print(f'{cfg.page}: open it in a browser ({megabytes:.1f} MB)', flush=True)
     if cfg.to:

@@ -1,17 +1,17 @@
 """
 A language model whose layers nobody wrote: microgpt with its two layers deleted.
 
-The model has no line of attention, and none of an MLP. It has two energies. Each letter of a word
-has a state, a list of 16 numbers, and an energy says how badly the state fits the letters so far. A
-layer is one step downhill, minus the energy's gradient, and autograd computes it. The first
-gradient turns out to be attention, the second a gated MLP: the output ends by comparing both with
-the same layers by hand. Then autograd trains the weights, through the gradients that are the
-layers. This is Causal Energy Minimization (CEM, arXiv 2605.07588). Its attention has 512 weights,
-and microgpt's 1,024, because keys double as values, and the query matrix as output matrix. Python
-3.10 or later will do, without a package. energy.py, beside this file, is the same in PyTorch.
+The model contains no attention code and no MLP code, only two energies. Each letter of a word has a
+state, a list of 16 numbers, and an energy says how badly the state fits the letters so far. A layer
+is one step downhill, minus the energy's gradient, and autograd computes it. The first gradient
+turns out to be attention, the second a gated MLP. At the end the program compares both with the
+same layers written by hand. Autograd also trains the weights, through these gradients. This is
+Causal Energy Minimization (CEM, arXiv 2605.07588). Its attention has 512 weights instead of
+microgpt's 1,024, because keys double as values, and the query matrix as output matrix. It needs
+Python 3.10, and no packages. energy.py is the same idea in PyTorch.
 
     python microcem.py              learn names of English towns, and invent some, in about a minute
-    python microcem.py words.txt    learn words of yours, one a line: 2,800 random draws of them
+    python microcem.py words.txt    learn your own words, one per line, from 2,800 random draws
 """
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if sys.version_info < (3, 10):  # noqa: UP036
     sys.exit('microcem.py: expected Python 3.10 or later')
 
 
-# Autograd: each result remembers how it was made, so that its gradient can be computed. The unit is
-# a matrix, because plain Python multiplies matrices much faster than it keeps track of each number.
+# Autograd: each result remembers how it was made, so that its gradient can be computed. Results are
+# matrices, because plain Python multiplies matrices much faster than it keeps track of each number.
 class Value:
-    """A matrix of numbers, and its parents: the Values that it was made of. With each parent comes
-    a function that turns g, the gradient of the result, into the gradient of this parent. Where
-    microgpt multiplies g by a plain number, this function multiplies it by a Value. So a gradient
-    has parents, too, and can be differentiated again."""
+    """A matrix of numbers, and its parents: the Values that it was made from. With each parent
+    comes a function that turns g, the gradient of the result, into the gradient of this parent.
+    Where microgpt multiplies g by a plain number, this function multiplies it by a Value. So a
+    gradient also has parents, and can itself be differentiated."""
     def __init__(self, rows: list, *parents: tuple[Value, Callable[[Value], Value]]):
         self.rows = rows
         self.parents = parents
@@ -87,14 +87,14 @@ def silu(x: Value) -> Value: return x / (1 + (-x).exp())                     # a
 def phi(x: Value) -> Value: return x.each(phi_of_number, silu)               # its integral
 
 def gradients(y: Value, xs: list[Value]) -> list[Value]:
-    """Return dy / dx for each of the xs, of which the number y was made. They have gradients, too:
+    """Return dy / dx for each of the xs that y was made from. These can be differentiated again:
 
     >>> x = Value([[3.0]])
     >>> slope, = gradients(x ** 3, [x])
     >>> slope.rows, gradients(slope, [x])[0].rows
     ([[27.0]], [[18.0]])"""
-    # List what y was made of, each Value after its parents, if it was itself made of an x. What was
-    # not has no gradient to give: so h stays as it is while u is differentiated
+    # List all Values between the xs and y, each after its parents. The others pass no gradient on:
+    # this is how h stays fixed while u is differentiated
     order, seen, has_x = [], set(), set(xs)
     def visit(value: Value) -> None:
         seen.add(value)
@@ -106,7 +106,7 @@ def gradients(y: Value, xs: list[Value]) -> list[Value]:
         if value in has_x:
             order.append(value)
     visit(y)
-    # Go back from y. All that was made of a Value comes before it, so that its gradient is complete
+    # Go back from y. Everything made from a Value comes before it, so its gradient is complete
     gradient = {y: full(1, 1, 1.0)}  # dy / dy
     for value in reversed(order):
         for parent, turn_back in value.parents:
@@ -116,25 +116,25 @@ def gradients(y: Value, xs: list[Value]) -> list[Value]:
     return [gradient[x] for x in xs]
 
 
-# Energies: what a layer lowers. Both have the states of J letters twice, as u and as h: (J, D). u
-# is what moves, and h is what it looks at. They start equal, but the gradient is that of u alone,
-# and h stays as it is. w has all weights of the model, and n is the number of the layer.
+# Energies: what a layer lowers. Both take the states of J letters twice, as u and as h: (J, D). u
+# moves, and h is what it looks at. They start equal, but only u is differentiated, and h stays
+# fixed. w holds all weights of the model, and n is the number of the layer.
 D, K, WIDTH = 16, 4, 32  # numbers in a state, heads of attention, features of the MLP
 Weights = dict[str | tuple, Value]
 
 def scores(u: Value, h: Value, w: Weights, n: int, k: int) -> Value:
-    """How well, in head k, the query of each letter matches the keys of all: (J, J)."""
+    """How well the query of each letter matches the key of each letter, in head k: (J, J)."""
     queries = u @ w['W_Q', n, k].T                                           # (J, D / K)
     keys = h @ w['W_K', n, k].T                                              # (J, D / K)
-    # A key counts less the longer ago it is, and not at all if it is in the future. This is ALiBi,
-    # attention with linear biases, and takes the place of learned positions
+    # A key counts less the further back it is, and not at all if it is in the future. This is
+    # ALiBi, attention with linear biases. It replaces learned positions
     J, slope = len(u.rows), 2.0 ** -k
     bias = [[slope * (j - i) if j <= i else -math.inf for j in range(J)] for i in range(J)]
     return queries @ keys.T / D ** 0.5 + Value(bias)
 
 def interaction(u: Value, h: Value, w: Weights, n: int) -> Value:
     """-tau sum_k log sum_j exp(scores), with tau = sqrt(D), as in the paper: (J, D) -> (J, 1). It
-    is low if u matches a key of its past, or its own. The derivative of log-sum-exp is softmax, so
+    is low if u matches its own key or an earlier one. The derivative of log-sum-exp is softmax, so
     minus the gradient is attention."""
     return -D ** 0.5 * sum(logsumexp(scores(u, h, w, n, k)) for k in range(1, K + 1))
 
@@ -146,7 +146,7 @@ def elementwise(u: Value, h: Value, w: Weights, n: int) -> Value:
     return -row_sums(gamma * phi(u @ w['V', n].T))
 
 
-# Model: two layers, each a step down its energy, turn letters into guesses of the next letters.
+# Model: two layers, each a step down its energy, turn letters into scores for the next letter.
 LAYERS = [interaction, elementwise]
 
 def randn(rows: int, columns: int, std: float = D ** -0.5) -> Value:
@@ -170,14 +170,14 @@ def norm(x: Value, gain: Value) -> Value:
     return x * ((mean_square + 1e-5) ** -0.5 @ gain)                         # (J, 1) @ (1, D)
 
 def descend(x: Value, w: Weights, n: int, T: int = 1, eta: float = 1.0) -> Value:
-    """Layer n: move the states x down an energy, in T steps of length eta. As in the paper, x takes
-    the slope in u = norm(x), not its own. The energy falls all the same, as the output shows."""
+    """Layer n: move the states x down an energy, in T steps of size eta. As in the paper, the
+    gradient is with respect to u = norm(x), not x. The energy still falls, as the output shows."""
     h = norm(x, w['gain', n])
     for _ in range(T):
         u = norm(x, w['gain', n])  # in the first step u equals h
-        # Letter i's energy has its own u, and everybody's h: one gradient serves all letters
+        # Letter i's energy depends on its own u and on every h: one gradient serves all letters
         energy = total(LAYERS[n](u, h, w, n))
-        # The first of two differentiations is the layer. What it returns can be differentiated
+        # The first of two differentiations: this is the layer. Its result can be differentiated
         gradient = gradients(energy, [u])[0]
         x = x - eta * gradient  # the old x plus a step: the residual connection
     return x
@@ -187,14 +187,14 @@ def one_hot(ids: list[int], n_letters: int) -> Value:  # a 1 in each row, at the
 
 def logits(ids: list[int], w: Weights) -> Value:
     """Map the numbers of J letters to scores for the letter after each: (J, letters)."""
-    # Look letters up by a product, which has a gradient here. Python's index has none
+    # Look up letters by a matrix product, which has a gradient here. Python's indexing has none
     x = one_hot(ids, len(w['embedding'].rows)) @ w['embedding']              # (J, D)
     for n in range(len(LAYERS)):
         x = descend(x, w, n)
     return norm(x, w['gain']) @ w['head'].T
 
 def word_loss(ids: list[int], w: Weights) -> Value:
-    """Add up -log p of all letters but the first: (1, 1). p is the softmax of the scores."""
+    """Sum -log p over all letters except the first: (1, 1). p is the softmax of the scores."""
     of_all = logits(ids[:-1], w)                                             # (J, letters)
     of_next = row_sums(of_all * one_hot(ids[1:], of_all.shape[1]))           # (J, 1)
     return total(logsumexp(of_all) - of_next)
@@ -203,17 +203,17 @@ def word_loss(ids: list[int], w: Weights) -> Value:
 # Training: Adam moves the weights down the loss.
 def train(words: list[list[int]], w: Weights, steps: int, batch_size: int = 4,
           learning_rate: float = 0.02) -> Iterator[float]:
-    """Change the weights in `w`, and give the loss of each step. A word is its letters' numbers."""
+    """Train the weights `w`, and yield the loss of each step. A word is its letters' numbers."""
     m = {name: 0 * w[name] for name in w}  # the mean of recent gradients
     v = {name: 0 * w[name] for name in w}  # the mean of their squares
     for step in range(1, steps + 1):
         batch = random.choices(words, k=batch_size)
         loss = sum(word_loss(ids, w) for ids in batch) / sum(len(ids) - 1 for ids in batch)
         rate = learning_rate * (1 - (step - 1) / steps)  # it falls to zero
-        # The second differentiation: through the first, since the layers are gradients
+        # The second differentiation goes through the first, since the layers are gradients
         for name, g in zip(w, gradients(loss, list(w.values())), strict=True):
-            # A step of Adam is the mean gradient over the root of the mean square. Both means start
-            # from zero, which is corrected. Value(x.rows) is x without its parents
+            # Adam divides the mean gradient by the root of the mean square. Both means start at
+            # zero, which is corrected. Value(x.rows) is x without its parents
             m[name] = Value((0.9 * m[name] + 0.1 * g).rows)
             v[name] = Value((0.95 * v[name] + 0.05 * g * g).rows)
             mean = m[name] / (1 - 0.9 ** step)
@@ -222,18 +222,18 @@ def train(words: list[list[int]], w: Weights, steps: int, batch_size: int = 4,
         yield loss.rows[0][0]
 
 
-# Sampling: the model writes a word of its own, letter by letter.
+# Sampling: the model invents a word, letter by letter.
 def sample(letters: list[str], w: Weights, temperature: float = 0.5) -> str:
     ids = [letters.index(END)]
     while len(ids) == 1 or (ids[-1] != ids[0] and len(ids) < 31):
         chances = [math.exp(score / temperature) for score in logits(ids, w).rows[-1]]
         if len(ids) == 1:
-            chances[ids[0]] = 0  # a word has a letter
+            chances[ids[0]] = 0  # a word has at least one letter
         ids.append(random.choices(range(len(letters)), chances)[0])
     return ''.join(letters[i] for i in ids).strip(END)
 
 
-# Proof: the same layers by hand. The model does not use them. `main` compares it with them.
+# Proof: the same layers written by hand. The model does not use them; `main` compares the two.
 def attention(u: Value, h: Value, w: Weights, n: int) -> Value:
     heads = []
     for k in range(1, K + 1):
@@ -254,18 +254,18 @@ def main(path: str | None = None, steps: int = 700) -> None:
     ids = [[letters.index(letter) for letter in END + word + END] for word in words]
     w = new_weights(len(letters))
     n_weights = sum(x.shape[0] * x.shape[1] for x in w.values())
-    print(f'{len(words)} words of {len(letters) - 1} letters, {n_weights} weights')
+    print(f'{len(words)} words, {len(letters)} letters with the end mark, {n_weights} weights')
     losses = []
     for loss in train(ids, w, steps):
         losses.append(loss)
         if len(losses) == 1 or len(losses) % 50 == 0:
             mean = sum(losses[-50:]) / len(losses[-50:])
-            print(f'step {len(losses)}: loss {mean:.2f}, as unsure as between {math.exp(mean):.1f} '
-                  f'letters; it writes {sample(letters, w)}', flush=True)
+            print(f'step {len(losses)}: loss {mean:.2f}, as uncertain as a guess among '
+                  f'{math.exp(mean):.1f} letters; it writes {sample(letters, w)}', flush=True)
     written = [sample(letters, w) for _ in range(16)]
     marked = [f'{word} (in the list)' if word in words else word for word in written]
     print('more words:', ', '.join(marked))
-    # Divide each layer's step into four, to see the energy of a word fall: of all its letters
+    print('Four small steps down each energy, and its gradient beside the layer written by hand:')
     x = one_hot(ids[0], len(letters)) @ w['embedding']
     for n, energy in enumerate(LAYERS):
         h = norm(x, w['gain', n])
@@ -274,20 +274,20 @@ def main(path: str | None = None, steps: int = 700) -> None:
             after = descend(x, w, n, T, eta=1 / 4)
             u = norm(after, w['gain', n])
             energies.append(total(energy(u, h, w, n)).rows[0][0])
-        print(f'{words[0]} rolls down the {energy.__name__} energy:',
+        print(f'{words[0]} goes down the {energy.__name__} energy:',
               ', '.join(f'{E - energies[0]:.3g}' for E in energies))
-        # Compare the layer by hand with minus the gradient, at the end of the way down
+        # Compare the layer by hand with minus the gradient, where the steps end
         by_hand = {interaction: attention, elementwise: mlp}.get(energy)
         if by_hand:
             sum_of_both = by_hand(u, h, w, n) + gradients(total(energy(u, h, w, n)), [u])[0]
             apart = max(abs(number) for row in sum_of_both.rows for number in row)
-            print(f'{by_hand.__name__} by hand and by gradient are at most {apart:.1g} apart')
+            print(f'{by_hand.__name__} by hand and minus the gradient: at most {apart:.1g} apart')
         x = after
 
 
-# What is left: the value of phi, which the printed energies need, and the words.
+# The rest: the value of phi, which the printed energies need, and the words.
 def phi_of_number(z: float) -> float:
-    """z log(1 + e^z) + Li2(-e^z), the integral of SiLU, by a short series: ten decimals hold."""
+    """z log(1 + e^z) + Li2(-e^z), the integral of SiLU, by a short series, to ten decimals."""
     if z > 0:
         return z ** 2 / 2 - math.pi ** 2 / 6 - phi_of_number(-z)
     L = math.log1p(math.exp(z))
@@ -342,7 +342,7 @@ if __name__ == '__main__':
         sys.exit(f'microcem.py: expected one file of words, and not {sys.argv[2]} beside it')
     print(__doc__) if sys.argv[1:] in (['-h'], ['--help']) else main(*sys.argv[1:])
 
-# Try: LAYERS = [interaction, elementwise] * 2, or an energy of your own. An MLP without SiLU is
+# Try LAYERS = [interaction, elementwise] * 2, or an energy of your own. An MLP without SiLU is
 #
 #     def squares(u, h, w, n):  # put it above LAYERS = [interaction, squares]
 #         return -row_sums(h @ w['W', n].T * (u @ w['V', n].T) ** 2) / 2

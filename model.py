@@ -9,29 +9,26 @@ energy (Eq. 2), the MLP takes T steps down the element-wise energy (Eq. 7). Both
         u = norm(x)
         x = x + eta P update(u | h)        update = minus the energy's gradient with respect to u
 
-energy.py has these energies, and lets autograd take the gradient; here it is written out. P and
-the key-query diagonal d_k of Eq. 12 are options of the paper. Algorithm 1 leaves out the gradient
-of the diagonal's part of the energy, and exact_update=True adds it.
+Here the gradients are written out, and each CEM layer has its `energy` beside its `forward`.
+energy.py has the same energies, and lets autograd differentiate them. train.py warns if an edit
+made the two differ (step_errors in nanocem/same.py).
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
 Comments at the ends of lines are shapes, or the formulas of Algorithm 1. Its steps are added to
-norm(x), which diverged at the paper's width, so by default we add them to x. Algorithm 1 has no
-RoPE: comments that begin with "rope:" are ours. Nor has it key_shift, match_bias and
-kq_diag=scaled, with which CEM learns to copy.
+norm(x), which diverged at the paper's width, so by default we add them to x. What the paper does
+not have is marked "rope:" (Algorithm 1 has no RoPE) or "ours:" (key_shift, match_bias and
+kq_diag=scaled, with which CEM learns to copy). These enter in two places, `keys` and `bias`.
 docs/paper.md lists our choices where the paper is silent.
 
-This file needs torch alone, and can be copied into another project (docs/options.md). Attention is
-torch's own, and generate keeps a cache. nanocem/fast.py replaces some lines here by faster ones on
-some machines. Where you edit such a line, yours runs, and a warning says so.
+This file needs torch alone, and can be copied into another project (docs/options.md). Everything
+that a CPU trains with is here. On a GPU train.py gives attention a `kernel`.
 
 Shapes: B batch, I new and J attended positions (I < J with a cache), D = D_h the model's width,
 K heads of width R = D_r = D / K, D_v the MLP's width. A subscript k is a head; k_j is a key.
 """
-import contextlib
 import math
 import numbers
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
@@ -54,6 +51,10 @@ SIZES: dict[str, dict[str, int]] = {
 
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
 EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
+# The loss of more logits than the first number is computed in parts of the second: of a CPU these
+# fit into its cache
+FEW_LOGITS = {'cuda': (2 ** 26, 2 ** 26), 'cpu': (2 ** 22, 2 ** 20)}
+BLOCK = 64  # the fewest queries that attend to their past at once, where torch's attention does not
 
 
 @dataclass
@@ -79,8 +80,8 @@ class ModelConfig:
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
 
-    attn: Literal['llama', 'cem'] = 'cem'  # attention: Llama's, or steps down an energy
-    mlp: Literal['llama', 'cem'] = 'cem'  # MLP: Llama's, or steps down an energy
+    attn: str = 'cem'  # attention, a name in ATTENTION: cem, steps down an energy, or llama
+    mlp: str = 'cem'  # MLP, a name in MLP: cem, steps down an energy, or llama
     attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
     mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
     attn_step_size: float | None = None  # eta_eps, of a step; default: 1 / attn_steps
@@ -98,9 +99,8 @@ class ModelConfig:
     tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
     attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
     mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
-    loops: int = 1  # apply the stack of all layers this often, as looped Transformers do
     key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is the token before's
-    match_bias: Literal['none', 'token', 'pair'] = 'none'  # ours: scores compare i with j - 1
+    match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare i with j - 1
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -110,6 +110,10 @@ class ModelConfig:
     def needs_h(self) -> bool:
         """Return whether scores depend on the context h beside the keys."""
         return self.kq_diag != 'none' or self.match_bias != 'none'
+
+    def ties(self, pair: str) -> bool:
+        """Return whether in Llama's attention W_V is W_K (pair=kv), or W_O is W_Q (pair=qo)."""
+        return self.tie in (pair, 'both')
 
     def has_bias(self) -> bool:
         """Return whether something is added to the products of queries and keys, beside the causal
@@ -146,56 +150,39 @@ class Positions(NamedTuple):
     """What attention needs to know of queries i and keys j beside their vectors."""
     distance: Tensor  # i - j, (I, J): below 0 for keys after the query
     mask: Tensor | None  # 0 where i may attend to j, -inf elsewhere, (I, J); None: torch's causal
-    cos: Tensor  # cosines of RoPE's angles at the queries, (I, R / 2)
-    sin: Tensor  # their sines
+    cos: Tensor | None = None  # cosines of RoPE's angles at the queries, (I, R / 2)
+    sin: Tensor | None = None  # their sines
     cache: 'Cache | None' = None  # what is kept of past tokens, while text is generated
-    match: Tensor | None = None  # how alike token i is to the token before j, (B, I, J)
-    pair_match: Tensor | None = None  # how alike tokens i - 1 and j - 2 are, (B, I, J)
+
+    def part(self, queries: slice, keys: slice) -> 'Positions':
+        """Return the positions of some queries and keys alone, for `scores`."""
+        mask = None if self.mask is None else self.mask[queries, keys]
+        return self._replace(distance=self.distance[queries, keys], mask=mask)
 
 
 class Cache:
-    """What attention keeps of past tokens, so that `generate` reads each token once. Sublayers ask
-    for their parts in the same order in each forward pass. An edit that lets tokens meet outside
-    attention, or that changes scores but not attend_to_h, needs generate(use_cache=False).
-
-        numbers kept a token and sublayer         plain     with the diagonal or the match bias
-        Llama: keys and values                    2 D       3 D, h too
-        CEM, ALiBi: keys, which are its values    D         D, h in place of the keys
-        CEM, RoPE: keys                           D         2 D, h too
-
-    With key_shift=half the last key is kept, too."""
+    """What attention keeps of past tokens, so that `generate` reads each token once: keys, values
+    where they are not the keys, and h where scores need it. For each token and sublayer these are D
+    numbers for plain CEM, and 2 D for Llama. Sublayers append in the same order in each forward
+    pass. An edit that lets tokens meet outside attention needs generate(use_cache=False)."""
     def __init__(self) -> None:
         self.length = 0  # how many tokens have been read
-        self.kept: list[Tensor] = []  # of all tokens
-        self.last: list[Tensor] = []  # of the last token alone
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a forward pass."""
-        self.next_kept = self.next_last = 0  # what is asked for next
+        self.kept: list[Tensor] = []  # (..., J or more, width) each
+        self.next = 0  # the number in `kept` of what is appended next
+        self.folded: dict[nn.Module, Tensor] = {}  # a weight with its P, of each attention
 
     def append(self, new: Tensor) -> Tensor:
         """Keep new (..., I, width) behind that of past tokens. Return all, (..., J, width)."""
-        n, J = self.next_kept, self.length + new.shape[-2]
-        self.next_kept += 1
-        if n == len(self.kept):  # the first pass: copied when there is more
+        n, J = self.next, self.length + new.shape[-2]
+        self.next += 1
+        if n == len(self.kept):  # the first pass
             self.kept.append(new)
             return new
-        if self.kept[n].shape[-2] < J:  # make room for as many tokens again
-            room = new.new_empty(*new.shape[:-2], 2 * J, new.shape[-1])
-            room[..., :self.length, :] = self.kept[n][..., :self.length, :]
-            self.kept[n] = room
+        room = self.kept[n].shape[-2]
+        if room < J:  # make room for as many tokens again
+            self.kept[n] = F.pad(self.kept[n], (0, 0, 0, 2 * J - room))
         self.kept[n][..., self.length:J, :] = new
         return self.kept[n][..., :J, :]
-
-    def previous(self, new: Tensor) -> Tensor:
-        """Return new (..., I, n) of the token before each one; the first follows a past token."""
-        n = self.next_last
-        self.next_last += 1
-        if n == len(self.last):  # the first pass
-            self.last.append(torch.zeros_like(new[..., :1, :]))
-        past, self.last[n] = self.last[n], new[..., -1:, :]
-        return torch.cat([past, new[..., :-1, :]], dim=-2)
 
     def numbers_a_token(self) -> int:
         """Return how many numbers are kept for each token, in all layers."""
@@ -207,19 +194,35 @@ def previous(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, -1))
 
 
-def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None) -> Positions:
-    """Return the positions of x (B, I, D), which follows the tokens that a cache holds."""
-    I, R = x.shape[1], cfg.d_model // cfg.n_head
+def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None,
+                   table: tuple[Tensor, Tensor] | None = None) -> Positions:
+    """Return the positions of x (B, I, D), which follows the tokens that a cache holds. `table` is
+    a rope_table that has these positions; by default it is made."""
     past = 0 if cache is None else cache.length
-    # In float32 at least: bfloat16 is exact for whole numbers up to 256 alone
-    options = dict(device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
-    i = torch.arange(past, past + I, device=x.device)[:, None]
-    distance = (i - torch.arange(past + I, device=x.device)).to(options['dtype'])
+    end = past + x.shape[1]
+    i = torch.arange(past, end, device=x.device)[:, None]
+    distance = (i - torch.arange(end, device=x.device)).to(exact_dtype(x))
     # None where nothing is added: attend then asks torch for its own causal mask, which needs no
     # memory. An edit that adds to the mask needs causal_mask(distance) here
     mask = causal_mask(distance) if cfg.has_bias() or past > 0 else None
-    angle = i * cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
-    return Positions(distance, mask, angle.cos(), angle.sin(), cache)
+    cos = sin = None
+    if cfg.positions == 'rope':
+        cos, sin = (part[past:end] for part in table or rope_table(cfg, x, end))
+    return Positions(distance, mask, cos, sin, cache)
+
+
+def rope_table(cfg: ModelConfig, x: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of RoPE's angles i theta^(-2r/R) at positions i below `length`,
+    (length, R / 2) each, on the device of x."""
+    R, options = cfg.d_model // cfg.n_head, dict(device=x.device, dtype=exact_dtype(x))
+    frequencies = cfg.rope_theta ** (-torch.arange(0, R, 2, **options) / R)
+    angles = torch.arange(length, device=x.device)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def exact_dtype(x: Tensor) -> torch.dtype:
+    """Return float32 or more: bfloat16 is exact for whole numbers up to 256 alone."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def causal_mask(distance: Tensor) -> Tensor:
@@ -228,41 +231,51 @@ def causal_mask(distance: Tensor) -> Tensor:
 
 
 class BaseAttention(nn.Module):
-    """What both kinds of attention share: norm, W_Q, W_K, heads, positions, and what is added to
-    the scores."""
+    """What both kinds of attention share: the norm, W_Q and W_K, and o_i = sum_j alpha_ijk v_j with
+    alpha = softmax_j(a_ijk). The scores are a_ijk = k_j . q_i / tau + bias_ijk."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
-        self.cfg, self.K = cfg, K
+        self.cfg, self.K, self.R = cfg, K, D // K
         # The temperature of the scores: sqrt(D_r) for Llama, sqrt(D_h) for CEM
-        self.tau = math.sqrt(D // K if cfg.score_scale == 'head' else D)
+        self.tau = math.sqrt(self.R if cfg.score_scale == 'head' else D)
         self.norm = RMSNorm(D)
         self.W_Q = normal_param(D, D, std=cfg.init_std)  # W_k^Q is its k-th block of R rows
         self.W_K = normal_param(D, D, std=cfg.init_std)
         if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
-        if cfg.match_bias != 'none':  # weights of the features, and how much a head looks
+        if cfg.match_bias == 'token':  # ours: weights of the features, and how much a head looks
             self.match_diag = nn.Parameter(torch.ones(D))
             self.match_weight = nn.Parameter(torch.zeros(K))
-        if cfg.match_bias == 'pair':
-            self.pair_weight = nn.Parameter(torch.zeros(K))
         # The key-query diagonal: a vector d_k for each head, or one for all. It has no weight
-        # decay, though it has two dimensions. With kq_diag=scaled d_k is g_k d
+        # decay, though it has two dimensions. Ours: with kq_diag=scaled d_k is g_k d
         self.kq_diag = None
         if cfg.kq_diag == 'scaled':
             self.kq_diag = nn.Parameter(torch.ones(1, D))  # d
             self.diag_weight = nn.Parameter(torch.zeros(K))  # g_k
         elif cfg.kq_diag != 'none':
             self.kq_diag = nn.Parameter(torch.zeros(1 if cfg.kq_diag == 'shared' else K, D))
-        # Whether attend also returns the diagonal's gradient: not in Algorithm 1, nor without one
+        # Whether a step has the diagonal's part of the gradient, which Algorithm 1 leaves out
         self.whole_gradient = cfg.exact_update or cfg.kq_diag == 'scaled'
+        self.kernel: Any = None  # a faster attend to a whole text, from nanocem/triton_attention.py
 
     def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.K, -1)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
+        return x.unflatten(-1, (-1, self.R)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
 
     def merge_heads(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
+
+    def keys(self, h: Tensor, pos: Positions) -> Tensor:
+        """Return the keys W_k^K h_j, (B, K, I, R), before RoPE. Ours: with key_shift=half the first
+        R / 2 numbers of each key are those of the token before. A head can then look for what
+        follows a token."""
+        k = self.split_heads(F.linear(h, self.W_K))
+        if self.cfg.key_shift == 'half':
+            first, second = k.chunk(2, dim=-1)
+            first = first if pos.cache is None else pos.cache.append(first)
+            k = torch.cat([previous(first)[:, :, -h.shape[1]:], second], dim=-1)
+        return k
 
     def rotate(self, x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
         """With RoPE rotate x (B, K, I, R) by Rot(i) at each position i, or back by Rot(i)^T. With
@@ -276,92 +289,105 @@ class BaseAttention(nn.Module):
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
         return rotated.type_as(x).transpose(1, 2)
 
-    def shift(self, k: Tensor, pos: Positions) -> Tensor:
-        """With key_shift=half replace the first R / 2 features of each key (B, K, I, R) by those of
-        the token before. A head can then look for what follows a token."""
-        if self.cfg.key_shift == 'none':
-            return k
-        first, second = k.chunk(2, dim=-1)
-        before = previous(first) if pos.cache is None else pos.cache.previous(first)
-        return torch.cat([before, second], dim=-1)
-
-    def add_match(self, h: Tensor, pos: Positions) -> Positions:
-        """With match_bias add (match_diag * h_i) . h_(j-1) / sqrt(D) to pos, for the context h (B,
-        J, D), whose last I tokens are the queries'; with `pair` also the product of tokens
-        i - 1 and j - 2. No state u is in them, so all steps share them."""
-        if self.cfg.match_bias == 'none':
-            return pos
-        I, D = len(pos.distance), h.shape[-1]
-        weighted = h * (self.match_diag / math.sqrt(D))
-        pos = pos._replace(match=weighted[:, -I:] @ previous(h).mT)
-        if self.cfg.match_bias == 'pair':
-            before = previous(weighted)[:, -I:]
-            pos = pos._replace(pair_match=before @ previous(previous(h)).mT)
-        return pos
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
-               h: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), alpha = softmax_j(a_ijk), for q (B, K, I,
-        R), k and v (B, K, J, R); and diagonal_update, (B, I, D), or None where it is no part of the
-        update. u (B, I, D) and h (B, J, D) are for the diagonal."""
-        if not self.whole_gradient and q.shape[2] > 1:
-            # Training takes these lines: torch's fused attention computes softmax(scores) v, and
-            # keeps few scores in memory. Whoever edits `scores` edits this, too
-            b, R = self.bias(pos, u, h), q.shape[-1]
-            if b is not None:
-                b, pad = b.to(q.dtype), -R % 8
-                if pad > 0:  # beside a bias a GPU's kernel takes widths that are multiples of 8
-                    q, k, v = (F.pad(x, (0, pad)) for x in (q, k, v))
-            o = F.scaled_dot_product_attention(q, k, v, b, scale=1 / self.tau, is_causal=b is None)
-            return o[..., :R], None
-        # With the whole gradient the weights are needed twice, and of one query they are few
-        alpha = self.scores(q, k, pos, u, h).softmax(dim=-1).type_as(v)
-        return alpha @ v, self.diagonal_update(alpha, h) if self.whole_gradient else None
+    def with_past(self, k: Tensor, v: Tensor, h: Tensor, pos: Positions) -> tuple[Tensor, ...]:
+        """While text is generated, put the keys, the values and h of past tokens before these."""
+        if pos.cache is None:
+            return k, v, h
+        all_k = pos.cache.append(k)
+        all_v = all_k if v is k else pos.cache.append(v)
+        return all_k, all_v, pos.cache.append(h) if self.cfg.needs_h() else h
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
-        """Return a_ijk = k_j . q_i / tau + bias, (B, K, I, J); -inf for keys after the query. They
-        are those that torch computes in `attend`."""
+        """Return a_ijk = k_j . q_i / tau + bias_ijk, (B, K, I, J)."""
         b = self.bias(pos, u, h)
         return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
 
-    def bias(self, pos: Positions, u: Tensor | None, h: Tensor) -> Tensor | None:
-        """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
-        broadcasts: -inf where i may not attend to j, ALiBi's b_ijk = -m_k (i - j) + (b_self_k if
-        i = j else b_cross_k), add_match's products, weighted for each head, and if u is given the
-        diagonal's scores. None: torch's causal mask alone."""
+    def bias(self, pos: Positions, u: Tensor, h: Tensor) -> Tensor | None:
+        """Return what scores have beside products of queries and keys, (B, K, I, J) or a shape that
+        broadcasts, for u (B, I, D) and h (B, J, D). None stands for the causal mask alone."""
+        # The causal mask: -inf for keys after the query
         b = pos.mask
+        # ALiBi: -m_k (i - j), and a learned number for a token's own key or for all others
         if self.cfg.positions == 'alibi':
             slopes = alibi_slopes(self.K, pos.distance)[:, None, None]
-            b_self = self.b_self[:, None, None]
-            b_cross = self.b_cross[:, None, None]
+            b_self, b_cross = self.b_self[:, None, None], self.b_cross[:, None, None]
             b = b + torch.where(pos.distance == 0, b_self, b_cross) - slopes * pos.distance
-        if pos.match is not None:
-            b = b + self.match_weight[:, None, None] * pos.match[:, None]
-        if pos.pair_match is not None:
-            b = b + self.pair_weight[:, None, None] * pos.pair_match[:, None]
-        if self.kq_diag is not None and u is not None:
+        # The key-query diagonal (Eq. 12)
+        if self.kq_diag is not None:
             b = b + self.diagonal_scores(u, h)
+        # Ours: compare the query's token with the one before the key
+        if self.cfg.match_bias == 'token':
+            b = b + self.match_weight[:, None, None] * self.match(h, pos)[:, None]
         return b
 
+    def match(self, h: Tensor, pos: Positions) -> Tensor:
+        """Return (match_diag * h_i) . h_(j-1) / sqrt(D), (B, I, J), for h (B, J, D), whose last I
+        tokens are the queries'."""
+        h_i = h[:, -pos.distance.shape[0]:]
+        return (h_i * (self.match_diag / math.sqrt(h.shape[-1]))) @ previous(h).mT
+
     def diagonal_scores(self, u: Tensor, h: Tensor) -> Tensor:
-        """Return h_j . (d_k * u_i) / tau (Eq. 12), (B, 1 or K, I, J). RoPE does not rotate them."""
+        """Return h_j . (d_k * u_i) / tau, (B, 1 or K, I, J). RoPE does not rotate them."""
         a = self.scaled_diagonal(u) @ h[:, None].mT
-        if self.cfg.kq_diag == 'scaled':
-            a = self.diag_weight[:, None, None] * a
-        return a
+        return self.diag_weight[:, None, None] * a if self.cfg.kq_diag == 'scaled' else a
 
     def scaled_diagonal(self, u: Tensor) -> Tensor:
         """Return d_k * u_i / tau, (B, 1 or K, I, D), for kq_diag=scaled d * u_i / tau."""
         return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
-        """Return minus the gradient of the diagonal's part of the energy, which Algorithm 1 leaves
-        out: sum_k P_k (d_k * sum_j alpha_ijk h_j), (B, I, D), for alpha (B, K, I, J)."""
+        """Return the diagonal's part of minus the gradient, (B, I, D), for alpha (B, K, I, J):
+        sum_k P_k (d_k * sum_j alpha_ijk h_j)."""
         if self.cfg.kq_diag == 'scaled':
             # d * sum_j (sum_k g_k alpha_ijk) h_j: one product for all heads
             alpha = (self.diag_weight[:, None, None] * alpha).sum(dim=1)
             return self.kq_diag * (alpha.type_as(h) @ h)
         return self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+               h: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return what `weigh` returns, by the fastest way."""
+        # On a GPU train.py may set a kernel, which it has compared with the lines below
+        if self.kernel is not None and pos.cache is None:
+            o = self.kernel(self, q, k, v, pos, u, h)            # None where it cannot
+            if o is not None:
+                return o, 0
+        # Without a bias, and on a GPU, torch has a kernel for these sums, which keeps no weights
+        if pos.mask is None or (q.is_cuda and not self.whole_gradient):
+            return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
+        # A graph that torch.export writes takes any number of queries
+        I, J = q.shape[2], k.shape[2]
+        if torch.compiler.is_exporting() or I <= BLOCK:
+            return self.weigh(q, k, v, pos, u, h)
+        # Else take a block of queries at a time, without the keys after it: 5/8 of all scores
+        rows, outputs, updates = max(BLOCK, math.ceil(I / 4)), [], []
+        for i in range(0, I, rows):
+            block, past = slice(i, i + rows), slice(J - I + min(i + rows, I))
+            o, dx = self.weigh(q[:, :, block], k[:, :, past], v[:, :, past], pos.part(block, past),
+                               u[:, block], h[:, past])
+            outputs.append(o)
+            updates.append(dx)
+        return torch.cat(outputs, dim=2), torch.cat(updates, dim=1) if self.whole_gradient else 0
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+              h: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K, J, R);
+        and diagonal_update, (B, I, D), or 0 where it is no part of the update."""
+        alpha = self.scores(q, k, pos, u, h).softmax(dim=-1)     # alpha_ijk <- softmax_j(a_ijk)
+        alpha = alpha.type_as(v)
+        return alpha @ v, self.diagonal_update(alpha, h) if self.whole_gradient else 0
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tau: float) -> Tensor:
+    """Return sum_j softmax_j(k_j . q_i / tau + bias_ijk) v_j, (B, K, I, R), by torch's kernels,
+    which keep few scores in memory. A bias that is None is the causal mask."""
+    R = q.shape[-1]
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        if q.is_cuda and R % 8 > 0:  # beside a bias a GPU's kernel takes multiples of 8
+            q, k, v = (F.pad(x, (0, -R % 8)) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, bias, scale=1 / tau, is_causal=bias is None)
+    return o[..., :R]
 
 
 def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
@@ -372,43 +398,38 @@ def alibi_slopes(n_head: int, like: Tensor) -> Tensor:
 
 
 class LlamaAttention(BaseAttention):
-    """Multi-head attention. Its four matrices are untied, unless `tie` says otherwise. Norm and
-    residual are inside."""
+    """Multi-head attention with four matrices, of which cfg.tie ties two or four as CEM does. Norm
+    and residual are inside."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         D, std = cfg.d_model, cfg.init_std
-        self.W_V = self.W_K if cfg.tie in ('kv', 'both') else normal_param(D, D, std=std)
-        # W_O is stored in blocks of rows, as W_Q is, and used as o @ W_O
-        self.W_O = self.W_Q if cfg.tie in ('qo', 'both') else normal_param(D, D, std=std)
+        # W_O is stored in blocks of rows, as W_Q, and used as o @ W_O
+        self.W_V = None if cfg.ties('kv') else normal_param(D, D, std=std)
+        self.W_O = None if cfg.ties('qo') else normal_param(D, D, std=std)
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Return x plus the attention output, (B, I, D)."""
         # Project the normed input to queries, keys and values
         u = h = self.norm(x)
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
-        k = self.split_heads(F.linear(h, self.W_K))
-        # With key_shift, let heads look for what followed a token
-        k = self.shift(k, pos)
-        # With tie=kv the values are the keys before RoPE
-        v = k if self.W_V is self.W_K else self.split_heads(F.linear(h, self.W_V))
+        k = self.keys(h, pos)
+        v = k if self.cfg.ties('kv') else self.split_heads(F.linear(h, self.W_V))
         # With RoPE, rotate queries and keys by their positions
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
-        # While text is generated, go on with the keys, values and context of all tokens
-        if pos.cache is not None:
-            k, v = pos.cache.append(k), pos.cache.append(v)      # (B, K, J, R)
-            h = pos.cache.append(h) if self.cfg.needs_h() else h
-        # With match_bias, compare the token with those before the keys
-        pos = self.add_match(h, pos)
+        # While text is generated, past tokens come before these
+        k, v, h = self.with_past(k, v, h, pos)                   # (B, K, J, R)
         # Attend to the context
         o, dx = self.attend(q, k, v, pos, u, h)                  # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
-        x = x + self.merge_heads(o) @ self.W_O                   # (B, I, D)
-        return x if dx is None else x + dx                       # ours: kq_diag=scaled
+        W_O = self.W_Q if self.cfg.ties('qo') else self.W_O
+        return x + self.merge_heads(o) @ W_O + dx                # ours: dx, of kq_diag=scaled
 
 
 class CEMAttention(BaseAttention):
-    """T steps down the interaction energy. Its gradient ties W_V = W_K and W_O = W_Q (Eq. 5)."""
+    """T steps down the interaction energy: each is -eta d energy / du, P aside. The gradient ties
+    W_V = W_K and W_O = W_Q (Eq. 5). With kq_diag=shared or per_head Algorithm 1 leaves a part of it
+    out, which exact_update=True adds."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
@@ -418,88 +439,42 @@ class CEMAttention(BaseAttention):
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to keys, which are also the values and fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
-        k = self.split_heads(F.linear(h, self.W_K))              # k_j <- W_k^K h_j, (B, K, I, R)
-        # With key_shift, let heads look for what followed a token
-        k = self.shift(k, pos)
+        k = self.keys(h, pos)                                    # k_j <- W_k^K h_j, (B, K, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
-        # While text is generated, go on with the keys and context of all tokens
-        if pos.cache is not None:
-            k, h = self.recall(k, h, pos.cache)                  # (B, K, J, R), (B, J, D)
-        # With match_bias, compare the token with those before the keys
-        pos = self.add_match(h, pos)
-        # Fold the preconditioners and the step size into the output projection
-        W_O = self.output_weight()                               # (D, D), blocks eta W_k^Q P_k
+        # While text is generated, past tokens come before these
+        k, v, h = self.with_past(k, k, h, pos)                   # v_j <- k_j, (B, K, J, R)
+        # Fold the preconditioners into the output projection
+        W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i)
             q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
-            # Attend to the context, whose values are its keys
-            if k is None:
-                o, dx_d = self.attend_to_h(q, pos, u, h)         # a cache keeps h alone
-            else:
-                o, dx_d = self.attend(q, k, k, pos, u, h)        # o_i <- sum_j alpha_ijk k_j
+            # Attend to the context
+            o, dx = self.attend(q, k, v, pos, u, h)              # o_i <- sum_j softmax(a_ijk) v_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
-            x = x + self.merge_heads(o) @ W_O                    # x_i += eta sum_k P_k W_k^Q^T o_i
-            if dx_d is not None:
-                x = x + self.eta * dx_d                          # ours: the diagonal's gradient
+            dx = self.merge_heads(o) @ W_O + dx                  # sum_k P_k W_k^Q^T o_i
+            x = x + self.eta * dx                                # x_i += eta dx
         return x
-
-    def output_weight(self) -> Tensor:
-        """Return eta times the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is
-        eta W_k^Q P_k, the transpose of eta P_k W_k^Q^T, since P_k is symmetric."""
-        return self.P.fold(self.W_Q.unflatten(0, (self.K, -1)), self.eta).flatten(0, 1)
-
-    def recall(self, k: Tensor, h: Tensor, cache: Cache) -> tuple[Tensor | None, Tensor]:
-        """Keep what later tokens need of new keys (B, K, I, R) and h (B, I, D). Return both of all
-        tokens; past keys are None where h alone is kept."""
-        if not self.cfg.needs_h():
-            return cache.append(k), h
-        h = cache.append(h)
-        if self.cfg.positions == 'rope':
-            return cache.append(k), h
-        return (k if cache.length == 0 else None), h
-
-    def attend_to_h(self, q: Tensor, pos: Positions, u: Tensor,
-                    h: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Attend without keys, and return what attend does: k_j . q_i = h_j . (W_K^T q_i), so that
-        the scores, the diagonal's too, are products of h with one matrix for all heads, and h is
-        read once. Whoever edits scores or attend edits this, too."""
-        I, W_K = q.shape[2], self.W_K.unflatten(0, (self.K, -1))  # (K, R, D)
-        halves = [W_K] if self.cfg.key_shift == 'none' else list(W_K.chunk(2, dim=1))
-        # Map each head's query to a row that meets h_j: W_K^T q_i / tau + d_k * u_i / tau. With
-        # key_shift=half its first half is a row of its own, which meets h_(j-1)
-        parts = (q / self.tau).split([W.shape[1] for W in halves], dim=-1)
-        rows = [part @ W for part, W in zip(parts, halves, strict=True)]  # (B, K, I, D) each
-        if self.kq_diag is not None:
-            d_u = self.scaled_diagonal(u)
-            if self.cfg.kq_diag == 'scaled':
-                d_u = self.diag_weight[:, None, None] * d_u
-            rows[-1] = rows[-1] + d_u
-        # Multiply all rows by h, move the products with h_(j-1) to key j, and add the bias
-        products = torch.cat(rows, dim=1).flatten(1, 2) @ h.mT
-        *with_previous, a = products.unflatten(1, (-1, I)).split(self.K, dim=1)  # (B, K, I, J) each
-        for product in with_previous:
-            a = a + F.pad(product, (1, -1))
-        alpha = (a + self.bias(pos, None, h)).softmax(dim=-1).type_as(h)
-        # Sum h with these weights, and map the sums to values: sum_j alpha_ij h_(j-1) is
-        # sum_j alpha_i(j+1) h_j
-        weights = torch.cat([*(F.pad(alpha, (-1, 1)) for _ in with_previous), alpha], dim=1)
-        sums = (weights.flatten(1, 2) @ h).unflatten(1, (-1, I)).split(self.K, dim=1)
-        o = torch.cat([x @ W.mT for x, W in zip(sums, halves, strict=True)], dim=-1)
-        return o, self.diagonal_update(alpha, h) if self.whole_gradient else None
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
-        for normed u and h of one shape. Without a preconditioner a step is -eta d eps/du; with
-        kq_diag=shared or per_head this needs exact_update."""
+        for normed u and h of one shape."""
         require_one_shape(u, h)
-        pos = self.add_match(h, make_positions(self.cfg, h))
+        pos = make_positions(self.cfg, h)
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
-        k = self.rotate(self.shift(self.split_heads(F.linear(h, self.W_K)), pos), pos)
+        k = self.rotate(self.keys(h, pos), pos)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
+
+    def output_weight(self, cache: Cache | None = None) -> Tensor:
+        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
+        the transpose of P_k W_k^Q^T, since P_k is symmetric. A cache keeps it for later tokens."""
+        kept = {} if cache is None else cache.folded
+        if self not in kept:
+            kept[self] = self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
+        return kept[self]
 
 
 class LlamaMLP(nn.Module):
@@ -525,7 +500,8 @@ class LlamaMLP(nn.Module):
 
 
 class CEMMLP(nn.Module):
-    """T steps down the element-wise energy. Its gradient ties W_d = V^T (Eq. 11)."""
+    """T steps down the element-wise energy: each is -eta d energy / du, P aside. The gradient ties
+    W_d = V^T (Eq. 11)."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg, self.T, self.eta = cfg, cfg.mlp_steps, cfg.mlp_step_size
@@ -542,8 +518,6 @@ class CEMMLP(nn.Module):
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
-        # Fold the preconditioner and the step size into the down projection
-        W_d = self.output_weight()                               # eta V P
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -554,18 +528,14 @@ class CEMMLP(nn.Module):
             else:
                 g = gamma * torch.sigmoid(z * straight_through_sign(gamma))  # phi = softplus
             # Project down, and take one gradient step on the energy
-            x = x + g @ W_d                                      # x_i += eta P V^T g
+            dx = self.P(g @ self.V)                              # P V^T g (Eq. 15)
+            x = x + self.eta * dx                                # x_i += eta dx
         return x
-
-    def output_weight(self) -> Tensor:
-        """Return eta V P, (D_v, D), eta times the transpose of Eq. 15's P V^T: P applied to each
-        row of V."""
-        return self.P.fold(self.V[None], self.eta)[0]
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h of
         one shape. phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u)
-        and phi = softplus. Without a preconditioner a step is -eta d xi/du."""
+        and phi = softplus."""
         require_one_shape(u, h)
         gamma = F.linear(h, self.W)
         z = F.linear(u, self.V)
@@ -595,17 +565,6 @@ class Preconditioner(nn.Module):
         if cfg.preconditioner == 'diag_lowrank':
             self.left = normal_param(n, D, rank, std=0.02)
             self.right = nn.Parameter(torch.zeros(n, D, rank))
-        self.folded: list[Tensor] | None = None  # of `fold`, while weights stay as they are
-
-    def fold(self, W: Tensor, eta: float) -> Tensor:
-        """Return eta times each of the n matrices, applied to its rows of a weight; inside
-        fold_once it is computed once."""
-        folded = self.folded  # read once: another thread may end its fold_once
-        if folded is None:
-            return eta * self(W)
-        if not folded:
-            folded.append(eta * self(W))
-        return folded[0]
 
     def forward(self, rows: Tensor) -> Tensor:
         """Apply each of the n matrices to its m rows: (..., n, m, D) -> (..., n, m, D)."""
@@ -621,13 +580,19 @@ class Preconditioner(nn.Module):
         return out
 
 
+# The layers that the options attn and mlp name. One of your own is a class that is made from a
+# ModelConfig, and a name here. With norm, T, eta and energy it takes the options of CEM's, and
+# train.py and evaluate.py measure its steps (docs/new_energy.py)
+ATTENTION: dict[str, type] = {'llama': LlamaAttention, 'cem': CEMAttention}
+MLP: dict[str, type] = {'llama': LlamaMLP, 'cem': CEMMLP}
+
+
 class Block(nn.Module):
     """One layer (Algorithm 1, Main Block). A sublayer with reuse > 1 is applied again to its own
     output, with a fresh context: the paper's plain layer reuse."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.attn = CEMAttention(cfg) if cfg.attn == 'cem' else LlamaAttention(cfg)
-        self.mlp = CEMMLP(cfg) if cfg.mlp == 'cem' else LlamaMLP(cfg)
+        self.attn, self.mlp = ATTENTION[cfg.attn](cfg), MLP[cfg.mlp](cfg)
         self.attn_reuse, self.mlp_reuse = cfg.attn_reuse, cfg.mlp_reuse
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
@@ -644,11 +609,11 @@ class Transformer(nn.Module):
         the embedding                                        normal, of standard deviation 1
         the head and all matrices of attention and MLP       normal, init_std
         P: left, right; diag, of P = 1.31 I                  normal, 0.02; 0; 1 / sqrt(D)
-        gains of the norms, match_diag                       1
-        kq_diag, b_self, b_cross, match_weight, pair_weight  0
+        gains of the norms, match_diag, scaled's kq_diag     1
+        kq_diag, b_self, b_cross, match_weight, diag_weight  0
 
-    Save the options, vars(cfg), beside the weights: attn_steps, residual, loops and others change
-    what a model computes, and no name or shape of a weight."""
+    Save the options, vars(cfg), beside the weights: attn_steps, residual and others change what a
+    model computes, and no name or shape of a weight."""
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -656,6 +621,10 @@ class Transformer(nn.Module):
         self.head = normal_param(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
+        # RoPE's cosines and sines. They are no buffers, which bfloat16() would round
+        self.table = None
+        if cfg.positions == 'rope':
+            self.table = rope_table(cfg, self.embedding, cfg.context_length)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, next_only: bool = False,
                 cache: Cache | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -675,26 +644,39 @@ class Transformer(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy for x from `hidden`, (B, I, D), and targets (B, I)."""
-        logits = F.linear(x.flatten(0, 1), self.head)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, targets.flatten())
+        x, targets = x.flatten(0, 1), targets.flatten()
+        few, at_once = FEW_LOGITS['cuda' if x.is_cuda else 'cpu']
+        vocab_size = self.head.shape[0]
+        if x.shape[0] * vocab_size > few:
+            rows = max(1, at_once // vocab_size // 128) * 128  # whole tiles of a product
+            return LossInParts.apply(x, self.head, targets, rows)
+        return sum_losses(F.linear(x, self.head), targets) / (targets != -100).sum()
 
     def hidden(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Map ids (B, I), which follow those in the cache, to the head's input, (B, I, D)."""
         x = F.embedding(idx, self.embedding)
         pos = self.positions(x, cache)
         if cache is not None:
-            cache.begin()
-        for _ in range(self.cfg.loops):
-            for block in self.blocks:
-                x = block(x, pos)
+            cache.next = 0
+        for block in self.blocks:
+            x = block(x, pos)
         if cache is not None:
             cache.length += idx.shape[1]
         return self.norm(x)
 
     def positions(self, x: Tensor, cache: Cache | None = None) -> Positions:
         """Return the positions of x (B, I, D), which follows the tokens in the cache."""
-        return make_positions(self.cfg, x, cache)
+        if self.table is not None:
+            self.table = self.fitting_table(x, x.shape[1] + (0 if cache is None else cache.length))
+        return make_positions(self.cfg, x, cache, self.table)
+
+    @torch.inference_mode(False)  # training may follow, which cannot use what is made there
+    def fitting_table(self, x: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Return the model's RoPE table, or a new one where x has another device or dtype than it,
+        or is longer."""
+        cos, _ = self.table
+        fits = cos.device == x.device and cos.dtype == exact_dtype(x) and cos.shape[0] >= length
+        return self.table if fits else rope_table(self.cfg, x, max(length, cos.shape[0]))
 
     def next_logits(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after ids (B, I), which follow those in the cache:
@@ -713,55 +695,78 @@ class Transformer(nn.Module):
         length = self.cfg.context_length
         start = max(0, idx.shape[1] - length)  # the first token of the context
         cache = Cache() if use_cache else None
-        with self.fold_once():
-            for _ in range(max_new_tokens):
-                if idx.shape[1] - start > length:  # the context is full
-                    start = idx.shape[1] - max(1, length // 2)
-                    cache = Cache() if use_cache else None
-                # Read the ids that the cache does not have. It is a call of the module: FSDP
-                # gathers weights in it, and forward hooks run
-                unread = start if cache is None else start + cache.length
-                logits, _ = self(idx[:, unread:], next_only=True, cache=cache)
-                if top_k is not None:  # keep the top_k largest logits
-                    kth_largest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                    logits = logits.masked_fill(logits < kth_largest, -torch.inf)
-                # Choose or sample the next token, and append it
-                if temperature == 0:
-                    next_ids = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
-                else:
-                    p = (logits / temperature).softmax(dim=-1)
-                    next_ids = torch.multinomial(p, 1, generator=generator)
-                idx = torch.cat([idx, next_ids], dim=1)
+        for _ in range(max_new_tokens):
+            if idx.shape[1] - start > length:  # the context is full
+                start = idx.shape[1] - max(1, length // 2)
+                cache = Cache() if use_cache else None
+            # Read the ids that the cache does not have. It is a call of the module: FSDP gathers
+            # weights in it, and forward hooks run
+            unread = start if cache is None else start + cache.length
+            logits, _ = self(idx[:, unread:], next_only=True, cache=cache)
+            if top_k is not None:  # keep the top_k largest logits, no more if some are equal
+                top = logits.topk(min(top_k, logits.shape[-1]))
+                logits = torch.full_like(logits, -torch.inf).scatter(-1, top.indices, top.values)
+            # Choose or sample the next token, and append it
+            if temperature == 0:
+                next_ids = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+            else:
+                p = (logits / temperature).softmax(dim=-1)
+                next_ids = torch.multinomial(p, 1, generator=generator)
+            idx = torch.cat([idx, next_ids], dim=1)
         return idx
-
-    @contextlib.contextmanager
-    def fold_once(self) -> Iterator[None]:
-        """Inside, the weights stay as they are: fold each P into its weight once, not at each
-        token."""
-        matrices = [module for module in self.modules() if isinstance(module, Preconditioner)]
-        for P in matrices:
-            P.folded = []
-        try:
-            yield
-        finally:
-            for P in matrices:
-                P.folded = None
 
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T, but not eta; None keeps T. cfg keeps the T of training. ValueError if T < 1,
-        or for a Llama sublayer."""
+        or for a sublayer that takes no steps."""
         steps = {name: T for name, T in (('attn', attn_steps), ('mlp', mlp_steps)) if T is not None}
+        layers = {name: [getattr(block, name) for block in self.blocks
+                         if hasattr(getattr(block, name), 'T')] for name in steps}
         # Check both before changing either
         for name, T in steps.items():
             require(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
-            require(getattr(self.cfg, name) == 'cem',
-                    f'{name}_steps={T}: a Llama sublayer takes no steps; expected a CEM one')
+            require(bool(layers[name]), f'{name}_steps={T}: a Llama sublayer takes no steps; '
+                    'expected a CEM one')
         for name, T in steps.items():
-            for block in self.blocks:
-                getattr(block, name).T = T
+            for layer in layers[name]:
+                layer.T = T
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())
+
+
+# The loss
+
+def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum of -log p of the targets (N,) for logits (N, vocabulary), in float32 at least.
+    Targets of -100 do not count."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, reduction='sum')
+
+
+class LossInParts(torch.autograd.Function):
+    """The mean of sum_losses(F.linear(x, W), targets) for x (N, D), W (vocabulary, D) and targets
+    (N,), `rows` rows at a time. forward computes the gradients, too, so that no logits are kept."""
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int) -> Tensor:
+        loss, dx = 0, []
+        dW = torch.zeros_like(W, dtype=torch.promote_types(W.dtype, torch.float32))
+        for part, target in zip(x.split(rows), targets.split(rows), strict=True):
+            logits = F.linear(part, W)                           # (rows, vocabulary)
+            dlogits, losses = torch.func.grad_and_value(sum_losses)(logits, target)
+            loss = loss + losses
+            dx.append((dlogits @ W).to(x.dtype))
+            dW += dlogits.mT @ part
+        n = (targets != -100).sum()
+        ctx.save_for_backward(torch.cat(dx), dW.to(W.dtype), n)
+        return loss / n
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # autograd would take dx and dW for constants, and be wrong
+            raise RuntimeError('no second derivative of a loss in parts: set FEW_LOGITS higher')
+        dx, dW, n = ctx.saved_tensors
+        grad = grad / n.clamp(min=1)
+        return grad * dx, grad * dW, None, None
 
 
 # Only for energies
@@ -811,12 +816,11 @@ def require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def check_values(options: Any) -> None:
-    """ValueError unless each field of a dataclass has a value of its type: a word of a Literal,
-    True or False, or a number above 0. Values of numpy's types become Python's."""
-    hints = get_type_hints(type(options))
-    for field in fields(options):
-        kind, value = hints[field.name], getattr(options, field.name)
+def check_values(cfg: ModelConfig) -> None:
+    """ValueError unless each option has one of its words, True or False, or a number above 0.
+    Values of numpy's types become Python's."""
+    for name, kind in get_type_hints(type(cfg)).items():
+        value = getattr(cfg, name)
         if type(None) in get_args(kind):  # X | None
             if value is None:
                 continue
@@ -829,17 +833,17 @@ def check_values(options: Any) -> None:
             ok = is_number and 0 < value < math.inf
             expected = 'a whole number from 1' if kind is int else 'a number above 0'
         else:
-            ok, expected = value in get_args(kind), f'one of {", ".join(get_args(kind))}'
-            kind = str
-        require(ok, f'{field.name}={value}: expected {expected}')
-        setattr(options, field.name, kind(value))
+            words = [*{'attn': ATTENTION, 'mlp': MLP}.get(name, get_args(kind))]
+            ok, expected, kind = value in words, f'one of {", ".join(words)}', str
+        require(ok, f'{name}={value}: expected {expected}')
+        setattr(cfg, name, kind(value))
 
 
 def default_values(cfg: ModelConfig) -> dict[str, Any]:
     """Return the defaults of the fields that depend on other fields."""
     size = SIZES[cfg.size or '134m']
     D, R = cfg.d_model or size['d_model'], size['d_model'] // size['n_head']
-    cem = cfg.attn == 'cem'
+    llama = cfg.attn == 'llama'
     return dict(
         d_model=D, n_layer=size['n_layer'],
         # As many heads as divide D and are no narrower than the size's
@@ -847,7 +851,7 @@ def default_values(cfg: ModelConfig) -> dict[str, Any]:
         d_mlp=2 * math.ceil(4 * D / 3),  # the next even number to 8/3 D: that of every size
         init_std=0.02 * math.sqrt(768 / D),
         attn_step_size=1 / cfg.attn_steps, mlp_step_size=1 / cfg.mlp_steps,
-        positions='alibi' if cem else 'rope', score_scale='model' if cem else 'head')
+        positions='rope' if llama else 'alibi', score_scale='head' if llama else 'model')
 
 
 def resolve_defaults(cfg: ModelConfig) -> None:
@@ -860,44 +864,45 @@ def resolve_defaults(cfg: ModelConfig) -> None:
     cfg.size = next((size for size, preset in SIZES.items() if preset == shape), None)
 
 
+# Options that have a part in some models alone, and in which. A layer of one's own may use all that
+# CEM's has
+ONLY_FOR = {
+    'attn=llama': ['tie'],
+    'attn=cem': ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale', 'exact_update'],
+    'mlp=cem': ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy', 'mlp_match'],
+    'attn=cem or mlp=cem': ['preconditioner', 'residual'],
+    'preconditioner=diag_lowrank': ['attn_rank', 'mlp_rank'],
+    'positions=rope': ['rope_theta']}
+
+
 def options_without_part(cfg: Any) -> dict[str, str]:
     """Return the options that have no part in this model, and the setting in which each has one."""
-    cem_attn, cem_mlp = cfg.attn == 'cem', cfg.mlp == 'cem'
-    low_rank = cfg.preconditioner == 'diag_lowrank'
-    found = {}
-    # Whether some options have a part in this model, where they do, and their names
-    for applies, setting, names in [
-            (not cem_attn, 'attn=llama', ['tie']),
-            (cem_attn, 'attn=cem', ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale',
-                                    'exact_update']),
-            (cem_mlp, 'mlp=cem', ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy',
-                                  'mlp_match']),
-            (cem_attn or cem_mlp, 'attn=cem or mlp=cem', ['preconditioner', 'residual']),
-            (low_rank, 'preconditioner=diag_lowrank', ['attn_rank', 'mlp_rank']),
-            (cfg.positions == 'rope', 'positions=rope', ['rope_theta'])]:
-        for name in names:
-            if not applies:
-                found.setdefault(name, setting)
+    def holds(setting: str) -> bool:
+        name, _, word = setting.partition('=')
+        return getattr(cfg, name) == word or (word == 'cem' and getattr(cfg, name) != 'llama')
+
+    found: dict[str, str] = {}
+    for settings, names in ONLY_FOR.items():
+        if not any(holds(setting) for setting in settings.split(' or ')):
+            found |= dict.fromkeys([name for name in names if name not in found], settings)
     return found
 
 
 def check_combination(cfg: ModelConfig) -> None:
     """ValueError for an option that has no part in this model, or contradicts another."""
     defaults = vars(ModelConfig) | default_values(cfg)
-    cem_attn = cfg.attn == 'cem'
     for name, setting in options_without_part(cfg).items():
         value, default = getattr(cfg, name), defaults[name]
         require(value == default,
                 f'{name}={value} is only for {setting}: set that, or else {name}={default}')
-    R = cfg.d_model / cfg.n_head
+    R, llama, diagonal = cfg.d_model / cfg.n_head, cfg.attn == 'llama', f'kq_diag={cfg.kq_diag}'
     require(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
     for name, value in (('positions', 'rope'), ('key_shift', 'half')):
         require(getattr(cfg, name) != value or R % 2 == 0,
                 f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
-    require(cem_attn or cfg.kq_diag in ('none', 'scaled'), f'kq_diag={cfg.kq_diag} is only for '
-            'attn=cem: set that, or else kq_diag=none or scaled')
-    require(cfg.kq_diag in ('shared', 'per_head') or not cfg.exact_update,
-            'exact_update needs a diagonal whose gradient is left out: set kq_diag=shared or '
-            'per_head')
-    require(cfg.kq_diag != 'scaled' or cfg.preconditioner == 'none' or not cem_attn,
-            'kq_diag=scaled sums over heads before P_k could act on each: set preconditioner=none')
+    require(not llama or cfg.kq_diag in ('none', 'scaled'),
+            f'{diagonal} is only for attn=cem: set that, or else kq_diag=none or scaled')
+    require(not cfg.exact_update or cfg.kq_diag in ('shared', 'per_head'), 'exact_update needs a '
+            'diagonal whose gradient is left out: set kq_diag=shared or per_head')
+    require(llama or cfg.kq_diag != 'scaled' or cfg.preconditioner == 'none',
+            f'{diagonal} sums over heads before P_k could act on each: set preconditioner=none')

@@ -23,7 +23,6 @@ from configurator import (
     warn,
 )
 from nanocem.documents import TextFile
-from nanocem.fast import may_use_cache, plug_in
 from nanocem.runs import load_model, newest_run
 from nanocem.tokenizers import sample_text, tokenizer_of
 
@@ -42,7 +41,7 @@ class SampleConfig:
     seed: int = 1  # seed of the sampling
     attn_steps: int | None = None  # T of CEM attention; default: as trained
     mlp_steps: int | None = None  # T of the CEM MLP; default: as trained
-    use_cache: bool | None = None  # read each token once; default: unless model.py was edited
+    use_cache: bool | None = None  # read each token once; default: if that changes no logit
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
@@ -61,7 +60,6 @@ def main(argv: list[str]) -> None:
         cfg.prompt = ''.join(TextFile(file))
     # Load the model, and set its numbers of gradient steps
     model, checkpoint = load_model(cfg.out_dir or newest_run(), cfg.device)
-    plug_in(model)
     with user_errors():
         model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     for name in ('attn_steps', 'mlp_steps'):
@@ -69,12 +67,9 @@ def main(argv: list[str]) -> None:
         if T and trained < T:
             warn(f'{name}={T}: the model has learned to take {trained}. A step keeps its length, '
                  'so that the total grows, and text gets worse (docs/options.md)')
-    use_cache = cfg.use_cache
-    if use_cache is None:
-        use_cache = may_use_cache(model, '--use_cache=True')
     # Generate text and print it
     text = sample_text(model, tokenizer_of(checkpoint), cfg.prompt, cfg.tokens, cfg.temperature,
-                       cfg.top_k, cfg.seed, cfg.num_samples, use_cache=use_cache)
+                       cfg.top_k, cfg.seed, cfg.num_samples, use_cache=cfg.use_cache)
     print(f'{text}\n---', flush=True)
 
 

@@ -19,12 +19,12 @@ gradient of the summed loss gives every repeat its own gradient. N counts points
 import hashlib
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import Literal
 
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
@@ -328,16 +328,28 @@ def train_row(cfg: GPConfig, model: str, data: tuple[np.ndarray, np.ndarray]) ->
     return torch.stack([errors.mean(dim=1), errors.std(dim=1)], dim=1).flatten().tolist()
 
 
+def begin_process() -> None:
+    """Prepare a process of the pool: one thread, since matrices this small gain nothing from more.
+    Ctrl-C goes to all processes, and the first one ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+
+
 def run_table(cfg: GPConfig) -> dict[Key, Row]:
-    """Train all models on all kernels in cfg.jobs processes. Each has one thread: matrices this
-    small gain nothing from more."""
+    """Train all models on all kernels in cfg.jobs processes."""
     keys = [(kernel, model) for kernel in cfg.kernels for model in cfg.models]
-    with ProcessPoolExecutor(cfg.jobs, get_context('spawn'), torch.set_num_threads, (1,)) as pool:
-        samples = pool.map(partial(sample_gp, cfg, repeats=range(cfg.repeats)), cfg.kernels)
-        data = dict(zip(cfg.kernels, samples, strict=True))
-        rows = pool.map(partial(train_row, cfg), [model for _, model in keys],
-                        [data[kernel] for kernel, _ in keys])
-        return dict(zip(keys, tqdm(rows, total=len(keys), unit='row'), strict=True))
+    with ProcessPoolExecutor(cfg.jobs, get_context('spawn'), begin_process) as pool:
+        try:
+            samples = {kernel: pool.submit(sample_gp, cfg, kernel, range(cfg.repeats))
+                       for kernel in cfg.kernels}
+            data = {kernel: future.result() for kernel, future in samples.items()}
+            rows = [pool.submit(train_row, cfg, model, data[kernel]) for kernel, model in keys]
+            return {key: future.result() for key, future in zip(keys, tqdm(rows, unit='row'),
+                                                                strict=True)}
+        except BaseException:  # the pool would first finish what it has begun
+            for process in active_children():
+                process.terminate()
+            raise
 
 
 def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:

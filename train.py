@@ -30,10 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, check, command_line, in_range, read_options
+from configurator import PathStr, build, check, command_line, in_range, read_options, warn
 from model import ModelConfig, Transformer
 from nanocem import runs
 from nanocem.data import (
+    TOKENIZER_KEYS,
     BatchSampler,
     TokenDataset,
     evenly_spaced,
@@ -42,7 +43,6 @@ from nanocem.data import (
     sum_losses,
 )
 from nanocem.documents import READING, Reading, keep_piped
-from nanocem.fast import plug_in
 from nanocem.files import to_json, write_atomic
 from nanocem.hardware import (
     compile_for,
@@ -54,8 +54,9 @@ from nanocem.hardware import (
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run, progress_bar
-from nanocem.same import MODEL_TEXT, in_use, outputs_to_keep, warn_if_not_causal
+from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_broken_laws
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
+from nanocem.triton_attention import use_kernels
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute
@@ -68,10 +69,10 @@ class TrainConfig(Reading):
     """The run. The defaults are the paper's recipe (Table 2)."""
     # configurator.py says what these three mean
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer', *READING),)  # those of an earlier text
+    RESETS = (('data', 'tokenizer', *READING), ('text', 'tokenizer'))  # those of an earlier text
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
              'learning_rate', 'device', 'compile')
-    data: PathStr = 'data/slimpajama'  # folder of token shards; data/builtin is made on first use
+    data: PathStr = 'data/slimpajama'  # folder of token shards
     text: PathStr | None = None  # train on this file or folder instead, or on standard input (-)
     tokenizer: PathStr | None = None  # for --text: byte, gpt2, llama, bpe2048 or FILE.model
     out_dir: PathStr | None = None  # the run's folder; default: a new one, or the newest to resume
@@ -98,8 +99,7 @@ class TrainConfig(Reading):
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
-    attn_impl: Literal['auto', 'sdpa', 'blockwise', 'triton'] = 'auto'  # docs/speed.md
-    loss_impl: Literal['auto', 'whole', 'parts'] = 'auto'  # of many logits; auto: in parts
+    kernels: bool = True  # attend by Triton kernels on a GPU that runs them (docs/speed.md)
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl if it is installed
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
         given['text'] = keep_piped(given['text'])
     start = runs.start_from(given, rank, TrainConfig)
     cfg = build(TrainConfig, start.options)
-    resume = start.config is not None
+    resume, state = start.config is not None, start.state
 
     # Choose the device
     device = find_device(cfg.device)
@@ -159,14 +159,15 @@ def main(argv: list[str]) -> int:
         torch.set_float32_matmul_precision('high')  # float32 products by TF32
     keep_freed_memory()
 
-    # Find the data. A text, or data/builtin, is prepared on first use; a resumed run has its data
+    # Find the data. A text is prepared on first use; a resumed run has its data
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
-        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, start.state or start.pretrained,
-                             cfg)
+        of_tokenizer = state or (start.weights[1] if start.weights else None)
+        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, of_tokenizer, cfg)
     meta = read_meta(data_dir)
-    if start.pretrained:
-        runs.check_match(cfg.init_from, (start.pretrained['data'], meta))  # the tokenizer
+    if start.weights:
+        tokenizer_of = {name: meta.get(name) for name in TOKENIZER_KEYS}
+        runs.check_data(cfg.init_from, start.weights[1]['data'], tokenizer_of)
     tokenizer = load_tokenizer(data_dir)
     token_bytes = spelled_bytes(tokenizer, meta)
 
@@ -185,19 +186,19 @@ def main(argv: list[str]) -> int:
     tokens_per_step = cfg.batch_size * length
     max_steps = count_steps(cfg, model_cfg)
 
-    # Go on with a run if it is the same. One that has ended stays as it is
+    # Go on with a run if its data is the same. One that has ended stays as it is
+    out_dir, _lock = cfg.out_dir, start.lock
     if resume:
-        runs.check_resumable(start, asdict(cfg), model_cfg, data_identity, max_steps)
-        if start.has_ended():
-            print(f'{start.out_dir} has ended, and result.json has its test: python evaluate.py '
-                  f'--out_dir={shlex.quote(start.out_dir)} measures more', flush=True)
+        runs.check_data(out_dir, start.config['data'], data_identity)
+        if state and state['step'] == max_steps and os.path.exists(f'{out_dir}/result.json'):
+            print(f'{out_dir} has ended, and result.json has its test: python evaluate.py '
+                  f'--out_dir={shlex.quote(out_dir)} measures more', flush=True)
             return 0
 
     # Make and lock the run's folder. Connect the processes after the data is prepared, which can
     # take longer than they wait for one another
     if rank == 0 and not resume:
-        start = start.in_new_folder(model_cfg)
-    out_dir = start.out_dir
+        out_dir, _lock = runs.new_folder(out_dir, model_cfg)
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
         # After an error exit without destructors, since NCCL's can wait for other processes forever
@@ -221,9 +222,9 @@ def main(argv: list[str]) -> int:
     optimizers = make_optimizers(raw_model, cfg, dtype)
     if rank == 0:
         warn_if_not_causal(raw_model)
-    attention = plug_in(raw_model, cfg.attn_impl, dtype, compiled, cfg.loss_impl,
-                        flags=True)
-    model = compile_for(device, raw_model, attention) if compiled else raw_model
+        warn_of_broken_laws(raw_model)
+    by_kernels = cfg.kernels and on_gpu and use_kernels(raw_model, dtype)
+    model = compile_for(device, raw_model, by_kernels) if compiled else raw_model
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -231,24 +232,21 @@ def main(argv: list[str]) -> int:
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
     precisions = [precision]  # in which the run has computed, one after the other
-    code, edits = in_use(), []  # the definitions of model.py, and how they changed since
-    if start.state:
-        state = start.state
+    if state:
         runs.load_weights(raw_model, state, out_dir)
-        edits = runs.check_code(start, raw_model, code)
+        change = runs.describe_change(raw_model, state)
+        check(not change, f'{out_dir} cannot be resumed: {change}')
         for optimizer, optimizer_state in zip(optimizers, state['optimizers'], strict=True):
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
         skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
-        if state['precisions'][-1] == precision:
-            precisions = state['precisions']
-        else:
+        if state['precisions'][-1] != precision:
             precisions = [*state['precisions'], precision]
-    elif start.pretrained:
-        runs.load_weights(raw_model, start.pretrained, cfg.init_from)
-        runs.warn_of_change(start.pretrained, cfg.init_from)
-    state = optimizer_state = None  # free their memory
-    start = start._replace(state=None, pretrained=None)
+        else:
+            precisions = state['precisions']
+    elif start.weights:
+        runs.load_weights(raw_model, start.weights[1], cfg.init_from)
+    start = state = optimizer_state = None  # free their memory
     # Check that all processes are at the same step, and have weights with the same sum of bits
     sum_of_bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
     local = torch.tensor([step, sum_of_bits])
@@ -259,10 +257,9 @@ def main(argv: list[str]) -> int:
     # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
     if rank == 0:
         config = {'train': asdict(cfg) | {'out_dir': out_dir, 'data': data_dir},
-                  'model': asdict(model_cfg), 'data': data_identity, 'max_steps': max_steps,
-                  'code': code}
+                  'model': asdict(model_cfg), 'data': data_identity, 'max_steps': max_steps}
         write_atomic(f'{out_dir}/config.json', to_json(config, indent=1))
-        runs.keep_text(out_dir, MODEL_TEXT, step)
+        runs.keep_model_py(out_dir, step)
         if step < max_steps:  # an old result is not that of this run
             Path(out_dir, 'result.json').unlink(missing_ok=True)
         if tokenizer.path:
@@ -270,28 +267,25 @@ def main(argv: list[str]) -> int:
     log = runs.Log(out_dir, step, cfg.tensorboard) if rank == 0 else lambda step, **values: None
     # Describe the run in a line, and show a progress bar if stderr is a terminal
     epochs = max_steps * cfg.batch_size / sampler.n_sequences
-    wanted = cfg.attn_impl in ('auto', attention)
-    other = '' if wanted else f' ({cfg.attn_impl} cannot run this model here)'
+    attending = ', triton attention' if by_kernels else ''
     compiling = '; the first step compiles, which takes a while' if compiled else ''
     resuming = f'; resuming after step {step}' if step else ''
     print(f'{out_dir}: {raw_model.num_params():,} parameters, {max_steps:,} steps of '
           f'{tokens_per_step:,} tokens = {max_steps * tokens_per_step:,}, {epochs:.3g} epochs of '
-          f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}, '
-          f'{attention} attention{other}{compiling}{resuming}', flush=True)
+          f'{sampler.n_sequences:,} sequences; {world_size} x {device.type}, {precision}'
+          f'{attending}{compiling}{resuming}', flush=True)
     bar = progress_bar(total=max_steps, initial=step, unit='step', leave=False,
                        disable=rank > 0 or None)  # None: unless stderr is a terminal
 
     def checkpoint(name: str) -> bool:
         """Write the current state to a file in the run's folder, in rank 0 alone. Return False if
         that fails."""
-        return rank > 0 or runs.save_checkpoint(out_dir, name, {
+        return rank > 0 or runs.save_checkpoint(f'{out_dir}/{name}', {
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
             'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
-            'precisions': precisions, 'max_steps': max_steps, 'code': code, 'edits': edits,
-            'recipe': {name: getattr(cfg, name) for name in runs.RECIPE},
-            'model_config': asdict(model_cfg), 'data': data_identity, 'data_dir': data_dir,
-            **outputs_to_keep(raw_model)})
+            'precisions': precisions, 'model_config': asdict(model_cfg), 'data': data_identity,
+            'data_dir': data_dir, **outputs_to_keep(raw_model)})
 
     def batch(split: str, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, J) each, of these sequences of a split, on the device."""
@@ -302,7 +296,7 @@ def main(argv: list[str]) -> int:
 
     @torch.no_grad()
     def evaluate(split: str, max_tokens: int) -> tuple[float, float | None]:
-        """Return a split's mean loss in nats a token, and in bits a byte (None if the tokenizer
+        """Return a split's mean loss in nats per token, and in bits per byte (None if the tokenizer
         loses text), always over the same evenly spaced sequences. BOS counts as a token only."""
         raw_model.eval()
         sums = torch.zeros(4, dtype=torch.float64)  # tokens, nats, nats of text, bytes of text
@@ -345,12 +339,19 @@ def main(argv: list[str]) -> int:
         loss = torch.zeros((), device=device)
         for n, indices in enumerate(micro_batches, 1):
             x, y = batch('train', indices)
+            # Seed an edit's random numbers, such as a dropout's, by the number of the micro-batch
+            # in the whole step: whoever resumes, with any number of processes, draws the same
+            number = rank * len(micro_batches) + n
+            seed = np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)
+            torch.manual_seed(int(seed[0]))
             if world_size > 1:
                 model.require_backward_grad_sync = n == len(micro_batches)
             with autocast:
                 micro_loss = model(x, y)[1] / len(micro_batches)
             micro_loss.backward()
             loss += micro_loss.detach()
+        if step == first_step:
+            check_gradients(raw_model, world_size)
 
         # Clip the gradient, average the loss, and stop if any process has received a signal
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
@@ -399,9 +400,8 @@ def main(argv: list[str]) -> int:
             if math.isfinite(mfu):
                 speed += f', MFU {mfu:.1%}'
             bar.clear()
-            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation loss '
-                  f'{val_loss:.4f}, perplexity {perplexity(val_loss):.3f} | {speed} | ETA {left}',
-                  flush=True)
+            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation '
+                  f'{in_bits(val_loss, val_bits)} | {speed} | ETA {left}', flush=True)
             log(step, val_loss=val_loss)
             if val_loss < best:
                 previous, best = best, val_loss
@@ -428,35 +428,44 @@ def main(argv: list[str]) -> int:
         dist.barrier()  # rank 0 may still be writing a checkpoint
         dist.destroy_process_group()
         atexit.unregister(os._exit)
-    lost = '' if saved == step else runs.describe_loss(out_dir, step)
+    lost = (f'the weights after step {step:,} could not be written, and are lost: where there is '
+            f'room, --init_from=resume --out_dir={shlex.quote(out_dir)} goes on from what is there')
     if step < max_steps:
         # With no checkpoint at all there is nothing to go on with
-        check(not lost or bool(runs.checkpoints(out_dir)), lost)
-        print(lost or f'Stopped after step {step}; go on with --init_from=resume '
+        check(saved == step or bool(runs.checkpoints(out_dir)), lost)
+        print(lost if saved < step else f'Stopped after step {step}; go on with --init_from=resume '
               f'--out_dir={shlex.quote(out_dir)}', flush=True)
         return STOPPED
 
     # Write the results and a sample of text
     check(math.isfinite(test_loss), f'test loss {test_loss}: try a lower learning_rate or init_std')
-    print(f'Finished in {timedelta(seconds=round(seconds))}: test perplexity '
-          f'{perplexity(test_loss):.3f}, loss {test_loss:.4f} nats a token', flush=True)
+    print(f'Finished in {timedelta(seconds=round(seconds))}: validation '
+          f'{in_bits(val_loss, val_bits)}, test {in_bits(test_loss, test_bits)}', flush=True)
     if rank == 0:
         result = {
             'val_bits_per_byte': val_bits, 'test_bits_per_byte': test_bits,
             'test_loss': test_loss, 'test_perplexity': perplexity(test_loss),
             'val_loss': val_loss, 'val_perplexity': perplexity(val_loss),
             'parameters': raw_model.num_params(), 'steps': step,
-            'tokens': step * tokens_per_step, 'flops_per_token': flops, 'skipped': skipped,
-            'precision': ' then '.join(precisions), 'edits': edits, 'seconds': seconds}
+            'tokens': step * tokens_per_step,
+            'flops_per_token': flops if math.isfinite(flops) else None, 'skipped': skipped,
+            'precision': ' then '.join(precisions), 'seconds': seconds}
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if cfg.sample_tokens:
+            raw_model.eval()
             with torch.compiler.set_stance('force_eager'):
                 text = sample_text(raw_model.eval(), tokenizer, '', cfg.sample_tokens,
                                    temperature=0.8, top_k=None, seed=cfg.seed, go_on=True)
             print(text, flush=True)
             log(step, sample=text)
-    check(not lost, lost)
+    check(saved == step, lost)
     return 0
+
+
+def in_bits(loss: float, bits: float | None) -> str:
+    """Return a loss in bits per byte and in nats per token, for people to read."""
+    nats = f'{loss:.4f} nats per token'
+    return nats if bits is None else f'{bits:.4f} bits per byte ({nats})'
 
 
 def count_steps(cfg: TrainConfig, model_cfg: ModelConfig) -> int:
@@ -481,6 +490,16 @@ def divide_batch(cfg: TrainConfig, length: int, world_size: int) -> int:
           f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
           f'right would be one of {", ".join(map(str, divisors))}')
     return micro_batch_size
+
+
+def check_gradients(model: Transformer, world_size: int) -> None:
+    """Name the parameters that the loss does not depend on, if there are any, after the first
+    backward pass. UserError in several processes, whose gradients could not be averaged."""
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        message = f'the loss does not depend on {", ".join(unused)}, which cannot learn'
+        check(world_size == 1, f'{message}: several processes need a gradient of each parameter')
+        warn(message)
 
 
 def choose_precision(cfg: TrainConfig, device: torch.device,

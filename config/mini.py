@@ -5,7 +5,8 @@
 """
 size = 'mini'
 context_length = 128
-data = 'data/builtin'
+text = 'shakespeare'
+tokenizer = 'byte'
 tokens = 4_000_000
 batch_size = 16
 optimizer = 'muon'  # results/notes.md

@@ -1,7 +1,8 @@
 """The smallest size, for any of the models: a first run takes half a minute."""
 size = 'nano'
 context_length = 64
-data = 'data/builtin'
+text = 'shakespeare'
+tokenizer = 'byte'
 tokens = 1_000_000
 batch_size = 32
 optimizer = 'adamw'

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from configurator import PathStr, build, check, command_line, in_range, read_options, user_errors
 from model import BaseAttention, Transformer
-from nanocem.fast import plug_in
 from nanocem.files import markdown_table, save_picture
 from nanocem.runs import load_model, newest_run
 from nanocem.tokenizers import tokenizer_of
@@ -51,30 +50,27 @@ def attention_maps(model: Transformer, idx: Tensor) -> list[Tensor]:
     layer, or for each use of its attention, those of layer 1 first. Llama's T is 1."""
     steps: dict[BaseAttention, list[Tensor]] = defaultdict(list)  # (K, J, J) each
 
-    def attend(attn: BaseAttention, own: Callable, q: Tensor, k: Tensor, *context: Any) -> tuple:
-        _, *others = context  # the values
+    def attend(attn: BaseAttention, own: Callable, q: Tensor, k: Tensor, v: Tensor,
+               *others: Any) -> tuple:
         steps[attn].append(attn.scores(q, k, *others).softmax(dim=-1)[0].cpu())
-        return own(q, k, *context)
+        return own(q, k, v, *others)
 
     # Run the model with a function before its attention that keeps the weights
-    plugged = [vars(block.attn).get('attend') for block in model.blocks]
     for block in model.blocks:
         block.attn.attend = partial(attend, block.attn, block.attn.attend)
     try:
         model.hidden(idx)
     finally:
-        for block, method in zip(model.blocks, plugged, strict=True):
+        for block in model.blocks:
             del block.attn.attend
-            if method is not None:
-                block.attn.attend = method
     # Divide all steps of each layer into its uses
-    uses = model.cfg.attn_reuse * model.cfg.loops
+    uses = model.cfg.attn_reuse
     return [use for alphas in steps.values() for use in torch.stack(alphas).chunk(uses)]
 
 
 def names_of_maps(model: Transformer) -> list[str]:
     """Return a name for each of attention_maps: of a layer, or of a use of its attention."""
-    uses = model.cfg.attn_reuse * model.cfg.loops
+    uses = model.cfg.attn_reuse
     return [f'layer {n}' + (f', use {use}' if uses > 1 else '')
             for n in range(1, model.cfg.n_layer + 1) for use in range(1, uses + 1)]
 
@@ -126,7 +122,6 @@ def main(argv: list[str]) -> None:
     cfg = build(AttentionConfig, read_options(argv, AttentionConfig))
     path = cfg.out_dir or newest_run()
     model, state = load_model(path, cfg.device)
-    plug_in(model)
     n_layer, length = model.cfg.n_layer, model.cfg.context_length
     check(cfg.layer is None or cfg.layer <= n_layer, f'layer={cfg.layer}: expected 1 to {n_layer}')
     with user_errors():

@@ -1,11 +1,11 @@
 """
 Draw attention as descent: forty states go down the energy of three keys, and their energies fall.
 
-    python docs/draw_descent.py              writes docs/descent.gif
+    python docs/draw_descent.py              writes docs/descent.gif, and docs/card.png
 
 A layer of energy.py takes T = 12 steps. It has three dimensions, where the norm puts a state u on
 a sphere, and one head. Its keys are given, and the values are the keys. docs/descent.html is the
-same to play with.
+same to play with. The card is what others show beside a link to a page.
 """
 import sys
 from pathlib import Path
@@ -84,8 +84,23 @@ def draw(t: int, figure: Figure, u: Tensor, energy: Tensor) -> None:
         chart.plot([t], energy[t:t + 1, ends == key], 'o', color=color, ms=4, clip_on=False)
 
 
+def draw_card(figure: Figure, u: Tensor, energy: Tensor) -> None:
+    """Draw the end of the descent, with the words of docs/index.html."""
+    draw(T, figure, u, energy)
+    sphere, chart = figure.axes
+    chart.remove()
+    figure.texts.clear()
+    sphere.set_position((0.01, 0.02, 0.5, 0.96))
+    figure.text(0.53, 0.6, 'Meaning rolls\ndownhill', fontsize=27, weight='bold', linespacing=1.3)
+    figure.text(0.53, 0.44, 'Attention is a step down an energy.', fontsize=13)
+    figure.text(0.53, 0.33, 'nanoCEM', fontsize=13, color=COLORS[1])
+
+
 if __name__ == '__main__':
     plt.style.use(['dark_background', {'font.size': 12, 'axes.facecolor': PAGE}])
+    card = plt.figure(figsize=(8, 4.2), facecolor=PAGE)
+    draw_card(card, *descend())
+    card.savefig(Path(__file__).with_name('card.png'), dpi=150)  # 1200 x 630
     figure = plt.figure(figsize=(8.3, 4), facecolor=PAGE)
     frames = [T] * 8 + [*range(T + 1)]  # the end first: viewers without motion show one frame
     film = FuncAnimation(figure, draw, frames, fargs=(figure, *descend()))

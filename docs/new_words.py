@@ -6,9 +6,9 @@ the word, and has to guess the others.
     python docs/new_words.py              the models of pretrained/
     python docs/new_words.py out/RUN      models of yours
 
-A row has the probabilities of the pieces in the sentence with which docs/play.html begins. For each
-of the 24 sentences take the mean probability (geometric) of a piece after the first: the last two
-columns are the median and the largest of these.
+A row begins with the probabilities of the pieces of Zorblax in COPYING. Each of the 24 sentences
+has a mean probability (geometric) of a piece after the first: the last two columns are the median
+and the largest of these.
 """
 import math
 import statistics
@@ -17,42 +17,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # model.py is in the folder above
 
-import torch
-
 from configurator import command_line
-from model import Transformer
 from nanocem.files import markdown_table
-from nanocem.page import COPYING
+from nanocem.page import WORDS, guesses
 from nanocem.runs import load_model
 from nanocem.tokenizers import tokenizer_of
 
 SHIPPED = Path(__file__).parents[1] / 'pretrained'
-WORDS = ('Zorblax', 'Quimby', 'Fendril', 'Morvath', 'Drumbolt', 'Skelnar', 'Wobrick', 'Tarquel',
-         'Nimbrosk', 'Gravenol', 'Brizzock', 'Jalpent')
+INVENTED = WORDS[:12]
+# No model has read its two names
+COPYING = ('The Zorblax function returns a tuple. The Quimby module reads a file. If the Zorblax '
+           'function fails, call the Quimby')
 SENTENCES = (
     COPYING.replace('Zorblax', '{word}').replace('Quimby', '{other}'),
     'Options of {word} are read from a file, and those of {other} from the command line. To start '
     '{word}, type the name of {other}')
 
 
-@torch.no_grad()
-def guesses(model: Transformer, tokenizer: object, sentence: str, word: str) -> dict[str, float]:
-    """Return the pieces of the last `word` in a sentence, and the probability of each, given all
-    before it. The first piece with a letter, and a space before it, are left out."""
-    before = sentence[:sentence.rindex(word)].rstrip(' ')
-    begin = len(tokenizer.encode(before))
-    end = len(tokenizer.encode(f'{before} {word}'))
-    ids = tokenizer.encode(sentence)
-    while not tokenizer.decode(ids[begin:begin + 1]).strip():
-        begin += 1
-    logits = model(torch.tensor([[tokenizer.bos, *ids]]))[0][0]
-    # The logits at BOS are those of the first id
-    return {f'{at}: {tokenizer.decode(ids[at:at + 1])}': logits[at].softmax(dim=-1)[ids[at]].item()
-            for at in range(begin + 1, end)}
-
-
 def percent(p: float) -> str:
-    """Two digits of a probability, as docs/play.html shows them."""
+    """Two digits of a probability, as a page shows them."""
     return f'{100 * p:.0f}%' if p >= 0.0995 else f'{100 * p:.1f}%'
 
 
@@ -65,13 +48,13 @@ def main(paths: list[str]) -> None:
         tokenizer = tokenizer_of(state)
         first = guesses(model, tokenizer, COPYING, 'Zorblax')
         means = []
-        for word, other in zip(WORDS, WORDS[1:] + WORDS[:1], strict=True):
+        for word, other in zip(INVENTED, INVENTED[1:] + INVENTED[:1], strict=True):
             for sentence in SENTENCES:
                 found = guesses(model, tokenizer, sentence.format(word=word, other=other), word)
-                means.append(math.exp(sum(map(math.log, found.values())) / len(found)))
-        rows.append([Path(path).name, *map(percent, first.values()),
+                means.append(math.exp(sum(math.log(guess.p) for guess in found) / len(found)))
+        rows.append([Path(path).name, *(percent(guess.p) for guess in first),
                      percent(statistics.median(means)), percent(max(means))])
-    pieces = [name.partition(': ')[2] for name in first]
+    pieces = [guess.piece for guess in first]
     print(markdown_table(['model', *pieces, '24 sentences: median', 'largest'], rows))
 
 

@@ -6,12 +6,10 @@ Text becomes tokens
     tokenizers.py          Turn text into ids and back, a prompt into text, a text into sequences.
     prepare.py             Divide documents among splits, and write shards of their tokens.
     data.py                Read shards as sequences, say which each batch holds, and measure losses.
-A model gets faster functions
+A model meets a machine
     hardware.py            Find the device, count the FLOPs of training, and compile a model.
-    triton_attention.py    Attend on a GPU by kernels that keep no scores at all.
-    loss.py                Compute the loss in parts.
-    same.py                Ask whether outputs, the text of model.py and values are the same.
-    fast.py                Choose what is faster than model.py's lines, and plug it into a model.
+    triton_attention.py    Attend on a GPU by kernels, where they give what model.py's lines give.
+    same.py                Ask by numbers: does a model compute what it should?
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
     process.py             Survive a console that goes away, and note signals that ask to stop.

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 from configurator import UserError, check, fail, warn
 
 HUB = 'hf://datasets/'
-LIBRARY = sysconfig.get_paths()['stdlib']
 # A file is what its suffix says: rows, or else a text. Both may be packed; pyarrow unpacks them
 ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')
 TEXTS = ('.txt', '.md')  # what is read of a folder without rows, unless suffixes are given
@@ -84,6 +82,10 @@ class Source(NamedTuple):
         repository, commit = self.root.removeprefix(HUB).split('@')
         return hf_hub_download(repository, name, repo_type='dataset', revision=commit)
 
+    def where(self) -> str:
+        """Return the path of the only file, or of the folder of several."""
+        return os.path.join(self.root, *self.files) if len(self.files) == 1 else self.root
+
     def size(self) -> int:
         return size_of(self.files)
 
@@ -97,8 +99,6 @@ def find_source(where: str, reading: Reading) -> Source:
     """Find the files of an input. Of a folder, or of a dataset on the Hub, those of the given
     suffixes are read, or else its rows, or if it has none its texts. UserError if there are none,
     or if more bytes are left out than read and no suffixes are given."""
-    if where == 'builtin':
-        return builtin_source()
     if os.path.isfile(where):
         root, name = os.path.split(where)
         return Source(root, {name: state_of(where)}, {})
@@ -116,14 +116,6 @@ def find_source(where: str, reading: Reading) -> Source:
           f'{where}: {count(files)} would be read, and more left out ({count(left_out)}). Name '
           f'what to read, of --suffixes={known}')
     return Source(root, files, left_out)
-
-
-def builtin_source() -> Source:
-    """Return the text of data/builtin: the source of this Python's library, without its tests."""
-    tests = {'test', 'tests', 'idle_test'}
-    files = {name: state for name, state in list_folder(LIBRARY).items()
-             if name.endswith('.py') and tests.isdisjoint(name.split('/'))}
-    return Source(LIBRARY, files, {})
 
 
 def list_folder(root: str) -> dict[str, State]:
@@ -315,15 +307,14 @@ class Documents:
     def check(self) -> None:
         """UserError if most of the rows that were read lack the column, or no text had the
         separator: both are hardly meant."""
-        files = self.source.files
-        place = self.source.root if len(files) > 1 else os.path.join(self.source.root, *files)
-        check(2 * self.without_column <= self.rows, f'{place}: {self.without_column:,} '
-              f'of {self.rows:,} rows have no column "{self.reading.column}", but '
+        where = self.source.where()
+        check(2 * self.without_column <= self.rows, f'{where}: {self.without_column:,} of '
+              f'{self.rows:,} rows have no column "{self.reading.column}", but '
               f'{", ".join(map(str, self.columns[:20]))}: --column=NAME reads another one')
         separator = self.reading.separator
         check(not separator or self.separators > 0, f'separator={separator!r} is in no text of '
-              f"{place}: expected one that is. A shell writes line ends as $'\\n\\n'; "
-              'files from Windows have \\r\\n')
+              f"{where}: expected one that is. A shell writes line ends as $'\\n\\n'; files from "
+              'Windows have \\r\\n')
 
     def describe(self) -> str:
         return f'{self.without_text:,} of {self.rows:,} rows have no text'

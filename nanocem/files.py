@@ -19,11 +19,23 @@ LONGEST_NAME = 150  # bytes of a name from options; a file system allows 255, su
 NEW_DISK = ('lost+found', 'System Volume Information', '$RECYCLE.BIN')  # what an empty disk has
 
 
+@contextlib.contextmanager
+def name_in_errors(path: str) -> Iterator[None]:
+    """Add a path to each OSError that has none, such as that of a disk that gets full: open names
+    its file, and write does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = path
+        raise
+
+
 def write_atomic(path: str, data: bytes) -> None:
     """Write a file completely or not at all. OSError if that fails."""
     temporary = Path(f'{path}.tmp')
     try:
-        with open(temporary, 'wb') as file:
+        with name_in_errors(path), open(temporary, 'wb') as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -44,8 +56,9 @@ def fill_folder(folder: str, last: str) -> Iterator[Path]:
     partial = path / PARTIAL
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     try:
-        partial.mkdir()
-        yield partial
+        with name_in_errors(folder):
+            partial.mkdir()
+            yield partial
         partial.rename(path / WHOLE)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -93,11 +106,22 @@ def read_json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
-    """Encode as JSON. Values that are NaN or infinite become null, because JSON has neither. Inside
-    other values they raise ValueError."""
-    plain = {key: None if isinstance(value, float) and not math.isfinite(value) else value
-             for key, value in values.items()}
-    return json.dumps(plain, indent=indent, allow_nan=False).encode()
+    """Encode as JSON, by what `plain` makes of the values."""
+    return json.dumps(plain(values), indent=indent, allow_nan=False).encode()
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: a tensor or an array as its numbers, NaN and infinity as
+    None, since JSON has neither, and what is no number, text, list or dictionary as text."""
+    if hasattr(value, 'tolist'):  # of torch or NumPy
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (int, str)) else str(value)
 
 
 def write_json(path: Path, **values: Any) -> None:
@@ -134,7 +158,8 @@ def save_picture(figure: Any, kind: str, run: str, subject: str) -> str:
     path = f'out/results/{short_name(f"{kind}-{run}")}.png'
     figure.supxlabel(subject, fontsize=7, parse_math=False)
     os.makedirs('out/results', exist_ok=True)
-    figure.savefig(path, dpi=100)
+    with name_in_errors(path):
+        figure.savefig(path, dpi=100)
     return path
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from configurator import check
 
@@ -43,52 +45,57 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def flops_per_token(model: Any) -> float:
-    """Count the FLOPs of training per token, at full context. A multiply-add counts as two, a
-    backward pass as two forward passes. Every step of CEM counts its projections, scores, values
-    and diagonal, and a sublayer its match bias once. The output head counts once, and attention's
-    masked half does not count."""
-    cfg, D = model.cfg, model.cfg.d_model
-    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp  # all blocks are alike
-    mean_context = (cfg.context_length + 1) / 2  # average number of positions attended to
-    # Products of width D with the context, beside those for scores and values: with the diagonals,
-    # and for their gradient with h, of each head, or once for all
-    contexts = 0 if cfg.kq_diag == 'none' else len(attn.kq_diag)
-    if attn.whole_gradient:
-        contexts += cfg.n_head if cfg.exact_update else 1
-    if cfg.attn == 'cem':
-        # A step multiplies by W_Q and W_O
-        step = 2 * D * D + (2 + contexts) * mean_context * D
-        if cfg.exact_update and cfg.preconditioner == 'diag_lowrank':  # P acts on each head
-            step += 4 * cfg.n_head * cfg.attn_rank * D
-        attn_macs = D * D + attn.T * step
-    else:
-        projections = 3 if cfg.tie in ('kv', 'both') else 4
-        attn_macs = projections * D * D + (2 + contexts) * mean_context * D
-    attn_macs += {'none': 0, 'token': 1, 'pair': 2}[cfg.match_bias] * mean_context * D
-    mlp_macs = mlp.W.numel() * (1 + 2 * mlp.T if cfg.mlp == 'cem' else 3)
-    layer = cfg.attn_reuse * attn_macs + cfg.mlp_reuse * mlp_macs
-    macs = cfg.loops * cfg.n_layer * layer + cfg.vocab_size * D
-    return 3 * 2.0 * macs  # 3: a forward and a backward pass; 2: a multiplication and an addition
+    """Count the FLOPs of training per token, at full context. A multiply-add counts as two, and a
+    backward pass as two forward passes. Keys after a query do not count, though some are computed.
+    NaN for a model.py of one's own that does not run on torch's meta device."""
+    try:
+        # Torch counts the products of a forward pass of n tokens: a n + b n^2 + c. The squares are
+        # attention's. Folding P into weights is the constant
+        two, three, four = (count_products(model, n) for n in (2, 3, 4))
+    except Exception:  # of any kind
+        return math.nan
+    b = (four - 2 * three + two) / 2
+    a = three - two - 5 * b
+    mean_context = (model.cfg.context_length + 1) / 2  # average number of keys up to the query
+    return 3 * (a + b * mean_context)
 
 
-def compile_for(device: torch.device, model: Any, attention: str) -> Any:
+def count_products(model: Any, n: int) -> int:
+    """Return the FLOPs of the matrix products of a forward pass of n tokens, without computing."""
+    with (torch.device('meta'), torch.enable_grad(), FlopCounterMode(display=False) as counter,
+          sdpa_kernel(SDPBackend.MATH)):  # the products in a fused attention are not counted
+        type(model)(model.cfg).eval()(torch.zeros(1, n, dtype=torch.long))
+    return counter.get_total_flops()
+
+
+def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:
     """Compile the model: on a GPU as one graph, elsewhere block by block. Blocks are alike, so one
-    compilation serves all. `attention` is the name that fast.plug_in returns."""
+    compilation serves all. `by_kernels` says whether it attends by triton_attention.py."""
     # Let a later run reuse the traced graph, though it holds the loss's own backward pass
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    set_switch(torch._functorch.config, 'autograd_cache_allow_custom_autograd_functions', True)
     if device.type == 'cuda':
+        # Make RoPE's table on the GPU now: in the graph each kernel would compute cos and sin
+        model.positions(torch.empty(1, model.cfg.context_length, 0, device=model.head.device))
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
-        keep_bias = not (model.cfg.has_bias() and attention == 'sdpa')
-        torch._functorch.config.ban_recompute_materialized_backward = keep_bias
-        torch._functorch.config.ban_recompute_used_far_apart = keep_bias
+        keep_bias = (by_kernels or not model.cfg.has_bias()
+                     or model.blocks[0].attn.whole_gradient)
+        set_switch(torch._functorch.config, 'ban_recompute_materialized_backward', keep_bias)
+        set_switch(torch._functorch.config, 'ban_recompute_used_far_apart', keep_bias)
         # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.
         # This saves milliseconds a step, but costs memory: nothing is recomputed across a cut
-        torch._dynamo.config.optimize_ddp = False
+        set_switch(torch._dynamo.config, 'optimize_ddp', False)
         return torch.compile(model, dynamic=False)
     for block in model.blocks:
         block.compile(dynamic=False)
     return model
+
+
+def set_switch(config: Any, name: str, value: bool) -> None:
+    """Set a switch of torch's compiler, where this version of torch has it. They are private, and
+    change speed and memory alone."""
+    if hasattr(config, name):
+        setattr(config, name, value)
 
 
 def keep_freed_memory() -> None:

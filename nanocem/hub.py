@@ -1,20 +1,29 @@
 """Weights and options of models in folders that Hugging Face's transformers loads: write, read."""
 import copy
+import importlib.util
 import shutil
+import sys
 import zlib
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer, options_without_part
-from nanocem.fast import is_known_llama, may_use_cache
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
-from nanocem.same import differences, find_change, model_file, outputs, outputs_to_keep
+from nanocem.same import (
+    agree,
+    cache_agrees,
+    find_change,
+    fixed_ids,
+    outputs,
+    outputs_to_keep,
+)
 from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -38,9 +47,46 @@ MAY_CHANGE = (*OURS_ALONE, 'vocab_size', 'context_length')
 def is_plain_llama(model: Transformer) -> bool:
     """Return whether transformers' own LlamaForCausalLM computes the same."""
     cfg = model.cfg
-    return (is_known_llama(model) and cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
+    return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
             and cfg.tie == cfg.key_shift == cfg.match_bias == cfg.kq_diag == 'none'
-            and cfg.loops == cfg.attn_reuse == cfg.mlp_reuse == 1)
+            and cfg.attn_reuse == cfg.mlp_reuse == 1 and is_llama())
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def is_llama() -> bool:
+    """Return whether one layer of model.py's Llama, which may be edited, computes in float64 what
+    LlamaForCausalLM of transformers does, as it is written out here."""
+    cfg = ModelConfig(d_model=16, n_layer=1, n_head=2, d_mlp=24, vocab_size=50, attn='llama',
+                      mlp='llama')
+    model = Transformer(cfg).double()
+    random = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.copy_(torch.randn(p.shape, generator=random))
+    idx = torch.arange(80)[None] * 7919 % 50
+
+    def norm(x: Tensor, module: Any) -> Tensor:
+        return F.rms_norm(x, (cfg.d_model,), module.gain, NORM_EPS)
+
+    def heads(x: Tensor, W: Tensor) -> Tensor:
+        return (x @ W.mT).unflatten(-1, (cfg.n_head, -1)).transpose(1, 2)
+
+    def rotate(x: Tensor) -> Tensor:
+        J, R = x.shape[-2:]
+        frequencies = cfg.rope_theta ** (-torch.arange(0, R, 2).double() / R)
+        angles = torch.outer(torch.arange(J), frequencies).repeat(1, 2)
+        a, b = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat([-b, a], dim=-1) * angles.sin()
+
+    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
+    x = model.embedding[idx]
+    h = norm(x, attn.norm)
+    q, k, v = rotate(heads(h, attn.W_Q)), rotate(heads(h, attn.W_K)), heads(h, attn.W_V)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + o.transpose(1, 2).flatten(-2) @ attn.W_O
+    h = norm(x, mlp.norm)
+    x = x + (F.silu(h @ mlp.V.mT) * (h @ mlp.W.mT)) @ mlp.W_d
+    return agree(model(idx)[0], norm(x, model.norm) @ model.head.mT)
 
 
 def exported_name(name: str, plain: bool) -> str:
@@ -74,7 +120,11 @@ def check_file(model: Transformer, state: dict[str, Any], what: str) -> None:
     """UserError unless model.py's file computes what this model does, whose classes a script may
     have replaced, and what it did when the weights were trained."""
     check(not state.get('change'), f'{what} {state.get("change")}')
-    copied = model_file().Transformer(model.cfg)
+    # model.py as its file has it, without classes that a script has put in their place
+    spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', ROOT / 'model.py')
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    copied = module.Transformer(model.cfg)
     try:
         copied.load_state_dict(model.state_dict())
         same = not find_change(copied, outputs(model))
@@ -88,7 +138,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     """Write all files of an export."""
     from safetensors.torch import save
     cfg, plain = model.cfg, is_plain_llama(model)
-    # Write the weights. named_parameters lists a tied matrix once, by its first name
+    # Write the weights
     weights = {exported_name(name, plain): convert_layout(name, w.detach().to(dtype), plain)
                for name, w in model.named_parameters()}
     (path / WEIGHTS_FILE).write_bytes(save(weights, {'format': 'pt'}))
@@ -110,7 +160,7 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
         auto = {'AutoConfig': 'modeling_nanocem.NanocemConfig',
                 'AutoModelForCausalLM': 'modeling_nanocem.NanocemForCausalLM'}
         config = dict(model_type='nanocem', architectures=['NanocemForCausalLM'], auto_map=auto,
-                      read_once=may_use_cache(model), **vars(cfg))
+                      read_once=cache_agrees(model, fixed_ids(model)), **vars(cfg))
     # BOS is EOS, too: generation stops where the next document would begin
     ids = dict(bos_token_id=tokenizer.bos, eos_token_id=tokenizer.bos,
                pad_token_id=find_pad(tokenizer))
@@ -153,23 +203,23 @@ def read_export(folder: str) -> dict[str, Any]:
     check(kind in ('llama', 'nanocem') and 'run' in config, f'{path} is not of an export: expected '
           f'model_type=llama or nanocem (it is {kind}), and run, what the model was trained on')
     cfg = saved_config(read_llama(config, path) if kind == 'llama' else config)
-    # Find the name that each parameter has in the file. A tied matrix is there by its first name
+    # Find the name that each parameter has in the file
     with torch.device('meta'):
         model = Transformer(cfg)
     plain = kind == 'llama'
-    exported = {w: exported_name(name, plain) for name, w in model.named_parameters()}
+    exported = {name: exported_name(name, plain) for name, _ in model.named_parameters()}
     try:
         found = load_file(f'{folder}/{WEIGHTS_FILE}')
     except SafetensorError as error:  # of half a file, or of Git LFS's pointer to one
         fail(f'{folder}/{WEIGHTS_FILE} is damaged, or not downloaded: copy it again ({error})')
-    shapes = {exported[w]: convert_layout(name, w, plain).shape
+    shapes = {exported[name]: convert_layout(name, w, plain).shape
               for name, w in model.named_parameters()}
     different = sorted(name for name in found.keys() | shapes.keys()
                        if name not in found or found[name].shape != shapes.get(name))
     check(not different, f'{folder} is not an export of a model of this version: config.json does '
           f'not describe the weights, or some are missing: {different[:3]}')
-    weights = {name: convert_layout(name, found[exported[w]].float(), plain)
-               for name, w in model.named_parameters(remove_duplicate=False)}
+    weights = {name: convert_layout(name, found[exported[name]].float(), plain)
+               for name in exported}
     run = config['run']
     if cfg.vocab_size > run['data']['vocab_size']:
         print(f'{folder}: its model has {cfg.vocab_size} ids, its data had '
@@ -187,8 +237,8 @@ def read_export(folder: str) -> dict[str, Any]:
                  'kept by which to tell whether it computes the same')
     # The weights fit other options, too, but were not trained with them
     trained = vars(saved_config(run.get('options', vars(cfg))))
-    changed = differences({name: value for name, value in trained.items()
-                           if name not in MAY_CHANGE}, vars(cfg))
+    changed = [f'{name}={value} (now {getattr(cfg, name)})' for name, value in trained.items()
+               if name not in MAY_CHANGE and value != getattr(cfg, name)]
     if changed:
         warn(f'{path} was edited: it was exported with {", ".join(changed)}')
     return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}

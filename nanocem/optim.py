@@ -32,9 +32,10 @@ def make_optimizers(model: Any, cfg: Any, dtype: torch.dtype) -> list[torch.opti
 
 
 def matrices(module: Any) -> list[Tensor]:
-    """Return the parameters that are matrices or stacks of them: no gains, biases or diagonals."""
+    """Return the parameters that are matrices or stacks of them: no gains, biases or diagonals. A
+    matrix with a side of 1 is a vector."""
     return [p for name, p in module.named_parameters()
-            if p.ndim > 1 and name.split('.')[-1] not in DIAGONALS]
+            if p.ndim > 1 and min(p.shape[-2:]) > 1 and name.split('.')[-1] not in DIAGONALS]
 
 
 def block_matrices(model: Any) -> list[Tensor]:

@@ -4,12 +4,14 @@ page.html is the page without a model: its JavaScript computes what model.py doe
 time. What stands here packs the weights, and refuses what the page cannot compute.
 """
 import base64
+import copy
 import html
 import json
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,103 +23,133 @@ from nanocem.hub_tokenizer import convert_tokenizer
 from nanocem.tokenizers import tokenizer_of
 
 TEMPLATE = Path(__file__).with_name('page.html')
-PLACEHOLDER = 'MODEL GOES HERE'  # in the template, as are these two
-TITLE, ABOUT = 'TITLE GOES HERE', 'ABOUT GOES HERE'
-# The address of the repository, as https://github.com/NAME/nanoCEM, once it has one. It stands here
-# alone: python docs/address.py writes it into the pages of docs/
-REPOSITORY = ''
-# The text that shows copying. No model has read its two names
-COPYING = ('The Zorblax function returns a tuple. The Quimby module reads a file. If the Zorblax '
-           'function fails, call the Quimby')
+# What the template holds in place of a page's own texts
+MODEL, TITLE, ABOUT = 'MODEL GOES HERE', 'TITLE GOES HERE', 'ABOUT GOES HERE'
+SIZE, MEGABYTES = 'SIZE GOES HERE', 'MEGABYTES GO HERE'
+# The address of the repository, or '' as long as it has none
+REPOSITORY: str = tomllib.loads(Path(__file__).parents[1].joinpath('pyproject.toml').read_text(
+    encoding='utf-8'))['project'].get('urls', {}).get('Repository', '')
+QUESTION = 'Can it copy a word it has read only once?'  # the title of a page
+# The page puts a word into the two gaps of these sentences. The model reads it once, and spells it
+LESSON = ('The ', ' is a rare fish. If the ', ' is hungry,')
+# Invented words: a page says how many of their pieces its model spells. The first one opens it
+WORDS = ('Zorblax', 'Quimby', 'Fendril', 'Morvath', 'Drumbolt', 'Skelnar', 'Wobrick', 'Tarquel',
+         'Nimbrosk', 'Gravenol', 'Brizzock', 'Jalpent', 'Oskrim', 'Pelvadur', 'Triskett',
+         'Humbrell', 'Vexaloo', 'Yarndip', 'Krellovar', 'Gumfort')
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
 LOGIT_ERROR = 1e-4  # of their norm; GELU in place of SiLU is 0.7%
 PROBE_PRODUCTS = 100_000_000  # so many a browser computes in less than a second
 # What the page computes: the words of options with a choice, and the options that are numbers
 CHOICES = {
     'attn': ('llama', 'cem'), 'mlp': ('llama', 'cem'), 'tie': ('none', 'kv', 'qo', 'both'),
-    'positions': ('alibi', 'rope'), 'kq_diag': ('none', 'shared', 'per_head'),
+    'positions': ('alibi', 'rope'), 'kq_diag': ('none', 'shared', 'per_head', 'scaled'),
     'score_scale': ('head', 'model'), 'preconditioner': ('none', 'diag', 'diag_lowrank'),
     'residual': ('raw', 'normed'), 'exact_update': (False, True),
     'mlp_energy': ('gated', 'sign_convex'), 'mlp_match': ('dims', 'params'),
-    'key_shift': ('none', 'half'), 'match_bias': ('none', 'token', 'pair')}
+    'key_shift': ('none', 'half'), 'match_bias': ('none', 'token')}
 NUMBERS = {
     'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length', 'attn_steps',
-    'mlp_steps', 'attn_reuse', 'mlp_reuse', 'loops', 'attn_step_size', 'mlp_step_size', 'attn_rank',
+    'mlp_steps', 'attn_reuse', 'mlp_reuse', 'attn_step_size', 'mlp_step_size', 'attn_rank',
     'mlp_rank', 'rope_theta'}
 NOT_COMPUTED = {'size', 'init_std'}  # they name the shape, or begin the training
 
 
 def write_page(path: str, model: Transformer, state: dict[str, Any], prompt: str = '',
-               title: str = '', about: str = '',
-               beside: tuple[str, Transformer, dict[str, Any]] | None = None) -> None:
-    """Write a model to a new HTML file. Its checkpoint `state` names tokenizer and data. `prompt`
-    is the text that the page begins with, by default COPYING; `about` says what the model has read.
-    `beside` is the name of another model, the model and its state: the page begins with COPYING,
-    and shows what both expect. UserError if there is such a file, or if the page cannot compute
-    the model or its tokenizer."""
+               title: str = '', about: str = '') -> None:
+    """Write a model to a new HTML file. Its checkpoint `state` names tokenizer and data. `about`
+    says what the model has read, and `prompt` is the text with which "Look inside" begins: by
+    default the sentences of LESSON. UserError if there is such a file, or if the page cannot
+    compute the model or its tokenizer."""
     check(path.endswith('.html'), f'page={path}: expected a name that ends in .html')
     check(not Path(path).exists(), f'page={path} exists: give a new file')
     has_pages = (Path(path).parent / 'descent.html').exists()
-    text = make_page(model, state, prompt, title, about, beside, has_pages)
+    text = make_page(model, state, prompt, title, about, has_pages)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, text.encode())
 
 
 def make_page(model: Transformer, state: dict[str, Any], prompt: str = '', title: str = '',
-              about: str = '', beside: tuple[str, Transformer, dict[str, Any]] | None = None,
-              has_pages: bool = False) -> str:
+              about: str = '', has_pages: bool = False) -> str:
     """Return the HTML of a page. `has_pages` says whether the other pages of docs/ are beside it.
     UserError if the page cannot compute the model."""
     check_model(model)
     check_file(model, state, 'page: a page computes the classes of model.py, and')
     tokenizer = tokenizer_of(state)
-    examples = [('copying', COPYING), ('writing', prompt), ('your own', '')]
     content = dict(pack_model(model), tokenizer=pack_tokenizer(tokenizer), step=state.get('step'),
-                   prompt=COPYING if beside or not prompt else prompt, copying=COPYING,
-                   examples=[example for example in examples if example != ('writing', '')])
-    if beside:
-        content['beside'] = pack_beside(tokenizer, *beside)
+                   prompt=prompt, lesson=pack_lesson(model, tokenizer))
     # "<" is escaped: no text of a tokenizer or a prompt ends the script that holds it
     text = json.dumps(content, allow_nan=False).replace('<', '\\u003c')
     page = TEMPLATE.read_text(encoding='utf-8')
-    page = page.replace(TITLE, html.escape(title or 'A language model in your browser'))
-    page = page.replace(ABOUT, html.escape(about)).replace(PLACEHOLDER, text)
+    page = page.replace(TITLE, html.escape(title or QUESTION)).replace(ABOUT, html.escape(about))
+    page = page.replace(SIZE, round_number(model.num_params()))
+    page = page.replace(MEGABYTES, f'{len(text) / 1e6:.1f} MB').replace(MODEL, text)
     return set_links(page, REPOSITORY, has_pages)
+
+
+def round_number(n: int) -> str:
+    """Two digits of a number of weights: 1.1 million, 23 thousand."""
+    if n < 1000:
+        return str(n)
+    unit, word = (1e6, 'million') if n >= 999_500 else (1e3, 'thousand')
+    return f'{float(f"{n / unit:.2g}"):g} {word}'
 
 
 def set_links(page: str, repository: str, has_pages: bool) -> str:
     """Return a page with the address of the repository in its links to code, <a data-code="FILE">,
     and that of its GitHub Pages in links to pages, <a data-page="FILE">, and in og:image. Without
     an address these are files of a clone, if the other pages are beside this one. If they are not,
-    the links are left out, with the comma that joins them to others."""
+    the road through the pages, <nav>, is left out."""
     owner, _, name = repository.removeprefix('https://github.com/').partition('/')
     site = f'https://{owner}.github.io/{name}/' if repository else ''
     code = f'{repository}/blob/main/' if repository else '../'
     if not (repository or has_pages):
-        page = re.sub(r'<a data-page=[^>]*>[^<]*</a>,\s*', '', page)
-        page = re.sub(r',\s*<a data-code=[^>]*>[^<]*</a>', '', page)
+        page = re.sub(r'<nav.*?</nav>\n', '', page, flags=re.DOTALL)
     page = re.sub(r'<a data-code="([^"]*)"[^>]*>', rf'<a data-code="\1" href="{code}\1">', page)
     page = re.sub(r'<a data-page="([^"]*)"[^>]*>',
                   rf'<a data-page="\1" href="{"" if has_pages else site}\1">', page)
     return re.sub(r'(<meta property="og:image" content=")[^"]*?([^"/]*">)', rf'\1{site}\2', page)
 
 
+class Guess(NamedTuple):
+    """What a model expects where a piece of a word stands."""
+    piece: str
+    p: float  # the piece's probability
+    is_first: bool  # whether the piece is the likeliest
+
+
 @torch.no_grad()
-def pack_beside(tokenizer: Any, name: str, other: Transformer,
-                state: dict[str, Any]) -> dict[str, Any]:
-    """Return the probability that another model gives to each token of COPYING, and its options.
-    UserError if its tokens are others."""
-    check(pack_tokenizer(tokenizer_of(state)) == pack_tokenizer(tokenizer),
-          f'beside={name}: expected a model with the same tokenizer')
-    ids = [tokenizer.bos, *tokenizer.encode(COPYING)]
-    length = other.cfg.context_length
-    check(len(ids) <= length, f'beside={name}: expected a context of at least {len(ids)} tokens, '
-          f'and not {length}')
-    p = other(torch.tensor([ids]))[0][0].softmax(dim=-1)
-    found = [1.0, *(p[at, id].item() for at, id in enumerate(ids[1:]))]
-    return dict(name=name, p=[float(f'{value:.6g}') for value in found],
-                cfg={name: value for name, value in vars(other.cfg).items()
-                     if name not in NOT_COMPUTED})
+def guesses(model: Transformer, tokenizer: Any, sentence: str, word: str) -> list[Guess]:
+    """Return what a model expects of the pieces of the last `word` in a sentence, each given all
+    before it. The first piece with a letter, and a space before it, are left out."""
+    before = sentence[:sentence.rindex(word)].rstrip(' ')
+    begin = len(tokenizer.encode(before))
+    end = len(tokenizer.encode(f'{before} {word}'))
+    ids = tokenizer.encode(sentence)
+    while not tokenizer.decode(ids[begin:begin + 1]).strip():
+        begin += 1
+    logits = model(torch.tensor([[tokenizer.bos, *ids]]))[0][0]
+    # The logits at BOS are those of the first id
+    return [Guess(tokenizer.decode(ids[at:at + 1]), logits[at].softmax(dim=-1)[ids[at]].item(),
+                  logits[at].argmax().item() == ids[at]) for at in range(begin + 1, end)]
+
+
+def pack_lesson(model: Transformer, tokenizer: Any) -> dict[str, Any] | None:
+    """Return the sentences and words of the page's lesson, and how many pieces of all WORDS are
+    the model's first guess: as it is, and with all match weights 0. None if the model's context is
+    too short for the sentences."""
+    sentences = [word.join(LESSON) for word in WORDS]
+    longest = max(len(tokenizer.encode(sentence)) for sentence in sentences)
+    if 1 + longest > model.cfg.context_length:
+        return None
+    switched_off = copy.deepcopy(model)
+    for name, w in switched_off.named_parameters():
+        if name.endswith('match_weight'):
+            w.data.zero_()
+    found = {name: [guess for word, sentence in zip(WORDS, sentences, strict=True)
+                    for guess in guesses(one, tokenizer, sentence, word)]
+             for name, one in (('on', model), ('off', switched_off))}
+    return dict(sentences=LESSON, words=WORDS, pieces=len(found['on']),
+                **{name: sum(guess.is_first for guess in all) for name, all in found.items()})
 
 
 def check_model(model: Transformer) -> None:
@@ -141,7 +173,6 @@ def pack_model(model: Transformer) -> dict[str, Any]:
     UserError if these are not finite."""
     rounded = Transformer(model.cfg).eval()
     rounded.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
-    # named_parameters lists a tied matrix once, by its first name
     weights = dict(rounded.named_parameters())
     bits = torch.cat([w.detach().bfloat16().view(torch.int16).flatten() for w in weights.values()])
     n_ids = min(model.cfg.context_length, max(6, PROBE_PRODUCTS // model.num_params()))

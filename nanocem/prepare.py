@@ -56,19 +56,17 @@ FEW = 4096  # The perplexity of fewer tokens says little
 @dataclass
 class PrepareConfig(Reading):
     """Choose the text, the tokenizer and the splits."""
-    input: PathStr = SLIMPAJAMA  # path, builtin, hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
+    input: PathStr = SLIMPAJAMA  # path, or hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
     out_dir: PathStr | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int = 3_300_000_000  # training tokens at most; the default is enough for 162m
-    tokenizer: PathStr | None = None  # default llama, of builtin byte; or gpt2, bpe2048, FILE.model
-    held_out: float | None = None  # share of val and of test; 0.005, builtin 0.05
+    tokenizer: PathStr | None = None  # llama, the default, byte, gpt2, bpe2048 or FILE.model
+    held_out: float | None = None  # share of val and of test; default: 0.005
 
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range(self, 1, 10**15, 'tokens')
         in_range(self, 0, 0.49, 'held_out')  # train gets what val and test leave
-        if self.input == 'builtin':
-            set_if_none(self, tokenizer='byte', held_out=0.05)
-        elif not self.input.startswith(HUB):
+        if not self.input.startswith(HUB):
             self.input = os.path.abspath(self.input)
         # Name the folder after the input, without its suffix and the dots of a hidden one
         name = os.path.basename(self.input.rstrip('/')).lstrip('.').partition('.')[0] or 'text'
@@ -85,13 +83,10 @@ class PrepareConfig(Reading):
 
 def find_data(folder: str, text: str | None = None, tokenizer: str | None = None,
               checkpoint: dict[str, Any] | None = None, reading: Reading | None = None) -> str:
-    """Return the data folder: `folder`, or that of a user's `text`. That of a text, and
-    data/builtin, are made on first use. The default tokenizer of a text is that of `checkpoint`,
-    from which training goes on, or else chosen by size. Raises UserError, OSError."""
+    """Return the data folder: `folder`, or that of a user's `text`, which is made on first use. The
+    default tokenizer of a text is that of `checkpoint`, from which training goes on, or else chosen
+    by size. Raises UserError, OSError."""
     if not text:
-        if Path(folder) == Path('data/builtin') and not os.path.exists(f'{folder}/meta.json'):
-            print(f"Preparing {folder} from the source of this Python's library", flush=True)
-            prepare(PrepareConfig(input='builtin'))
         return folder
 
     if checkpoint and not tokenizer:

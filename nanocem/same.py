@@ -1,53 +1,44 @@
 """
-Is it the same? Three questions, asked here alone:
+Does a model compute what it should? These functions compare numbers, and never texts:
 
-    Does this code with these weights give what it gave?     outputs, find_change
-    Was model.py edited?                                     definitions, in_use, find_edits
-    Are these plain values equal?                            differences, differing
+    find_change     are its logits for fixed ids those that its checkpoint keeps?
+    is_causal       are they the same if the text is cut after them?
+    cache_agrees    does generate's cache give those of the whole text?
+    step_errors     is each step of a CEM layer minus the gradient of its energy?
+    attend_error    does `attend` give the sums that `weigh` writes out?
 
-A checkpoint, an export and a web page keep some logits of their own weights, and whoever loads them
-compares. So an edit that computes something else is found, and so are other options, and weights of
-the layers that have changed. What no logit shows, a detach or a dropout, is told by the text of
-model.py.
+What no logit shows, such as a dropout, stands in the model.py that a run's folder keeps.
 """
-import ast
 import contextlib
 import copy
-import importlib.util
-import inspect
-import sys
-import textwrap
-import zlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from types import CodeType, ModuleType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-import model as model_py
 from configurator import warn
+from model import BLOCK, Cache
 
 N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced
-MOST_ERROR = 1e-6  # of the logits' norm; in float64 machines differ by 1e-12
+MOST_ERROR = 1e-6  # of a norm; in float64 machines differ by 1e-12
+# Options on which the laws of layers do not depend, or which leave a part of the gradient out
+NOT_IN_A_LAW = {'size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length',
+                'init_std', 'preconditioner', 'attn_rank', 'mlp_rank', 'exact_update'}
 
 
-# Does this code with these weights give what it gave?
+# Logits
 
-def outputs(model: Any) -> list[str]:
-    """Return some logits that a model gives with its own weights for fixed ids, in float64: a line
-    of numbers for each token."""
-    with exact_copy(model) as (exact, idx):
-        tokens = [n for n in TOKENS if n < idx.shape[1]] or [idx.shape[1] - 1]
-        kept = torch.linspace(0, len(model.head) - 1, N_LOGITS, device=idx.device).long()
-        logits = exact(idx)[0][0, tokens][:, kept]
-    return [' '.join(f'{x:.10g}' for x in row) for row in logits.tolist()]
+def fixed_ids(model: Any) -> Tensor:
+    """Return ids (J,) that do not depend on the random state."""
+    length = min(N_IDS, model.cfg.context_length)
+    return torch.arange(length, device=model.head.device) * 7919 % len(model.head)
 
 
 @contextlib.contextmanager
-def exact_copy(model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield a copy of a model in float64, and fixed ids (1, I) for it. Inside there are no
+def exact_copy(model: Any) -> Iterator[tuple[Any, Tensor]]:
+    """Yield a copy of a model in float64, and fixed ids (1, J) for it. Inside there are no
     gradients, and the same random numbers each time, which those outside do not notice."""
     # A GPU of Apple has no float64
     device = 'cuda' if model.head.device.type == 'cuda' else 'cpu'
@@ -57,19 +48,22 @@ def exact_copy(model: Any) -> Iterator[tuple[Any, torch.Tensor]]:
         torch.manual_seed(0)
         # Unlike to(dtype), double() leaves complex numbers alone, such as an edit's rotations
         exact = copy.deepcopy(model).to(device).double().eval()
-        length = min(N_IDS, model.cfg.context_length)
-        yield exact, torch.arange(length, device=device)[None] * 7919 % len(model.head)
+        yield exact, fixed_ids(exact)[None]
 
 
-def warn_if_not_causal(model: Any) -> None:
-    """Print a warning if logits depend on later tokens, as after an edit of model.py that forgets
-    the mask: its losses are low, and say nothing of the text that it writes."""
-    with contextlib.suppress(Exception), exact_copy(model) as (exact, idx):  # of an edit: any
-        n = idx.shape[1] // 2
-        whole, part = exact(idx)[0][0, :n], exact(idx[:, :n])[0][0]
-        if float((whole - part).norm()) > MOST_ERROR * float(whole.norm()):
-            warn('this model.py lets a token see later ones, or is random: logits change if the '
-                 'text is cut after them. Its losses say nothing about text that it writes')
+def agree(found: Tensor, right: Tensor, most_error: float = MOST_ERROR) -> bool:
+    """Return whether two tensors are equal, but for an error of this share of their norm."""
+    found, right = found.nan_to_num(1e9), right.nan_to_num(1e9)  # two NaN are equal
+    return float((found - right).norm()) <= most_error * float(right.norm())
+
+
+def outputs(model: Any) -> list[str]:
+    """Return some logits that a model gives with its own weights: a line for each token."""
+    with exact_copy(model) as (exact, idx):
+        tokens = [n for n in TOKENS if n < idx.shape[1]] or [idx.shape[1] - 1]
+        kept = torch.linspace(0, len(model.head) - 1, N_LOGITS, device=idx.device).long()
+        logits = exact(idx)[0][0, tokens][:, kept]
+    return [' '.join(f'{x:.10g}' for x in row) for row in logits.tolist()]
 
 
 def outputs_to_keep(model: Any) -> dict[str, list[str]]:
@@ -78,156 +72,136 @@ def outputs_to_keep(model: Any) -> dict[str, list[str]]:
     try:
         return {'outputs': outputs(model)}
     except Exception as error:  # of an edit, which may raise any
-        reason = (str(error).strip() or 'no reason given').splitlines()[0]
-        warn(f'this model.py cannot be checked ({type(error).__name__}: {reason:.150}): a '
-             'checkpoint keeps no logits by which a later edit would be told')
+        warn(f'this model.py cannot be checked ({first_line(error)}): a checkpoint keeps no logits '
+             'by which a later edit would be told')
         return {}
 
 
 def find_change(model: Any, kept: list[str]) -> str:
     """Return how far the model's outputs are from those that its checkpoint keeps, or ''."""
     try:
-        found = as_numbers(outputs(model))
+        found, expected = (
+            torch.tensor([[*map(float, line.split())] for line in lines], dtype=torch.float64)
+            for lines in (outputs(model), kept))
     except Exception as error:
         return f'it does not run ({type(error).__name__}: {error})'
-    expected = as_numbers(kept)
     n = min(len(found), len(expected))  # a longer context has more
-    error = float((found[:n] - expected[:n]).norm() / expected[:n].norm().clamp(min=1e-30))
-    if error <= MOST_ERROR:  # false for NaN
+    if agree(found[:n], expected[:n]):
         return ''
+    error = relative_error(found[:n], expected[:n])
     return (f'its logits are not those that were kept (off by {error:.1g} of their norm): model.py '
             'or the weights have changed')
 
 
-def as_numbers(lines: list[str]) -> torch.Tensor:
-    numbers = torch.tensor([[*map(float, line.split())] for line in lines], dtype=torch.float64)
-    return numbers.nan_to_num(1e9)  # two NaN are equal
+def is_causal(model: Any) -> bool:
+    """Return whether logits stay if the text is cut after them. They do not after an edit that
+    forgets the mask: its losses are low, and say nothing of the text that it writes."""
+    with contextlib.suppress(Exception), exact_copy(model) as (exact, idx):  # of an edit: any
+        n = idx.shape[1] // 2
+        return agree(exact(idx[:, :n])[0][0], exact(idx)[0][0, :n])
+    return True  # it does not run here, which is told elsewhere
 
 
-# Was model.py edited?
-
-def syntax(node: Any) -> Any:
-    """Return what a part of a program says, without its comments, docstrings and line ends. All
-    versions of Python return the same: fields that are empty are left out."""
-    if isinstance(node, list):
-        return [syntax(item) for item in node if not is_docstring(item)]
-    if not isinstance(node, ast.AST):
-        return repr(node)
-    fields = [(name, syntax(value)) for name, value in ast.iter_fields(node)
-              if value is not None and value != []]
-    return type(node).__name__, fields
+def warn_if_not_causal(model: Any) -> None:
+    if not is_causal(model):
+        warn('this model.py lets a token see later ones, or is random: logits change if the '
+             'text is cut after them. Its losses say nothing about text that it writes')
 
 
-def is_docstring(node: Any) -> bool:
-    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str))
-
-
-def checksum(node: ast.AST) -> str:
-    return f'{zlib.crc32(repr(syntax(node)).encode()):08x}'
-
-
-def definitions(text: str) -> dict[str, str]:
-    """Return the checksum of each function, method and constant of a program: 'CEMMLP.forward'."""
-    found = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = checksum(node)
-        elif isinstance(node, ast.ClassDef):
-            found |= {f'{node.name}.{part.name}': checksum(part) for part in node.body
-                      if isinstance(part, ast.FunctionDef)}
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {ast.unparse(target): checksum(node) for target in targets}
-    return found
-
-
-def codes_of(code: CodeType) -> dict[str, CodeType]:
-    """Return the compiled functions and methods of a program, by their names."""
-    found = {}
-    for part in code.co_consts:
-        if isinstance(part, CodeType):
-            found[part.co_qualname] = part
-            found |= codes_of(part)
-    return found
-
-
-# The text that the program began with. Whoever saves model.py while it runs, runs the earlier one
-MODEL_TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
-DEFINITIONS = definitions(MODEL_TEXT)
-CODES = codes_of(compile(MODEL_TEXT, model_py.__file__, 'exec'))
-
-
-def checksum_of(function: Any) -> str:
-    """Return the checksum of the text of a function or method; '' for one without text, such as a
-    partial, or one that was typed into a console."""
-    code = code_of(function)
-    if code is None:
-        return ''
-    if code == CODES.get(code.co_qualname):  # it is model.py's own
-        return DEFINITIONS.get(code.co_qualname, '')
+@torch.no_grad()
+def cache_agrees(model: Any, prompt: Tensor) -> bool:
+    """Return whether model.py's cache gives the logits of the whole text, but for rounding, after
+    the ids (J,) of a prompt and some more. It does not after an edit that lets tokens meet outside
+    attention."""
+    ids = fixed_ids(model)
+    half, length = len(ids) // 2, len(ids)
+    idx = torch.cat([prompt[-half:], ids])[None, :length]
+    cache = Cache()
     try:
-        return checksum(ast.parse(textwrap.dedent(inspect.getsource(code))).body[0])
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return ''
+        for begin, end in ((0, half), (half, length - 1), (length - 1, length)):
+            if begin < end:
+                found = model(idx[:, begin:end], next_only=True, cache=cache)[0]
+        right = model(idx, next_only=True)[0]
+    except Exception:  # of an edit without a cache
+        return False
+    rounding = torch.finfo(model.head.dtype).eps ** 0.5  # more than sums in this dtype are off by
+    return agree(found, right, rounding)
 
 
-def code_of(function: Any) -> CodeType | None:
-    """Return the code of a function, without a decorator of torch or of Python. A wrapper of
-    anyone else's is another function, whatever it says that it wraps."""
-    while hasattr(function, '__wrapped__'):
-        file = getattr(getattr(function, '__code__', None), 'co_filename', '')
-        if file != contextlib.__file__ and '/torch/' not in file.replace('\\', '/'):
-            break
-        function = function.__wrapped__
-    return getattr(function, '__code__', None)
+# Laws of layers
+
+def small_model(model: Any) -> tuple[Any, Tensor]:
+    """Return a small model in float64 with the layers of this one, but without P, and with the
+    whole gradient of a diagonal; and an input of its layers. All weights are random."""
+    cfg = model.cfg
+    options = {name: value for name, value in vars(cfg).items() if name not in NOT_IN_A_LAW}
+    small = type(model)(type(cfg)(
+        **options, d_model=16, n_layer=1, n_head=2, d_mlp=24, vocab_size=1, context_length=1,
+        exact_update=cfg.kq_diag in ('shared', 'per_head'))).double()
+    random = torch.Generator().manual_seed(0)
+    for p in small.parameters():  # zeros hide errors
+        p.data = torch.randn(p.shape, generator=random).double() / 3
+    return small, torch.randn(1, BLOCK + 6, 16, generator=random).double()
 
 
-def in_use() -> dict[str, str]:
-    """Return the definitions of model.py, and those that a script has put in their place."""
-    found = dict(DEFINITIONS)
-    for name in CODES.keys() & found.keys():
-        value = model_py
-        for part in name.split('.'):
-            value = getattr(value, part, None)
-        found[name] = checksum_of(value)
-    return found
+@torch.inference_mode(False)
+@torch.enable_grad()
+def step_errors(model: Any) -> dict[str, float]:
+    """Return by how much two steps of each layer that has an energy differ from -eta d energy / du,
+    relative to its norm. The keys are the names of the layers' classes."""
+    small, x = small_model(model)
+    attn, mlp = small.blocks[0].attn, small.blocks[0].mlp
+    errors = {}
+    for layer, inputs in ((attn, (x, small.positions(x))), (mlp, (x,))):
+        if not hasattr(layer, 'energy'):
+            continue
+        states = []
+        for layer.T in range(3):
+            states.append(layer(*inputs).detach())
+        h, expected = layer.norm(x), []
+        for state in states[:2]:
+            u = layer.norm(state).detach().requires_grad_()
+            gradient, = torch.autograd.grad(layer.energy(u, h).sum(), u)
+            expected.append(-layer.eta * gradient)
+        steps = [states[1] - states[0], states[2] - states[1]]
+        errors[type(layer).__name__] = relative_error(torch.cat(steps), torch.cat(expected))
+    return errors
 
 
-def model_file(text: str = MODEL_TEXT) -> ModuleType:
-    """Return model.py as its file has it, without classes that a script has put in their place."""
-    spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', model_py.__file__)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    exec(compile(text, model_py.__file__, 'exec'), vars(module))
-    return module
+@torch.inference_mode(False)
+@torch.no_grad()
+def attend_error(model: Any) -> float:
+    """Return by how much `attend` differs from `weigh`, relative to its norm: 0 for an attention
+    of one's own that has no such methods."""
+    small, x = small_model(model)
+    attn, pos = small.blocks[0].attn, small.positions(x)
+    if not (hasattr(attn, 'attend') and hasattr(attn, 'weigh')):
+        return 0.0
+    q, k, v = (attn.split_heads(x.roll(n, dims=2)) for n in (1, 2, 3))
+    o, right = (method(q, k, v, pos, x, x.flip(1))[0] for method in (attn.attend, attn.weigh))
+    return relative_error(o, right)
 
 
-def find_edits(methods: Iterable[tuple[Any, str]], known: dict[str, str]) -> list[str]:
-    """Return the names of those methods whose text is not the known one. Each method is given by
-    its owner, an object, a class or a module, and its name."""
-    edits = {}
-    for owner, name in methods:
-        method = getattr(owner, name, None)
-        code = code_of(method)
-        qualified = code.co_qualname if code else ''
-        if known.get(qualified) != checksum_of(method):
-            if not qualified.endswith(name):
-                kind = owner if isinstance(owner, type) else type(owner)
-                qualified = name if isinstance(owner, ModuleType) else f'{kind.__name__}.{name}'
-            edits[qualified] = None
-    return list(edits)
+def relative_error(found: Tensor, right: Tensor) -> float:
+    return float((found - right).norm() / right.norm().clamp(min=1e-30))
 
 
-# Are these plain values equal?
+def warn_of_broken_laws(model: Any) -> None:
+    """Print a line for each law that the layers of this model.py break."""
+    try:
+        for name, error in step_errors(model).items():
+            if not error <= MOST_ERROR:  # true for NaN
+                warn(f'{name}: forward is not minus the gradient of energy any more (off by '
+                     f'{error:.2g} of its norm): edit both, or rename energy')
+        error = attend_error(model)
+        if not error <= MOST_ERROR:
+            warn(f'attend does not give the sums of weigh and scores any more (off by {error:.2g} '
+                 'of their norm): edit both')
+    except Exception as error:  # of an edit, which may raise any
+        warn(f'this model.py cannot be checked ({first_line(error)}): whether its steps are minus '
+             'the gradients of its energies is not known')
 
-def differing(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the names whose values differ, or that one of the two lacks."""
-    return [name for name in {**saved, **now}
-            if (name in saved, saved.get(name)) != (name in now, now.get(name))]
 
-
-def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return in words which of the values `now` are not those saved. A name that was not saved is
-    not compared."""
-    return [f'{name}={saved[name]} (now {value})' for name, value in now.items()
-            if saved.get(name, value) != value]
+def first_line(error: Exception) -> str:
+    reason = (str(error).strip() or 'no reason given').splitlines()[0]
+    return f'{type(error).__name__}: {reason:.150}'

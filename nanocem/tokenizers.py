@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configurator import check, fail
+from configurator import check, fail, warn
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
 from nanocem.documents import Reading, text_documents
-from nanocem.fast import may_use_cache
+from nanocem.files import name_in_errors
+from nanocem.same import cache_agrees
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
@@ -206,7 +207,7 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
                 use_cache: bool | None = None) -> str:
     """Return n texts that begin with `prompt`, joined by lines of ---. Each stops where the model
     begins another document, by a BOS; with go_on the other documents follow, joined alike. By
-    default there is a cache unless model.py was edited. UserError if the model's logits are not
+    default there is a cache if it gives the logits of the whole text. UserError if logits are not
     finite."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     idx = torch.tensor([ids] * n, device=model.embedding.device)
@@ -214,7 +215,10 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     check(finite, 'the logits of the model are not finite: it cannot be sampled from')
     generator = torch.Generator(idx.device).manual_seed(seed)
     if use_cache is None:
-        use_cache = may_use_cache(model)
+        use_cache = cache_agrees(model, idx[0])
+        if not use_cache:
+            warn('the cache of this model.py gives other logits than the whole text does, which is '
+                 'read again for each token: --use_cache=True uses the cache')
     idx = model.generate(idx, tokens, temperature, top_k, generator, use_cache)
     # Divide each row where the model begins a document: decode leaves out BOS
     texts: list[str] = []
@@ -252,7 +256,8 @@ def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
     llama = find_llama(data_dir)
     n_ids = text_bytes = llama_tokens = 0
     lossless = True
-    with tempfile.TemporaryFile() as file:  # of the ids: a text may be larger than memory
+    # The ids go to a file: a text may be larger than memory
+    with name_in_errors(tempfile.gettempdir()), tempfile.TemporaryFile() as file:
         for document in text_documents(path, reading):
             begins = True
             for block in document:

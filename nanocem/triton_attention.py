@@ -40,6 +40,9 @@ Shapes: B batch, J positions, K heads, R = D / K. Matrices are (B, J, D), head k
 bias and of S is padded to `width`. A tile's width is a power of two, so a head of width 72 is held
 as two pieces, BR = 64 and BT = 16 columns wide; BT = 0 means that one piece is enough.
 """
+import copy
+import importlib.util
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +50,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from configurator import warn
+from model import BaseAttention, Transformer, make_positions
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # without Triton this file can still be imported
     triton = tl = SimpleNamespace(jit=lambda f: f, constexpr=lambda x: x)
 
+HAS_TRITON = importlib.util.find_spec('triton') is not None
+MOST_ERROR = 8  # the largest error of a row that is rounding, in units of its dtype's epsilon
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = 20.0  # a weight of e^-20 of the largest is nothing
 WINDOW_TILE = 64  # rows of a tile in the forward and dq kernels, columns in the dk kernel
@@ -533,3 +541,111 @@ def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None
     if b is not None and du is None and match is None:
         first, end = window(q, k, n_head, scale, b)
     return attention_op(q, k, du, h, b, match, w, first, end, n_head, scale)[0]
+
+
+# In a model
+
+def use_kernels(model: Transformer, dtype: torch.dtype) -> bool:
+    """Let all layers of a model attend by these kernels, if they can on its device and in dtype,
+    and give in the first layer what model.py's lines give. Return whether they do; a warning says
+    where they are wrong."""
+    layers = [getattr(block, 'attn', None) for block in model.blocks]
+    if not all(isinstance(attn, BaseAttention) and fits(attn)
+               and runs_triton(attn.W_Q.device, dtype, attn.cfg.d_model // attn.K)
+               for attn in layers):
+        return False
+    # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off
+    for length in (300, 256) if layers[0].W_Q.is_cuda else (150,):
+        if wrong := find_error(layers[0], dtype, length):
+            warn(f'triton attention {wrong}: it is not used')
+            return False
+    for attn in layers:
+        attn.kernel = attend
+    return True
+
+
+def fits(attn: BaseAttention) -> bool:
+    """Return whether the kernels compute this attention, and pay: they need values that are the
+    keys, a bias, and have room for one diagonal beside the match bias."""
+    cfg = attn.cfg
+    # With RoPE Llama's tied values are the keys before their rotation
+    tied = cfg.attn == 'cem' or (cfg.ties('kv') and cfg.positions == 'alibi')
+    one_match = cfg.match_bias == 'none' or cfg.kq_diag != 'per_head'
+    return tied and cfg.has_bias() and one_match and not attn.whole_gradient
+
+
+def runs_triton(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
+    """Return whether there are kernels for this device and dtype, and heads of this width R."""
+    if not HAS_TRITON or head_width > 128:
+        return False
+    if os.environ.get('TRITON_INTERPRET') == '1':  # on a CPU, in tests; without bfloat16
+        return device.type == 'cpu' and dtype in (torch.float16, torch.float32)
+    return device.type == 'cuda' and dtype in (torch.float16, torch.bfloat16)
+
+
+def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
+           h: Tensor) -> Tensor | None:
+    """Attend to a whole text: (B, K, J, R) -> (B, K, J, R). None for values that are not the keys,
+    a mask of one's own, and a dtype without kernels, as of the sample at the end of a run."""
+    own_mask = pos.mask is not None and pos.mask.dim() > 2
+    if v is not k or own_mask or not runs_triton(q.device, q.dtype, q.shape[-1]):
+        return None
+    b = None
+    if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
+        b = attn.b_self - attn.b_cross
+    d_u = None if attn.cfg.kq_diag == 'none' else attn.scaled_diagonal(u)
+    match = w = None
+    if attn.cfg.match_bias == 'token':
+        match, w = attn.match(h, pos), attn.match_weight
+    q, k = attn.merge_heads(q), attn.merge_heads(k)  # (B, I, D)
+    return attn.split_heads(attention(q, k, attn.K, 1 / attn.tau, d_u, h, b, match, w))
+
+
+def find_error(attn: BaseAttention, dtype: torch.dtype, length: int) -> str:
+    """Compare the kernels' output and gradients, for random inputs and parameters of this layer,
+    with its own lines in float64 on a CPU. Return how one of them is wrong by more than rounding,
+    or ''. Triton, LLVM, ptxas and the driver may all be wrong."""
+    random = torch.Generator().manual_seed(0)  # which disturbs no other numbers
+    with torch.inference_mode(False), torch.no_grad():
+        layer = copy.deepcopy(attn).requires_grad_()
+        for p in layer.parameters():  # zeros hide errors
+            p.add_((0.3 * torch.randn(p.shape, generator=random)).to(p))
+    exact, layer.kernel = copy.deepcopy(layer).to('cpu', torch.float64), attend
+    K, D, device = attn.K, attn.cfg.d_model, attn.W_Q.device
+    q, k = torch.randn(2, 2, K, length, D // K, generator=random).to(dtype)
+    u, h = torch.randn(2, 2, length, D, generator=random)
+
+    def results(layer: Any, *inputs: Tensor) -> dict[str, Tensor]:
+        q, k, u, h = inputs = [x.requires_grad_() for x in inputs]
+        o, _ = layer.attend(q, k, k, make_positions(layer.cfg, h), u, h)
+        weights = torch.linspace(-1, 1.5, o.numel(), device=o.device).view(o.shape)
+        leaves = dict(zip('qkuh', inputs, strict=True)) | dict(layer.named_parameters())
+        found = torch.autograd.grad((o * weights.to(o)).sum(), [*leaves.values()],
+                                    allow_unused=True)
+        return {'output': o} | {f'gradient of {name}': g for name, g in
+                                zip(leaves, found, strict=True) if g is not None}
+    try:
+        with (torch.inference_mode(False), torch.enable_grad(),
+              torch.autocast(device.type, enabled=False)):
+            ours = results(layer, *(x.to(device) for x in (q, k, u, h)))
+            right = results(exact, *(x.double() for x in (q, k, u, h)))
+    except Exception as error:  # of many types
+        reason = (str(error).strip() or 'no reason given').splitlines()[0]
+        return f'does not run ({type(error).__name__}: {reason})'
+    eps = torch.finfo(dtype).eps  # of float32 more is allowed: rounding of long sums is no error
+    limit = MOST_ERROR * (100 * eps if eps < 1e-6 else eps)
+    for name, expected in right.items():
+        error = largest_error(ours[name], expected)
+        if not error <= limit:  # true for NaN
+            return (f'gives another {name} than the lines of model.py (off by {error:.2g}, at most '
+                    f'{limit:.2g} is rounding)')
+    return ''
+
+
+def largest_error(found: Tensor, right: Tensor) -> float:
+    """Return the largest error of a row, relative to its right norm plus a typical row's."""
+    found, right = (x.detach().cpu().double().reshape(-1, x.shape[-1] if x.dim() else 1)
+                    for x in (found, right))
+    rows = right.norm(dim=-1)
+    typical = rows.square().mean().sqrt() + 1e-30  # not 0
+    return float(((found - right).norm(dim=-1) / (rows + typical)).max())

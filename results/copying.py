@@ -23,9 +23,8 @@ from configurator import PathStr, build, check, command_line, in_range, read_opt
 from model import Transformer
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, token_losses
 from nanocem.documents import Reading
-from nanocem.fast import plug_in
 from nanocem.files import markdown_table
-from nanocem.runs import check_match, load_model, newest_run
+from nanocem.runs import check_data, load_model, newest_run
 from nanocem.tokenizers import describe_source, read_sequences, tokenizer_of
 
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
@@ -170,9 +169,8 @@ def load_beside(path: str, of: str, model: Transformer, data: dict, device: str)
     other, state = load_model(path, device)
     check(not same_model(other, model), f'{path} has the weights of {of}: expected another run, or '
           f'{of} alone')
-    check_match(path, (state['data'], {name: data[name] for name in TOKENIZER_KEYS}),
-                remedy=f'the tokens of {of} and of {path} are others, whose losses cannot be set '
-                'side by side')
+    # Losses of other tokens cannot be set side by side
+    check_data(path, state['data'], {name: data[name] for name in TOKENIZER_KEYS})
     length, own_length = other.cfg.context_length, model.cfg.context_length
     check(length == own_length, f'{path} has a context of {length} tokens, and {of} one of '
           f'{own_length}: expected the same')
@@ -194,8 +192,6 @@ def main(argv: list[str]) -> None:
     models = {path: model}
     for other in others:
         models[other] = load_beside(other, path, model, state['data'], cfg.device)
-    for loaded in models.values():
-        plug_in(loaded)
     tokenizer = tokenizer_of(state)
     source = describe_source(cfg, state)
     ids, *_ = read_sequences(cfg, state, tokenizer, model.cfg.context_length)

@@ -10,6 +10,7 @@ held-out text, validation and test together. Other runs have one in nats per tok
 and stand in no row. A run that is left out has a line on stderr.
 """
 import glob
+import json
 import math
 import re
 import statistics
@@ -23,13 +24,17 @@ from typing import Any
 from configurator import build, check, fail, read_options
 from model import SIZES, ModelConfig
 from nanocem.files import read_csv, read_json, read_json_lines
-from nanocem.runs import RECIPE, load_model, read_result, short_list
-from nanocem.same import differing, in_use
+from nanocem.runs import MODEL_TEXT, load_model, read_result
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = Path(__file__).resolve().parent
 FIRST = RESULTS / 'tokens'  # the first family's folder, which has the text and the sizes, too
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
+# Options, beside the budget, in which a run must be the one that its folder's name says
+RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1',
+          'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
+# How often the pair of a repeated target stands in training, as gradient/run.py divides it
+COUNTS = {'0 to 10': 0, '11 to 100': 1, '101 to 1,000': 2, 'more': 3}
 Row = dict[str, str]  # of a CSV
 Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
@@ -256,10 +261,10 @@ def read_run(folder: str) -> tuple[Run, Result] | None:
     check(same and cfg == named_cfg, 'its config.json is that of another run')
 
     # Ask the weights about another text of model.py: if it computes the same, it is no other model
-    if edited := differing(config.get('code', in_use()), in_use()):
+    path = Path(folder, 'model.py')
+    if path.exists() and path.read_text(encoding='utf-8') != MODEL_TEXT:
         _, state = load_model(folder)
-        check(not state['change'],
-              f'{short_list(edited)} of model.py differ, and {state["change"]}')
+        check(not state['change'], f'model.py differs, and {state["change"]}')
 
     # Read the loss
     run = replace(run, data=name_data(run.size, train.data, config['data']))
@@ -297,6 +302,71 @@ def loss_per_llama_token(result: dict[str, Any]) -> float:
         bits += result[f'{row["split"]}_bits_per_byte'] * int(row['bytes'])
         llama_tokens += int(row['llama_tokens'])
     return math.log(2) * bits / llama_tokens
+
+
+def bits_per_byte(y: float) -> float:
+    """Convert nats per Llama token of both splits together to bits per byte."""
+    of_one_bit = loss_per_llama_token({'val_bits_per_byte': 1.0, 'test_bits_per_byte': 1.0})
+    return y / of_one_bit
+
+
+# How runs copy
+
+def counting_runs(*folders: Path) -> list[Row]:
+    """Return the rows of the finished runs of these studies, without trials."""
+    rows = []
+    for folder in folders:
+        path = folder / 'runs.csv'
+        if path.exists():  # before its first run a study has none
+            rows += read_csv(str(path))
+    return [row for row in rows if int(row['seed']) < TRIAL_SEEDS]
+
+
+def by_model(runs: list[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Return the runs of each size and model, ablations left out."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for run in runs:
+        if not run['variant']:
+            groups.setdefault((run['size'], run['model']), []).append(run)
+    return groups
+
+
+def mean(rows: list[Row], name: str) -> float:
+    return statistics.fmean(float(row[name]) for row in rows)
+
+
+def copying_rows(runs: list[Row]) -> list[Row]:
+    """Return for each size and model its means over seeds: losses of repeated and of other targets
+    in nats per own token, and by how many per cent a second reading changes perplexity."""
+    found = []
+    for (size, model), of_model in by_model(runs).items():
+        again = statistics.fmean(math.expm1(float(run['read_again_loss'])
+                                            - float(run['read_once_loss'])) for run in of_model)
+        y = mean(of_model, 'y')
+        found.append({
+            'size': size, 'model': model, 'seeds': str(len(of_model)),
+            'parameters': of_model[0]['parameters'],
+            'flops_per_token': of_model[0]['flops_per_token'],
+            'bits per byte': f'{bits_per_byte(y):.4f}',
+            'perplexity per Llama token': f'{math.exp(y):.2f}',
+            'repeated, nats': f'{mean(of_model, "repeated_loss"):.3f}',
+            'other, nats': f'{mean(of_model, "other_loss"):.3f}',
+            'read again, %': f'{100 * again:+.1f}'})
+    return sorted(found, key=lambda row: (row['size'], float(row['perplexity per Llama token'])))
+
+
+def count_rows(runs: list[Row]) -> list[Row]:
+    """Return the mean loss of repeated targets, by how often their pair stands in the training
+    text. Runs that did not measure it are left out."""
+    found = []
+    for (size, model), of_model in by_model([run for run in runs if run.get('by_count')]).items():
+        row = {'size': size, 'model': model, 'seeds': str(len(of_model))}
+        for words, n in COUNTS.items():
+            parts = [json.loads(run['by_count'])[n] for run in of_model]
+            row[f'{words} times: targets'] = f'{parts[0][0]}'
+            row[f'{words}: nats'] = f'{statistics.fmean(loss for _, loss in parts):.3f}'
+        found.append(row)
+    return sorted(found, key=lambda row: (row['size'], row['model']))
 
 
 # Which runs failed

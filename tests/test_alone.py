@@ -83,8 +83,8 @@ def test_model_alone_trains_generates_and_descends(tmp_path: Path) -> None:
 def test_a_copy_whose_annotations_are_strings_checks_them_too(
         wrong: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (ROOT / 'model.py').read_text(encoding='utf-8')
-    edited = lines.replace('\nimport contextlib\n',
-                           '\nfrom __future__ import annotations\nimport contextlib\n')
+    edited = lines.replace('\nimport math\n',
+                           '\nfrom __future__ import annotations\nimport math\n')
     assert edited != lines
     (tmp_path / 'copied.py').write_text(edited, encoding='utf-8')
     spec = importlib.util.spec_from_file_location('copied', tmp_path / 'copied.py')

@@ -51,12 +51,13 @@ def test_an_option_replaces_its_rival_of_an_earlier_level(tmp_path: Path) -> Non
     book = tmp_path / 'book.py'
     book.write_text("text = 'b.txt'\ntokens_per_param = 3\n")
     saved = options_of('config/mini.py')
-    assert {'data', 'tokens'} <= saved.keys()
+    assert {'text', 'tokenizer', 'tokens'} <= saved.keys()
     for options in (options_of('--text=b.txt', '--tokens_per_param=3', 'config/mini.py'),
                     options_of('config/mini.py', str(book)),
                     merge(saved, {'text': 'b.txt', 'tokens_per_param': 3.0}, *TRAIN)):
         assert options['text'] == 'b.txt' and options['tokens_per_param'] == 3.0
-        assert not {'data', 'tokens'} & options.keys()
+        assert not {'data', 'tokenizer', 'tokens'} & options.keys()
+    assert not {'text', 'tokenizer'} & options_of('config/mini.py', '--data=d').keys()
     with pytest.raises(UserError, match='tokens and tokens_per_param exclude each other: give one'):
         options_of('--tokens=1', '--tokens_per_param=2')
     # A size replaces the widths of an earlier file, and data replaces a text and its tokenizer
@@ -69,7 +70,8 @@ def test_an_option_replaces_its_rival_of_an_earlier_level(tmp_path: Path) -> Non
     file = tmp_path / 'prompt.py'
     file.write_text("prompt_file = 'p.txt'\ntokens = 5\n")
     assert read_options([str(file), '--prompt=a'], SampleConfig) == {'prompt': 'a', 'tokens': 5}
-    assert 'data' in options_of('config/mini.py', '--text=None')
+    file.write_text("data = 'd'\n")
+    assert options_of(str(file), '--text=None')['data'] == 'd'
 
 
 def test_the_configurator_names_no_option_of_a_script() -> None:

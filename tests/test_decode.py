@@ -31,14 +31,15 @@ def test_cached_logits_equal_uncached_ones(cfg: ModelConfig) -> None:
 
 @pytest.mark.parametrize('cfg', SETS, ids=describe)
 def test_what_a_cache_keeps(cfg: ModelConfig) -> None:
-    """D numbers a token for CEM: the keys, or h where scores need it. RoPE then needs both. Llama
-    keeps keys and values, and h where scores need it."""
+    """The keys, which are CEM's values; values that are not the keys; h where scores need it; and
+    the halves of keys that key_shift brings to the next token."""
     model, cache = randomize(Transformer(cfg), seed=10), Cache()
     with torch.no_grad():
         model(torch.randint(50, (2, 9)), next_only=True, cache=cache)
     needs_h = cfg.kq_diag != 'none' or cfg.match_bias != 'none'
-    widths = 2 + needs_h if cfg.attn == 'llama' else 1 + (needs_h and cfg.positions == 'rope')
-    uses = cfg.loops * cfg.attn_reuse * cfg.n_layer
+    own_values = cfg.attn == 'llama' and (not cfg.ties('kv') or cfg.positions == 'rope')
+    widths = 1 + own_values + needs_h + (cfg.key_shift == 'half') / 2
+    uses = cfg.attn_reuse * cfg.n_layer
     assert cache.numbers_a_token() == widths * cfg.d_model * uses
 
 
@@ -46,11 +47,11 @@ def test_what_a_cache_keeps(cfg: ModelConfig) -> None:
     dict(attn='llama', mlp='llama'), dict(attn_steps=2, mlp_steps=2),
     dict(positions='rope', kq_diag='none'), dict(attn_reuse=2, mlp_reuse=2),
     dict(positions='rope', kq_diag='per_head'), dict(preconditioner='diag_lowrank'),
-    dict(key_shift='half'), dict(key_shift='half', match_bias='pair', attn_steps=2, loops=2),
+    dict(key_shift='half'), dict(key_shift='half', match_bias='token', attn_steps=2),
     dict(key_shift='half', match_bias='token', kq_diag='shared'),
     dict(key_shift='half', match_bias='token', kq_diag='scaled'),
     dict(key_shift='half', match_bias='token', kq_diag='scaled', attn='llama', mlp='llama'),
-    dict(key_shift='half', match_bias='pair', attn='llama', mlp='llama'),
+    dict(attn='llama', mlp='llama', tie='kv', positions='alibi'),
     dict(key_shift='half', match_bias='token', positions='rope')], ids=str)
 def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15).eval()
@@ -75,18 +76,20 @@ def test_each_token_is_read_once() -> None:
 
 
 def test_p_is_folded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the weight of attention, while one cache is read. The MLP applies it to its step."""
     cfg = ModelConfig(**TINY, preconditioner='diag_lowrank', attn_steps=2)
     model, calls = randomize(Transformer(cfg), seed=17), []
-    own = type(model.blocks[0].mlp.P).forward
-    monkeypatch.setattr(type(model.blocks[0].mlp.P), 'forward',
+    own = type(model.blocks[0].attn.P).forward
+    monkeypatch.setattr(type(model.blocks[0].attn.P), 'forward',
                         lambda self, rows: calls.append(self) or own(self, rows))
     idx = torch.randint(50, (1, 5))
     model.generate(idx, 6, temperature=0)
-    assert len(calls) == len(set(map(id, calls))) == 2 * cfg.n_layer
+    for block in model.blocks:
+        assert (calls.count(block.attn.P), calls.count(block.mlp.P)) == (1, 6)
     # Weights that change afterwards are folded anew
     before = model(idx)[0]
     with torch.no_grad():
-        model.blocks[0].mlp.V.mul_(2)
+        model.blocks[0].attn.W_Q.mul_(2)
     assert not torch.allclose(model(idx)[0], before)
 
 

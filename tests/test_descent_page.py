@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from browser import javascript
 from energy import Descent
 from running import ROOT
 
-quickjs = pytest.importorskip('quickjs')
 sys.path.insert(0, str(ROOT / 'docs'))
-import draw_descent  # noqa: E402
+import draw_descent
 
 PAGE = (ROOT / 'docs/descent.html').read_text(encoding='utf-8')
 MATHEMATICS, REST = re.findall('<script>\n(.*?)</script>', PAGE, re.DOTALL)
@@ -23,11 +23,9 @@ DRAWN = (3 ** 0.5, 1 / 12)  # tau and eta of the picture
 
 def descend(values: str, tau: float, eta: float, T: int) -> tuple[Tensor, Tensor]:
     """Return the page's states x, (40, T + 1, 3), and their energies, (40, T + 1)."""
-    page = quickjs.Context()
-    page.eval(MATHEMATICS)
-    paths = json.loads(page.eval(
-        f'const keys = {KEYS.tolist()}, tau = {tau}, eta = {eta}, T = {T}, values = {values}; '
-        'JSON.stringify(starts(40).map(x => descend(x, {keys, values, tau, eta, T})))'))
+    given = f'const keys = {KEYS.tolist()}, tau = {tau}, eta = {eta}, T = {T}, values = {values};'
+    paths = javascript(f'{MATHEMATICS}\n{given}',
+                       'starts(40).map(x => descend(x, {keys, values, tau, eta, T}))')
     x, energy = (torch.tensor([[step[name] for step in path] for path in paths]).double()
                  for name in ('x', 'energy'))
     return x, energy
@@ -71,12 +69,40 @@ def test_the_sliders_begin_with_the_pictures_steps() -> None:
     assert sliders['eta'][0] < 0 < sliders['eta'][1]
 
 
-def test_the_page_loads_nothing() -> None:
-    """It links to the paper."""
-    text = PAGE.replace('<a href="https://arxiv.org/abs/', '')
+@pytest.mark.parametrize('name', ['descent', 'index'])
+def test_the_page_loads_nothing(name: str) -> None:
+    """It links to the paper. index.html shows descent.html in a frame."""
+    text = (ROOT / f'docs/{name}.html').read_text('utf-8')
+    text = text.replace('<a href="https://arxiv.org/abs/', '').replace('src="descent.html#', '')
     assert re.findall(r'https?:|src=|@import|fetch\(|url\(', text) == []
 
 
 def test_words_are_said_to_be_an_illustration() -> None:
-    assert re.search(r"WORDS = \['river', 'money', 'sit'\], WORD = 'bank';", REST)
+    words = re.search(r"WORDS = \[(.*?)\], WORD = '(.*?)';", REST)
+    sentence = re.sub('<[^>]*>', '', re.search('id="sentence">(.*?)</p>', PAGE, re.DOTALL)[1])
+    assert {*re.findall(r'\w+', words[1]), words[2]} < {*re.findall(r'\w+', sentence)}
     assert 'The words are an illustration' in PAGE
+    assert 'placed by hand' in (ROOT / 'docs/index.html').read_text('utf-8')
+
+
+def test_the_story_rolls_to_the_word_that_is_in_the_sentence() -> None:
+    """With the short key of `looked`, wherever the ball rests under the other word: each small step
+    goes down, and it ends nearest to the word's key."""
+    looked = float(re.search('const LOOKED = (.*?);', REST)[1])
+    for j in 0, 1:
+        strength = torch.tensor([float(j == 0), float(j == 1), looked]).double()
+        present = (KEYS * strength[:, None]).tolist()
+        start = F.normalize(KEYS[1 - j], dim=0) * 3 ** 0.5
+        path = torch.tensor(javascript(MATHEMATICS, f'''(() => {{
+            const keys = {present}, found = [];
+            let u = {start.tolist()};
+            for (let n = 0; n < 90; n++) {{
+                const [, step] = descend(u, {{keys, values: keys, tau: R, eta: 4 / 60, T: 1}});
+                u = step.u;
+                found.push([...u, step.energy]);
+            }}
+            return found;
+        }})()''')).double()
+        assert (path[:, 3].diff() < 1e-9).all()
+        near = F.normalize(path[-1, :3], dim=0) @ F.normalize(KEYS, dim=1).double().T
+        assert near.argmax() == j and near[j] > 0.95, near

@@ -1,6 +1,7 @@
 """evaluate.py: each number against another way to it, and the command line."""
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,10 @@ import torch.nn.functional as F
 from test_tokenizers import LLAMA, needs_llama
 
 import evaluate
-from model import ModelConfig, Transformer, make_positions
+from model import LlamaMLP, ModelConfig, Transformer, make_positions
 from nanocem import hub
 from nanocem.data import NO_TARGET
 from nanocem.documents import Reading
-from nanocem.same import in_use
 from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, read_text_sequences
 from running import edit_meta
 
@@ -49,7 +49,7 @@ def write_run(folder: Path, data: Path, model: Transformer) -> Path:
                 'data': {'tokenizer': 'byte', 'tokenizer_sha256': None, 'vocab_size': 257}},
                folder / 'best.pt')
     config = {'train': {'data': str(data), 'tokens': 60, 'batch_size': 2}, 'model': cfg,
-              'data': {'val checksum': 1, 'test checksum': 1}, 'max_steps': 2, 'code': in_use()}
+              'data': {'val checksum': 1, 'test checksum': 1}, 'max_steps': 2}
     (folder / 'config.json').write_text(json.dumps(config))
     return folder
 
@@ -78,23 +78,21 @@ def report(capsys: pytest.CaptureFixture) -> Report:
 # What is measured
 
 def test_each_use_of_a_sublayer_has_its_energies() -> None:
-    """Two loops of an MLP that is applied twice are four uses, each of the input that it gets."""
-    model = model_of(n_layer=1, mlp_reuse=2, loops=2)
+    """Attention that is applied twice has two uses, each of the input that it gets."""
+    model = model_of(n_layer=1, attn_reuse=2)
     x = torch.randint(257, (3, LENGTH))
     found = {name: energies for name, *_, energies in evaluate.descent(model, x)}
-    assert list(found) == [*(f'attn 1, use {n}' for n in (1, 2)),
-                           *(f'mlp 1, use {n}' for n in (1, 2, 3, 4))]
-    block, state = model.blocks[0], F.embedding(x, model.embedding)
+    assert list(found) == ['attn 1, use 1', 'attn 1, use 2', 'mlp 1']
+    attn, state = model.blocks[0].attn, F.embedding(x, model.embedding)
     for use in 1, 2:
-        h = block.attn.norm(state)
-        energy = float(block.attn.energy(h, h).mean())
-        assert found[f'attn 1, use {use}'][0] == pytest.approx(energy)
-        state = block(state, make_positions(model.cfg, state))
+        h = attn.norm(state)
+        assert found[f'attn 1, use {use}'][0] == pytest.approx(float(attn.energy(h, h).mean()))
+        state = attn(state, make_positions(model.cfg, state))
 
 
 @pytest.mark.parametrize('options', [
     dict(), dict(residual='normed'), dict(positions='rope'), dict(mlp_energy='sign_convex'),
-    dict(attn_reuse=2, loops=2), dict(kq_diag='per_head', exact_update=True)], ids=str)
+    dict(attn_reuse=4), dict(kq_diag='per_head', exact_update=True)], ids=str)
 def test_the_plain_layer_and_the_exact_update_descend(options: dict) -> None:
     model = model_of(**options, attn_step_size=1e-3, mlp_step_size=1e-3).double()
     for _, cosine, share, energies in evaluate.descent(model, torch.randint(257, (3, LENGTH)), 4):
@@ -217,9 +215,19 @@ def test_a_report_that_fails_leaves_the_model_as_it_was(monkeypatch: pytest.Monk
 def test_energies_of_a_run(place: Path, report: Report) -> None:
     page = report('--energies')
     assert [len(row) for row in cells(page)] == [12] * 4
+    for name in 'CEMAttention', 'CEMMLP':
+        assert re.search(rf'^{name}: .* minus the gradient by \de-1\d of its norm$', page, re.M)
     assert page.endswith('out/results/energies-run.png\n')
     assert Path('out/results/energies-run.png').read_bytes()[:4] == b'\x89PNG'
     assert [len(row) for row in cells(report('--energies', '--steps=1,4'))] == [8] * 4 + [5] * 2
+
+
+def test_energies_of_a_model_with_a_layer_that_has_none() -> None:
+    model, idx = model_of(), torch.zeros(1, 3, dtype=torch.long)
+    model.blocks[1].mlp = LlamaMLP(model.cfg)
+    assert [name for name, *_ in evaluate.descent(model, idx)] == ['attn 1', 'attn 2', 'mlp 1']
+    model.set_steps(mlp_steps=2)
+    assert model.blocks[0].mlp.T == 2 and not hasattr(model.blocks[1].mlp, 'T')
 
 
 def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
@@ -236,7 +244,7 @@ def test_runs_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> None:
     (bpe / 'result.json').write_text(  # of a shorter run
         '{"test_loss": 1.5, "steps": 1, "tokens": 32}')
     text = evaluate.compare_runs(['out/run', 'out/bpe'])
-    assert '1.5' not in text and 'is that of 32 tokens, and config.json asks for 64' in text
+    assert '1.5' not in text and 'is that of 1 steps, and config.json asks for 2' in text
     (bpe / 'result.json').unlink()
     config = json.loads(Path('out/bpe/config.json').read_text())
     for name in 'test checksum', 'val checksum':
@@ -265,11 +273,11 @@ def test_exports_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> Non
         parts = [model(ids[:, i:i + n], ids[:, i + 1:i + n + 1])[1] * n
                  for i, n in ((0, 16), (16, 4))]
         losses[name] = float(sum(parts)) / 20
-    over = math.expm1(losses['hub/b'] - losses['hub/a'])
+    over = losses['hub/b'] / losses['hub/a'] - 1
     assert rows[0][:3] == ['hub/b', f'{llama.num_params():,}', '20']
     assert float(rows[0][3]) == pytest.approx(losses['hub/b'] / math.log(2), abs=1e-3)
-    assert float(rows[0][5].strip('%')) == pytest.approx(100 * over, abs=0.06)
-    assert rows[2][5] == '+0.0%'
+    assert float(rows[0][4].strip('%')) == pytest.approx(100 * over, abs=0.06)
+    assert rows[2][4] == '+0.0%'
     with pytest.raises(SystemExit, match='takes folders and a --text alone, and not steps'):
         evaluate.main(['--compare=hub/b,hub/a', '--steps=1'])
 
@@ -314,18 +322,10 @@ def test_an_option_that_one_of_two_runs_lacks_is_compared(place: Path) -> None:
 
 def test_a_run_of_another_model_py_is_named(place: Path) -> None:
     write_run(place / 'out/edited', Path('data'), model_of())
-    config = json.loads(Path('out/edited/config.json').read_text())
-    config['code']['CEMMLP.forward'] = 'another text'
-    Path('out/edited/config.json').write_text(json.dumps(config))
+    for name in ('run', 'edited'):
+        Path(f'out/{name}/model.py').write_text(f'the text of {name}')
     rows = cells(evaluate.compare_runs(['out/run', 'out/edited']))
-    assert rows[2:] == [['model.py', 'this one', 'another: CEMMLP.forward']]
-
-
-def test_an_edit_in_the_middle_of_a_run_is_named(place: Path) -> None:
-    edits = [{'after_step': 1500, 'definitions': ['CEMMLP.forward', 'alibi_slopes']}]
-    Path('out/run/result.json').write_text(json.dumps({'steps': 2, 'tokens': 64, 'edits': edits}))
-    assert ('out/run: CEMMLP.forward, alibi_slopes of model.py were edited after step 1,500.'
-            in evaluate.compare_runs(['out/run']))
+    assert rows[2:] == [['model.py', 'out/run/model.py', 'out/edited/model.py']]
 
 
 def test_the_loss_of_a_damaged_model_is_no_number(place: Path, report: Report) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+import model as model_py
 from configurator import build, read_options
 from model import ModelConfig, Transformer
-from nanocem import fast, triton_attention
-from nanocem import loss as loss_fn
+from nanocem import triton_attention
 from nanocem.optim import Muon, block_matrices
 from running import MODEL_FILES
 from train import TrainConfig
@@ -45,9 +45,9 @@ def with_its_code(op: Callable, code: Callable) -> Callable:
 @pytest.fixture(autouse=True)
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All tensors are, and our kernels and all plugs are taken to run: there are no numbers."""
-    monkeypatch.setattr(fast, 'runs_triton', lambda *of: True)
-    for name in ('kernels_agree', 'parts_agree'):
-        monkeypatch.setattr(fast, name, lambda *of: True)
+    monkeypatch.setattr(triton_attention, 'runs_triton', lambda *of: True)
+    monkeypatch.setattr(triton_attention, 'find_error', lambda *of: '')
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', True, raising=False)
     monkeypatch.setattr(triton_attention, 'launch', launch)
     for name, code in (('attention_op', 'forward'), ('backward_op', 'backward')):
         op, code = getattr(triton_attention, name), getattr(triton_attention, code)
@@ -57,14 +57,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, impl: str = 'auto') -> None:
+def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, kernels: bool = True) -> None:
     """The loss both ways, gradients and a step of Muon; decoding until the context is full."""
     with torch.device(DEVICE):
         model = Transformer(ModelConfig(**{**options, **SMALL}))
-        fast.plug_in(model, impl)
+        if kernels:
+            triton_attention.use_kernels(model, torch.bfloat16)
         idx = torch.zeros(2, 4, dtype=torch.long)
-    for at_once in (loss_fn.LOGITS_AT_ONCE, 50):
-        monkeypatch.setattr(loss_fn, 'LOGITS_AT_ONCE', at_once)
+    for few in (2 ** 26, 50):
+        monkeypatch.setitem(model_py.FEW_LOGITS, 'cuda', (few, few))
         loss = model(idx, idx)[1]
         assert loss.device.type == DEVICE
         if DEVICE == 'meta':
@@ -75,11 +76,11 @@ def try_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, impl: str 
         assert new.device.type == DEVICE and new.shape == (2, 6)
 
 
-@pytest.mark.parametrize('impl', ['blockwise', 'sdpa', 'triton'])
+@pytest.mark.parametrize('kernels', [False, True])
 @pytest.mark.parametrize('name', MODELS)
-def test_every_implementation(name: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    try_out(MODELS[name], monkeypatch, impl)
-    assert bool(launches) == (name == 'CEM' and impl == 'triton')
+def test_every_implementation(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    try_out(MODELS[name], monkeypatch, kernels)
+    assert bool(launches) == (name == 'CEM' and kernels)
 
 
 @pytest.mark.parametrize('config', MODEL_FILES)

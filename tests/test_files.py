@@ -1,11 +1,14 @@
 """Files that are written completely or not at all, their names; JSON and tables."""
+import errno
 import math
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from nanocem.files import (
     LONGEST_NAME,
@@ -76,6 +79,20 @@ def test_a_folder_that_was_filled_is_finished_later(
     assert sorted(os.listdir(tmp_path)) == ['a', 'last', 'z']
 
 
+def test_an_error_of_a_full_disk_names_the_file(tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's error of a write has no path."""
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, 'fsync', full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/a'"):
+        write_atomic(f'{tmp_path}/a', b'text')
+    with (pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/folder'"),
+          fill_folder(f'{tmp_path}/folder', 'last')):
+        full(0)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_json_has_null_for_nan_and_damaged_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / 'a.json'
     assert read_json(str(path)) is None
@@ -83,6 +100,22 @@ def test_json_has_null_for_nan_and_damaged_lines_are_left_out(tmp_path: Path) ->
     assert read_json(str(path)) == {'a': None, 'b': None, 'c': 1.5}
     path.write_bytes(b'{"a": 1}\n{"a": \n\xff\n{"b": 2}')
     assert read_json_lines(str(path)) == [{'a': 1}, {'b': 2}]
+
+
+def test_json_takes_the_values_of_torch_and_numpy(tmp_path: Path) -> None:
+    """And what it cannot hold as text."""
+    path = tmp_path / 'a.json'
+    tensor = torch.tensor([1.5, math.nan], requires_grad=True)
+    half = torch.tensor(0.5, dtype=torch.bfloat16)
+    values = {'tensor': tensor, 'number': tensor[0], 'half': half,
+              'float32': np.float32(0.25), 'nan': np.float32('nan'), 'int64': np.int64(7),
+              'array': np.ones((1, 2)), 'flag': torch.tensor(True), 'path': Path('a/b'),
+              'nested': [{'loss': torch.tensor(2)}, (math.inf, None)], 'of': {1: 'text'}}
+    path.write_bytes(to_json(values))
+    assert read_json(str(path)) == {
+        'tensor': [1.5, None], 'number': 1.5, 'half': 0.5, 'float32': 0.25, 'nan': None,
+        'int64': 7, 'array': [[1.0, 1.0]], 'flag': True, 'path': 'a/b',
+        'nested': [{'loss': 2}, [None, None]], 'of': {'1': 'text'}}
 
 
 def test_a_table_is_aligned() -> None:

@@ -252,20 +252,21 @@ def test_it_needs_no_package(minor: int, tmp_path: Path) -> None:
                           capture_output=True, encoding='utf-8')
     assert not done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == '1 words of 6 letters, 392 weights'
+    assert lines[0] == '1 words, 7 letters with the end mark, 392 weights'
     step, loss, letters, word = re.fullmatch(
-        r'step (\d+): loss (.*), as unsure as between (.*) letters; it writes (.+)',
+        r'step (\d+): loss (.*), as uncertain as a guess among (.*) letters; it writes (.+)',
         lines[1]).groups()
     assert step == '1' and word
     assert float(letters) == pytest.approx(math.exp(float(loss)), rel=0.02)
     assert 'Łódź 1 (in the list), Łódź 1 (in the list)' in lines[2]
-    energies = re.findall(r'^Łódź 1 rolls down the \w+ energy: (.*)$', done.stdout, re.M)
+    energies = re.findall(r'^Łódź 1 goes down the \w+ energy: (.*)$', done.stdout, re.M)
     assert len(energies) == 2
     for line in energies:
         values = [float(value) for value in line.split(', ')]
         assert len(values) == 5
         assert values == sorted(set(values), reverse=True)
-    apart = re.findall(r'^(\w+) by hand and by gradient are at most (.*) apart$', done.stdout, re.M)
+    apart = re.findall(r'^(\w+) by hand and minus the gradient: at most (.*) apart$',
+                       done.stdout, re.M)
     assert [name for name, _ in apart] == ['attention', 'mlp']
     assert all(float(number) < 1e-12 for _, number in apart)
     assert lines[-1].endswith('apart')

@@ -92,3 +92,19 @@ def test_adamw_takes_the_steps_that_its_options_say(optimizer: str) -> None:
     for name, p in model.named_parameters():
         if name in expected:
             torch.testing.assert_close(p.double(), expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'muon'])
+def test_what_has_a_side_of_1_is_no_matrix(optimizer: str) -> None:
+    """A gain (1, D) and a temperature (K, 1) of one's own, in a block: no Muon and no decay."""
+    model = Transformer(ModelConfig(size='nano', vocab_size=50))
+    own = [torch.nn.Parameter(torch.ones(shape)) for shape in ((1, 32), (2, 1), (2, 32, 1))]
+    block = model.blocks[0]
+    block.gain, block.temperature, block.factor = own
+    block.matrix = torch.nn.Parameter(torch.ones(2, 32))
+    cfg = TrainConfig(optimizer=optimizer)
+    found = {p: group['weight_decay'] for o in make_optimizers(model, cfg, torch.float32)
+             for group in o.param_groups for p in group['params']}
+    assert [found[p] for p in own] == [0, 0, 0] and found[block.matrix] == cfg.weight_decay
+    muon = make_optimizers(model, cfg, torch.float32)[1:]
+    assert not {*own} & {p for o in muon for group in o.param_groups for p in group['params']}

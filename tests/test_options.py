@@ -13,7 +13,7 @@ SIZE = ('--d_model=8 --n_layer=2 --n_head=2 --d_mlp=8 --eval_tokens=64 --test_to
 # Values that options may have, some of them wrong, alone or beside others
 VALUES = {
     'attn': 'llama cem', 'mlp': 'llama cem', 'tie': 'none kv qo both', 'attn_steps': '1 2 0',
-    'mlp_steps': '1 3', 'attn_reuse': '1 2', 'mlp_reuse': '1 2', 'loops': '1 2 0',
+    'mlp_steps': '1 3', 'attn_reuse': '1 2', 'mlp_reuse': '1 2 0',
     'attn_step_size': '0.5 -1', 'mlp_step_size': '0.1', 'positions': 'alibi rope',
     'kq_diag': 'none shared per_head', 'score_scale': 'head model', 'residual': 'raw normed',
     'preconditioner': 'none diag diag_lowrank', 'attn_rank': '1 4', 'mlp_rank': '2 16',
@@ -22,7 +22,7 @@ VALUES = {
     'vocab_size': '257 300 7', 'optimizer': 'adamw muon sgd', 'warmup': '0 0.5 1', 'beta1': '0 1',
     'learning_rate': '0 1e-2 nan', 'weight_decay': '0 1', 'grad_clip': '0 1 1e-3', 'seed': '0 7 -1',
     'micro_batch_size': '1 2 3 4', 'dtype': 'float32 bfloat16 float16', 'final_lr': '0 1 2',
-    'attn_impl': 'auto readable blockwise sdpa triton', 'log_interval': '1 3', 'tokens': '64 1 0',
+    'kernels': 'True False', 'log_interval': '1 3', 'tokens': '64 1 0',
     'eval_tokens': '1 300', 'sample_tokens': '0 3', 'stop_step': '1 9', 'adam_eps': '1e-9 0'}
 
 

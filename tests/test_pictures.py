@@ -35,6 +35,13 @@ def test_the_picture_is_small_and_has_a_frame_for_each_step() -> None:
         assert picture.size == (830, 400)
 
 
+def test_the_card_has_the_size_that_others_show() -> None:
+    path = ROOT / 'docs/card.png'
+    assert path.stat().st_size < 150_000
+    with Image.open(path) as picture:
+        assert picture.size == (1200, 630)
+
+
 def test_a_plane_of_the_tour_is_drawn_to_scale_with_the_layers_energy() -> None:
     torch.manual_seed(0)
     cfg = ModelConfig(d_model=12, n_layer=1, n_head=2, d_mlp=20, init_std=0.5)

@@ -539,22 +539,22 @@ def test_what_the_size_of_a_text_decides(
     assert [(o.tokenizer, o.held_out) for o in made] == [(tokenizer, held_out)] * 2
 
 
-def test_the_builtin_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's Python without its tests and installed packages, split by hash."""
+def test_the_built_in_text_is_tiny_shakespeare(tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its three files are the published one, whose first nine tenths are train, and each byte of a
+    file is a token of its split."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(docs, 'LIBRARY', str(tmp_path / 'lib'))
-    texts = documents(600, seed=1)
-    Path('lib/test').mkdir(parents=True)
-    Path('lib/site-packages').mkdir()
-    for n, text in enumerate(texts):
-        Path(f'lib/{n:03d}.py').write_text(text)
-    for name in ('c.md', 'test/b.py', 'site-packages/a.py'):
-        Path('lib', name).write_text('not read')
-    assert prep.find_data('./data/builtin') == './data/builtin'
-    meta = json.loads(Path('data/builtin/meta.json').read_text())
-    assert meta['files'] == [f'{n:03d}.py' for n in range(600)]
-    for file, data in expected(texts, 0.05).items():
-        assert Path('data/builtin', file).read_bytes() == data
+    texts = {split: (ROOT / f'shakespeare/{split}.txt').read_bytes()
+             for split in ('train', 'val', 'test')}
+    whole = b''.join(texts.values())
+    published = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
+    assert hashlib.sha256(whole).hexdigest() == published
+    assert len(texts['train']) == int(0.9 * len(whole))
+    (tmp_path / 'shakespeare').symlink_to(ROOT / 'shakespeare')
+    folder = Path(prep.find_data('none', 'shakespeare', 'byte'))
+    for split, file in ('train', 'train_00000'), ('val', 'val'), ('test', 'test'):
+        ids = np.fromfile(folder / f'{file}.bin', dtype=np.uint16)
+        assert ids.tolist() == [256, *texts[split]]
 
 
 # The Hub

@@ -22,6 +22,7 @@ from PIL import Image
 from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
 
+import pages
 import reproduce
 import study
 from model import SIZES, Transformer
@@ -43,7 +44,7 @@ def test_options_are_those_of_the_published_runs() -> None:
         with torch.device('meta'):
             parameters = Transformer(cfg).num_params()
         assert int(row.get('parameters', parameters)) == parameters, model
-        special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1 or cfg.loops > 1
+        special = cfg.mlp == 'cem' or cfg.mlp_reuse > 1
         assert (STUDY.models[model]['mlp'] != 'plain') == special, model
     assert get_args(reproduce.FigureName) == (*FIGURES, 'all')
     for figure, size in itertools.product(FIGURES, ('nano', 'XS', '86m', '256m')):
@@ -189,8 +190,8 @@ def test_rows_count_runs_of_the_studys_text_alone(
 
 
 def test_figures_average_no_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The table and the titles name the data where there are two: two texts in folders of one name,
-    and data/builtin of two versions of Python."""
+    """The table and the titles name the data where there are two: two texts in folders of one
+    name."""
     monkeypatch.chdir(tmp_path)
     for model in 'llama', 'attn-1-none':
         run = next(run for run in reproduce.planned('2a', 'S') if run.model == model)
@@ -266,14 +267,14 @@ def test_a_model_has_one_rate_at_a_size() -> None:
 
 
 def test_the_claims_picture() -> None:
-    """It has the rows of claims.csv, which are in the page's table: the last family's if it has
-    an interval; no text is cut off or small."""
+    """It has the rows of claims.csv, with the last family's numbers if it has an interval, as the
+    page's table has them; no text is cut off or small."""
     effects = read_csv(f'{FIRST}/effects.csv')
     rows = reproduce.claim_rows(effects)
-    page = (ROOT / 'results/README.md').read_text(encoding='utf-8')
+    table = pages.claims()
     assert len(rows) == len(read_csv(f'{RESULTS}/claims.csv')) <= 24
     for row in rows:
-        assert f'{row.effect:+.1f} ({row.low:+.1f} to {row.high:+.1f})' in page, row.label
+        assert f'{row.effect:+.1f} ({row.low:+.1f} to {row.high:+.1f})' in table, row.label
     # With two seeds of each model at M the third family decides on the headline
     M = {replace(run, seed=2): row | {'seed': '2'}
          for run, row in study.read_published_rows(FAMILIES).items() if run.size == 'M'}

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,7 +96,7 @@ def test_the_last_checkpoints_stay_and_the_best_apart(
         (tmp_path / name).write_bytes(b'x')
     (tmp_path / 'step_00000099.pt').write_bytes(b'damaged')  # it does not count
     for step in (3, 6, 9):
-        save_checkpoint(out, f'step_{step:08d}.pt', {'step': step})
+        save_checkpoint(f'{out}/step_{step:08d}.pt', {'step': step})
     names = [os.path.basename(path) for path in checkpoints(out)]
     assert names == [f'step_{step:08d}.pt' for step in (6, 9, 99)]
     assert {'step_mine.pt', 'step_1.pt'} <= set(os.listdir(out))
@@ -107,7 +108,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_loses_no_new_one(
         raise PermissionError(path)
     monkeypatch.setattr(os, 'remove', refuse)
     names = [f'step_{step:08d}.pt' for step in (3, 6, 9)]
-    assert all(save_checkpoint(str(tmp_path), name, {'step': 1}) for name in names)
+    assert all(save_checkpoint(f'{tmp_path}/{name}', {'step': 1}) for name in names)
     assert [os.path.basename(path) for path in checkpoints(str(tmp_path))] == names
 
 
@@ -190,9 +191,9 @@ def test_weights_of_another_model_py_are_refused(
     state = torch.load(out / 'best.pt')
     state['model']['blocks.0.mlp.bias'] = torch.zeros(1)
     torch.save(state, out / 'best.pt')
-    with pytest.raises(UserError, match=r'not have the weights of this model.py: .*mlp.bias'):
+    with pytest.raises(UserError, match=r'not have the weights of these options.*mlp.bias'):
         runs.load_model(str(out))
-    with pytest.raises(SystemExit, match=r'not have the weights of this model.py'):
+    with pytest.raises(SystemExit, match=r'not have the weights of these options'):
         train.main([*TINY, f'--init_from={out}', f'--out_dir={tmp_path / "other"}', '--tokens=1'])
 
 
@@ -244,7 +245,7 @@ def test_runs_that_start_together_have_a_folder_each(
     monkeypatch.setattr(os, 'mkdir', slow_mkdir)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: runs.new_folder(None, ModelConfig(size='nano')), range(8)))
-    assert len(set(found)) == 8 == len(os.listdir('out'))
+    assert len({folder for folder, _ in found}) == 8 == len(os.listdir('out'))
 
 
 def test_one_folder_takes_one_of_two_runs(
@@ -279,17 +280,17 @@ def test_new_folders_and_the_newest(
     monkeypatch.chdir(tmp_path)
     config = '{"train": {}, "model": {}}'
     for n, (name, text) in enumerate([('-2', config), ('', config), ('-3', '{}'), ('-4', '')]):
-        folder = runs.new_folder(f'out/nano-cem1-cem1-alibi{name}', ModelConfig(size='nano'))
+        folder, _ = runs.new_folder(f'out/nano-cem1-cem1-alibi{name}', ModelConfig(size='nano'))
         path = Path(folder, 'config.json')
         path.write_text(text)
         os.utime(path, (n, n))
-    assert runs.new_folder(None, ModelConfig(size='nano')) == 'out/nano-cem1-cem1-alibi-5'
+    assert runs.new_folder(None, ModelConfig(size='nano'))[0] == 'out/nano-cem1-cem1-alibi-5'
     assert runs.newest_run() == 'out/nano-cem1-cem1-alibi'
     llama = ModelConfig(size='nano', n_layer=3, attn='llama', mlp='llama')
-    assert runs.new_folder(None, llama) == 'out/3x32-llama-llama-rope'
+    assert runs.new_folder(None, llama)[0] == 'out/3x32-llama-llama-rope'
     copies = ModelConfig(size='nano', mlp='llama', kq_diag='shared', key_shift='half',
-                         match_bias='pair')
-    assert runs.new_folder(None, copies) == 'out/nano-cem1-llama-alibi-diagonal-half-match'
+                         match_bias='token')
+    assert runs.new_folder(None, copies)[0] == 'out/nano-cem1-llama-alibi-diagonal-half-match'
     assert capsys.readouterr().out.count('is left out') == 2
     (tmp_path / 'best.pt').touch()
     with pytest.raises(UserError, match='holds a run already'):
@@ -303,6 +304,17 @@ def test_a_resumed_log_drops_later_steps_and_a_half_line(tmp_path: Path) -> None
     assert path.read_text() == '{"step": 1}\n{"step": 2, "loss": null, "lr": 0.5}\n'
     (event,) = EventAccumulator(str(tmp_path)).Reload().Scalars('lr')
     assert (event.step, event.value) == (2, 0.5)
+
+
+def test_a_log_takes_tensors_and_arrays_beside_the_loss(tmp_path: Path) -> None:
+    """And keeps the loss, in both places, whatever stands beside it."""
+    gains = torch.tensor([0.5, math.nan])
+    Log(str(tmp_path), 0, True)(1, loss=np.float32(2.5), gain=gains[0], gains=gains, path=tmp_path)
+    assert runs.read_json_lines(f'{tmp_path}/log.jsonl') == [
+        {'step': 1, 'loss': 2.5, 'gain': 0.5, 'gains': [0.5, None], 'path': str(tmp_path)}]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {name: events.Scalars(name)[0].value for name in events.Tags()['scalars']} == {
+        'loss': 2.5, 'gain': 0.5}
 
 
 def test_a_log_that_cannot_be_written_says_so_and_goes_on(

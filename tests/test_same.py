@@ -7,21 +7,22 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
-import model as model_py
 import running
 from model import ModelConfig, Transformer
 from nanocem import runs, same
 from running import RESUME, ROOT, TINY, write_data
 from test_model import randomize
 
-# Edits, and whether the logits tell them. The definitions tell all of them
+# Edits, and whether the logits tell them. The text of model.py tells all of them
 EDITS = {
     'SiLU -> GELU': (True, 'gamma * F.silu(z)', 'gamma * F.gelu(z)'),
-    'eta x 1.001': (True, 'return eta * self(W)', 'return 1.001 * eta * self(W)'),
+    'eta x 1.001': (True, 'x = x + self.eta * dx', 'x = x + 1.001 * self.eta * dx'),
     'tau x 1.01': (True, 'self.tau = math', 'self.tau = 1.01 * math'),
     'slopes x 1.01': (True, 'return 2.0 ** (-8', 'return 1.01 * 2.0 ** (-8'),
     'the diagonal': (True, 'self.kq_diag[:, None] / self.tau',
@@ -30,24 +31,26 @@ EDITS = {
     'a long window': (False, 'b = pos.mask',
                       'b = pos.mask.masked_fill(pos.distance > 70, -torch.inf)'),
     'norm': (True, 'NORM_EPS = 1e-5', 'NORM_EPS = 2e-5'),
-    'two losses': (False, 'F.cross_entropy(logits, targets.flatten())',
-                   'F.cross_entropy(logits, targets.flatten()) + logits.logsumexp(-1).mean()'),
+    'two losses': (False, "return F.cross_entropy(logits, targets, reduction='sum')",
+                   "return F.cross_entropy(logits, targets, reduction='sum') + logits.sum()"),
     'a detach': (False, 'h = self.norm(x)                                         # h_j <-',
                  'h = self.norm(x).detach()  #'),
     'a dropout': (False, 'x = F.embedding(idx, self.embedding)',
                   'x = F.dropout(F.embedding(idx, self.embedding), 0.1, self.training)'),
     'another name': (False, 'return x + g @ self.W_d', 'y = g @ self.W_d; return x + y')}
-NO_EDITS = {
-    'a comment': ('# Attend to', '# Now attend to'),
-    'a docstring': ('"""Take the steps of Algorithm 1, MHA', '"""Step as in Algorithm 1'),
-    'line ends': ('rotate(self, x: Tensor, pos', 'rotate(self, x: Tensor,\n               pos')}
 OPTIONS = dict(size='nano', vocab_size=300, context_length=80, kq_diag='shared', attn_steps=2)
 
 
 def edited_text(old: str, new: str) -> str:
-    text = same.MODEL_TEXT
-    assert old in text
-    return text.replace(old, new)
+    assert old in runs.MODEL_TEXT
+    return runs.MODEL_TEXT.replace(old, new)
+
+
+def module_of(text: str) -> ModuleType:
+    module = ModuleType('edited_model')
+    sys.modules[module.__name__] = module  # where dataclasses look for types
+    exec(compile(text, 'edited_model.py', 'exec'), vars(module))
+    return module
 
 
 @pytest.mark.parametrize('edit', EDITS)
@@ -58,29 +61,9 @@ def test_an_edit_is_told(edit: str) -> None:
     kept = same.outputs(model)
     assert same.find_change(model, kept) == ''
     text = edited_text(*lines)
-    other = same.model_file(text).Transformer(model.cfg)
+    other = module_of(text).Transformer(model.cfg)
     other.load_state_dict(model.state_dict())
     assert ('are not those that were kept' in same.find_change(other, kept)) == shown
-    assert same.differing(same.in_use(), same.definitions(text))
-
-
-@pytest.mark.parametrize('edit', NO_EDITS)
-def test_what_is_no_edit(edit: str) -> None:
-    assert same.definitions(edited_text(*NO_EDITS[edit])) == same.in_use()
-
-
-def test_definitions_are_named_as_they_are_found() -> None:
-    found = same.in_use()
-    assert {'CEMMLP.forward', 'alibi_slopes', 'NORM_EPS', 'Transformer.generate'} <= found.keys()
-    (edit,) = same.differing(found, same.definitions(edited_text('2.0 ** (-8', '3.0 ** (-8')))
-    assert edit == 'alibi_slopes'
-
-
-def test_what_a_script_has_put_in_place_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = same.in_use()
-    monkeypatch.setattr(model_py.CEMMLP, 'forward', lambda self, x: x)
-    monkeypatch.setattr(model_py, 'alibi_slopes', lambda n_head, like: like)
-    assert same.differing(before, same.in_use()) == ['alibi_slopes', 'CEMMLP.forward']
 
 
 @pytest.mark.parametrize('residual', ['raw', 'normed'])
@@ -90,7 +73,8 @@ def test_rounding_is_no_change(residual: str) -> None:
         n_layer=24, residual=residual, match_bias='token'))), seed=4).float()
     kept = same.outputs(model)
     for block in model.blocks:  # the scores written out
-        block.attn.whole_gradient, block.attn.diagonal_update = True, lambda *of: torch.zeros(())
+        block.attn.whole_gradient = True
+        block.attn.diagonal_update = lambda alpha, h: torch.zeros_like(h[:, :alpha.shape[2]])
     assert same.find_change(model, kept) == ''
     with torch.no_grad():
         model.blocks[0].mlp.V[3, 3] += 1e-3
@@ -124,7 +108,7 @@ def test_a_checkpoint_of_an_edit_that_cannot_be_copied_keeps_no_logits(
 def test_a_model_that_sees_later_tokens_is_told(edit: str, capsys: pytest.CaptureFixture) -> None:
     line = 'gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)'
     text = edited_text(line, f'{line}\n        {edit}')
-    model = same.model_file(text).Transformer(ModelConfig(**OPTIONS))
+    model = module_of(text).Transformer(ModelConfig(**OPTIONS))
     same.warn_if_not_causal(model)
     assert ('lets a token see later ones' in capsys.readouterr().err) == bool(edit)
 
@@ -137,11 +121,6 @@ def test_outputs_disturb_nothing_and_are_alike_in_any_precision_and_mode() -> No
     assert found == kept and model.training and model.head.dtype == torch.float32
     assert torch.equal(torch.get_rng_state(), state)
     assert json.loads(json.dumps(kept)) == kept
-
-
-def test_plain_values() -> None:
-    assert same.differences({'a': 1, 'b': 2}, {'a': 1, 'b': 3, 'c': 4}) == ['b=2 (now 3)']
-    assert same.differing({'a': 1, 'b': 2}, {'a': 1, 'c': 4}) == ['b', 'c']
 
 
 def test_an_option_that_changes_nothing_raises_no_word() -> None:
@@ -163,8 +142,8 @@ def train(folder: Path, *options: str) -> subprocess.CompletedProcess:
 
 
 def test_a_run_goes_on_with_an_edit_that_changes_no_logit(tmp_path: Path) -> None:
-    """A line names the definitions, and result.json says since when. An edit that computes
-    something else is refused."""
+    """A line says so, and the run's folder has both texts. An edit that computes something else is
+    refused."""
     for name in ('train.py', 'configurator.py', 'model.py'):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / 'nanocem', tmp_path / 'nanocem')
@@ -172,28 +151,96 @@ def test_a_run_goes_on_with_an_edit_that_changes_no_logit(tmp_path: Path) -> Non
     begun = train(tmp_path, *TINY, f'--data={data}', '--out_dir=o', running.steps(6),
                   '--stop_step=2')
     assert begun.returncode == 75, begun.stderr
-    assert (tmp_path / 'o/model.py').read_text() == same.MODEL_TEXT
+    assert (tmp_path / 'o/model.py').read_text() == runs.MODEL_TEXT
     # One that computes something else
     (tmp_path / 'model.py').write_text(edited_text(*EDITS['SiLU -> GELU'][1:]))
     refused = train(tmp_path, '--out_dir=o', RESUME)
     assert refused.returncode == 1 and 'Traceback' not in refused.stderr
     assert 'its logits are not those that were kept' in refused.stderr
-    assert 'edited since step 2: LlamaMLP.forward, CEMMLP.forward' in refused.stderr
     # A dropout, and then the text of before
     (tmp_path / 'model.py').write_text(edited_text(*EDITS['a dropout'][1:]))
     resumed = train(tmp_path, '--out_dir=o', RESUME, '--stop_step=4')
-    assert resumed.returncode == 75 and 'step 2: Transformer.hidden. The' in resumed.stderr
+    assert resumed.returncode == 75 and 'model.py was edited since step 2' in resumed.stderr
     assert 'diff o/model_until_2.py' in resumed.stderr
     assert 'F.dropout' in (tmp_path / 'o/model.py').read_text()
-    assert (tmp_path / 'o/model_until_2.py').read_text() == same.MODEL_TEXT
-    (tmp_path / 'model.py').write_text(same.MODEL_TEXT)
+    assert (tmp_path / 'o/model_until_2.py').read_text() == runs.MODEL_TEXT
+    (tmp_path / 'model.py').write_text(runs.MODEL_TEXT)
     ended = train(tmp_path, '--out_dir=o', RESUME)
     assert ended.returncode == 0 and 'edited since step 4' in ended.stderr, ended.stderr
-    assert json.loads((tmp_path / 'o/result.json').read_text())['edits'] == [
-        {'after_step': step, 'definitions': ['Transformer.hidden']} for step in (2, 4)]
+    assert (tmp_path / 'o/model_until_4.py').exists()
 
 
 def test_a_deep_copy_keeps_its_own_weights() -> None:
     model = randomize(Transformer(ModelConfig(**OPTIONS)), seed=8).float()
     other = copy.deepcopy(model)
     assert same.outputs(model) == same.outputs(other)
+
+
+# Laws of layers: edits that break them, the options that show it, and the line that says so
+MINUS_THE_GRADIENT = 'forward is not minus the gradient of energy any more'
+BROKEN = {
+    'SiLU -> GELU': ('gamma * F.silu(z)  ', 'gamma * F.gelu(z)  ', {}, 'CEMMLP'),
+    'GELU beside P': ('gamma * F.silu(z)  ', 'gamma * F.gelu(z)  ',
+                      dict(preconditioner='diag_lowrank'), 'CEMMLP'),
+    'a sharper softmax': ('pos, u, h).softmax(', 'pos, u, h).mul(2).softmax(', {}, 'CEMAttention'),
+    'a scaled score, fused': ('pos, u, h), self.tau), 0', 'pos, u, h), 2 * self.tau), 0',
+                              dict(positions='rope'), 'CEMAttention'),
+    'a dropped bias': ('self.scores(q, k, pos, u, h).softmax(',
+                       '((q / self.tau) @ k.mT + pos.mask).softmax(', {}, 'CEMAttention'),
+    'no way back': ('pos, inverse=True)', 'pos)', dict(positions='rope'), 'CEMAttention'),
+    'no diagonal': ('return self.P(self.kq_diag', 'return 0 * self.P(self.kq_diag',
+                    dict(kq_diag='shared'), 'CEMAttention'),
+    'a longer step': ('x = x + self.eta * dx', 'x = x + 1.001 * self.eta * dx', {}, 'CEMMLP')}
+SOFT_CAP = ('return (q / self.tau) @ k.mT', 'return 9 * torch.tanh((q / self.tau) @ k.mT / 9)')
+
+
+def edited_model(old: str, new: str, **options: Any) -> Any:
+    made = module_of(edited_text(old, new))
+    return made.Transformer(made.ModelConfig(size='nano', vocab_size=50, **options))
+
+
+@pytest.mark.parametrize('edit', BROKEN)
+def test_an_edit_after_which_a_step_does_not_descend_is_told(
+        edit: str, capsys: pytest.CaptureFixture) -> None:
+    old, new, options, name = BROKEN[edit]
+    model = edited_model(old, new, **options)
+    assert same.step_errors(model)[name] > 5e-4
+    same.warn_of_broken_laws(model)
+    assert f'{name}: {MINUS_THE_GRADIENT}' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('options', [
+    {}, dict(positions='rope', attn_steps=3), dict(residual='normed'), dict(kq_diag='shared'),
+    dict(kq_diag='per_head', exact_update=True), dict(mlp_energy='sign_convex'),
+    dict(preconditioner='diag_lowrank', attn_rank=7), dict(attn='llama', tie='both'),
+    dict(kq_diag='scaled', key_shift='half', match_bias='token'),
+    dict(attn='llama', mlp='llama', positions='alibi')], ids=str)
+def test_steps_are_minus_the_gradient(options: dict, capsys: pytest.CaptureFixture) -> None:
+    model = Transformer(ModelConfig(size='nano', vocab_size=50, **options))
+    errors = same.step_errors(model)
+    kinds = {'CEMAttention': model.cfg.attn, 'CEMMLP': model.cfg.mlp}
+    expected = {name for name, kind in kinds.items() if kind == 'cem'}
+    assert set(errors) == expected and max([0, *errors.values()]) < 1e-12
+    assert same.attend_error(model) < 1e-12
+    same.warn_of_broken_laws(model)
+    assert capsys.readouterr().err == ''
+
+
+@pytest.mark.parametrize('options', [
+    dict(), dict(positions='rope'), dict(attn='llama'), dict(attn='llama', positions='alibi')],
+    ids=str)
+def test_scores_that_attend_does_not_use_are_told(
+        options: dict, capsys: pytest.CaptureFixture) -> None:
+    """With RoPE torch's attention stands for them; with ALiBi an edit of them is what runs."""
+    model = edited_model(*SOFT_CAP, **options)
+    fused = options.get('positions', 'alibi' if 'attn' not in options else 'rope') == 'rope'
+    assert (same.attend_error(model) > 1e-4) == fused
+    same.warn_of_broken_laws(model)
+    assert ('attend does not give the sums of weigh and scores any more' in
+            capsys.readouterr().err) == fused
+
+
+def test_layers_that_cannot_be_checked_are_told(capsys: pytest.CaptureFixture) -> None:
+    model = edited_model('gamma * F.silu(z)  ', 'gamma * z.item()  ')
+    same.warn_of_broken_laws(model)
+    assert 'this model.py cannot be checked (RuntimeError: ' in capsys.readouterr().err

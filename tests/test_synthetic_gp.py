@@ -1,5 +1,10 @@
 """synthetic_gp.py: kernels, samples, models, batched training, and the tables that it writes."""
 import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +20,7 @@ from sklearn.gaussian_process.kernels import RBF, ExpSineSquared, Matern, Ration
 import synthetic_gp as gp
 from energy import Phi
 from nanocem.files import read_csv as table
+from running import wait_for
 from synthetic_gp import KERNELS, PROTOCOLS, GPConfig
 
 torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
@@ -238,3 +244,18 @@ def test_the_table_of_many_models_has_a_name(tmp_path: Path,
     for models in [*gp.STEPS], [*gp.STEPS][:-1]:
         gp.main([f'--models={",".join(models)}', f'--out_dir={tmp_path}'])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == sorted(2 * ['.csv', '.md', '.png'])
+
+
+def test_ctrl_c_ends_the_pool_at_once(tmp_path: Path) -> None:
+    """It does not wait for the rows that are being trained, which take minutes."""
+    def interrupt() -> None:
+        wait_for(multiprocessing.active_children)
+        time.sleep(10)  # begins a row
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt).start()
+    begin = time.monotonic()
+    with pytest.raises(SystemExit, match='stopped'):
+        gp.main(['--kernels=rbf', '--models=Plain', '--steps=900K', '--jobs=1', '--points=200',
+                 '--test_points=100', f'--out_dir={tmp_path}'])
+    assert time.monotonic() - begin < 120
+    assert multiprocessing.active_children() == [] and not [*tmp_path.iterdir()]

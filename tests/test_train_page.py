@@ -1,33 +1,29 @@
 """docs/train.html learns what microcem.py does, from the same weights and words."""
 import json
+import math
 import random
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import microcem
+from browser import javascript
 from running import ROOT
 
 PAGE = (ROOT / 'docs/train.html').read_text('utf-8')
 MATHEMATICS = re.search(r'<script id="mathematics">\n(.*?)</script>', PAGE, re.DOTALL)[1]
-TOWNS = re.search(r'const TOWNS = `(.*?)`', PAGE, re.DOTALL)[1]
+LISTS = {name.strip("'"): words.split() for name, words in re.findall(
+    r'^  ([\w\' ]+): `\n(.*?)`,$', re.search(r'const LISTS = {(.*?)\n};', PAGE, re.DOTALL)[1],
+    re.DOTALL | re.MULTILINE)}
 STEPS = 10
 
 
 def run(expression: str, **values: Any) -> Any:
-    """Evaluate an expression in the page's mathematics, in node or quickjs."""
+    """Evaluate an expression in the page's mathematics."""
     given = ''.join(f'const {name} = {json.dumps(value)};\n' for name, value in values.items())
-    code = f'{MATHEMATICS}\n{given}\nconst answer = JSON.stringify({expression});\n'
-    if node := shutil.which('node'):
-        done = subprocess.run([node, '-'], input=f'{code}console.log(answer)', text=True,
-                              capture_output=True, check=True)
-        return json.loads(done.stdout)
-    quickjs = pytest.importorskip('quickjs', reason='there is neither node nor quickjs here')
-    return json.loads(quickjs.Context().eval(f'{code}answer'))
+    return javascript(f'{MATHEMATICS}\n{given}', expression)
 
 
 def name_of(name: str | tuple) -> str:
@@ -79,32 +75,47 @@ def test_the_first_losses_are_microcem_pys() -> None:
         assert numbers == pytest.approx(flat(expected[name]), rel=1e-6, abs=1e-9), name
 
 
-def test_energies_and_maps_are_microcem_pys() -> None:
-    """Those of a word with which the page looks into the model."""
+def test_hills_maps_and_chances_are_microcem_pys() -> None:
+    """Those of each letter of a word: energies on the line through a letter's states before a layer
+    and after it, attention's weights, and the chances of the next letter."""
     ids, w = start()
-    word = ids[0]
-    found = run(f'lookInto(word, {WEIGHTS})', given=rows_of(w), word=word)
+    word = ids[0][:-1]
+    shown = run(f'[HILL, word.map((_, at) => lookInto(word, {WEIGHTS}, at))]', given=rows_of(w),
+                word=word)
+    places, letters = shown
+    assert 0 in places and 1 in places and sorted(places) == places
     x = microcem.one_hot(word, len(w['embedding'].rows)) @ w['embedding']
     for n, energy in enumerate(microcem.LAYERS):
         h = microcem.norm(x, w['gain', n])
-        energies = []
-        for T in range(5):
-            after = microcem.descend(x, w, n, T, eta=1 / 4)
-            u = microcem.norm(after, w['gain', n])
-            energies.append(microcem.total(energy(u, h, w, n)).rows[0][0])
-        assert found['energies'][n] == pytest.approx([E - energies[0] for E in energies], rel=1e-6)
+        after = microcem.descend(x, w, n)
+        for i, place in enumerate(places):
+            u = microcem.norm(x + place * (after - x), w['gain', n])
+            rows = energy(u, h, w, n).rows
+            for at, found in enumerate(letters):
+                assert found['hills'][n][i] == pytest.approx(rows[at][0], rel=1e-6, abs=1e-9)
         if n == 0:
-            for k, alpha in enumerate(found['maps'], start=1):
+            for k, alpha in enumerate(letters[0]['maps'], start=1):
                 e = microcem.scores(h, h, w, n, k).exp()
                 rows = [[a / sum(row) for a in row] for row in e.rows]
                 numbers = [alpha[str(at)] for at in range(len(alpha))]  # JSON of a Float64Array
                 assert numbers == pytest.approx(flat(rows), rel=1e-6, abs=1e-12)
         x = after
+    for row, found in zip(microcem.logits(word, w).rows, letters, strict=True):
+        e = [math.exp(score) for score in row]
+        assert found['next'] == pytest.approx([one / sum(e) for one in e], rel=1e-6)
+
+
+def test_each_list_has_enough_words_to_invent_others() -> None:
+    """And letters of one kind, so that none is rare."""
+    assert list(LISTS) == ['Towns', 'First names', 'Dinosaurs', 'Minerals']
+    for name, words in LISTS.items():
+        assert len(words) == len({*words}) >= 150, name
+        assert all(re.fullmatch('[a-z]{1,30}', word) for word in words), name
 
 
 def test_sizes_and_words_are_microcem_pys() -> None:
     assert run('[D, K, WIDTH]') == [microcem.D, microcem.K, microcem.WIDTH]
-    assert TOWNS.split() == microcem.TOWNS.split()
+    assert LISTS['Towns'] == microcem.TOWNS.split()
     assert run("Object.fromEntries(Object.entries(newWeights(26, randomFrom(1))).map(([name, x]) "
                "=> [name, [x.rows, x.columns]]))") == {
         name_of(name): list(x.shape) for name, x in start()[1].items()}
@@ -128,8 +139,8 @@ def test_words_are_read(text: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize('text, line', [
-    ('', 'Expected words, one a line.'), (' \n,\n', 'Expected words, one a line.'),
-    ('bath\n' + 'x' * 31, 'Expected words of at most 30 letters, one a line, and not “xxx'),
+    ('', 'Expected words, one per line.'), (' \n,\n', 'Expected words, one per line.'),
+    ('bath\n' + 'x' * 31, 'Expected words of at most 30 letters, one per line, and not “xx'),
     ('\n'.join(map(chr, range(0x4e00, 0x4f00))), 'Expected words of at most 150 different')])
 def test_a_bad_text_gets_a_line(text: str, line: str) -> None:
     found = run('readWords(text)', text=text)
@@ -138,7 +149,7 @@ def test_a_bad_text_gets_a_line(text: str, line: str) -> None:
 
 def test_the_page_is_one_file_that_loads_nothing() -> None:
     text = PAGE.replace('<a href="https://arxiv.org/abs/', '').replace(
-        "'unsafe-inline' blob:; worker-src blob:", '')
+        "'unsafe-inline' blob:;\n  worker-src blob:", '')
     assert not re.findall(r'https?:|src=|@import|fetch\(|url\(|importScripts', text)
     assert not re.findall(r'innerHTML|outerHTML|insertAdjacent|document\.write|eval\(', text)
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from model import CEMAttention, ModelConfig, Transformer, make_positions
-from nanocem import fast, triton_attention
+from nanocem import triton_attention
 from nanocem.triton_attention import TILES, load_bias, settings, tl, triton
 from test_model import randomize
-from tests.test_fast import SMALL, interpreted, loss_and_gradients
+from tests.test_attention import SMALL, interpreted, loss_and_gradients
 
 
 def layer(K: int, R: int, n_diagonals: int, alibi: bool, match: bool = False) -> CEMAttention:
@@ -29,7 +29,7 @@ def layer(K: int, R: int, n_diagonals: int, alibi: bool, match: bool = False) ->
         kq_diag={0: 'none', 1: 'shared'}.get(n_diagonals, 'per_head')))
 
 
-needs_triton = pytest.mark.skipif(not fast.HAS_TRITON, reason='Triton is not installed')
+needs_triton = pytest.mark.skipif(not triton_attention.HAS_TRITON, reason='Triton is not installed')
 CPU = torch.device('cpu')
 
 
@@ -53,7 +53,7 @@ def poisoned_memory() -> Iterator[None]:
     (40, 12, 16, 1, True, True)], ids=str)
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
-    assert fast.find_kernel_error(layer(*case[1:]), torch.float32, case[0]) == ''
+    assert triton_attention.find_error(layer(*case[1:]), torch.float32, case[0]) == ''
 
 
 @triton.jit
@@ -112,15 +112,14 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
 def test_whole_models_agree(options: dict) -> None:
     """Compare norms of whole tensors in float32, because single elements may cancel."""
     cfg = ModelConfig(**{**SMALL, **options})
-    slow, other = (loss_and_gradients(cfg, impl, torch.float32) for impl in ('sdpa', 'triton'))
+    slow, other = (loss_and_gradients(cfg, impl, torch.float32) for impl in ('own', 'triton'))
     for a, b in zip(slow, other, strict=True):
         assert (b - a).norm() <= 2e-4 * a.norm()
 
 
 @interpreted
 @pytest.mark.parametrize('options', [
-    dict(), dict(attn='llama', tie='kv', positions='rope'),
-    dict(attn='llama', tie='both', positions='rope')], ids=str)
+    dict(), dict(attn='llama', tie='kv', positions='rope')], ids=str)
 def test_values_that_are_not_the_keys_are_attended_to(options: dict) -> None:
     """Llama's with RoPE, or those of an edited layer: kernels read the keys alone."""
     torch.manual_seed(2)
@@ -128,10 +127,13 @@ def test_values_that_are_not_the_keys_are_attended_to(options: dict) -> None:
     attn = randomize(Transformer(cfg), seed=3).float().blocks[0].attn
     q, k, v = torch.randn(3, 2, 2, 9, 16)
     u, h = torch.randn(2, 2, 9, 32)
-    pos = attn.add_match(h, make_positions(cfg, h))
+    pos = make_positions(cfg, h)
     for values in (k, v):
-        torch.testing.assert_close(fast.triton_kernels(attn, q, k, values, pos, u, h),
-                                   attn.attend(q, k, values, pos, u, h), rtol=1e-4, atol=1e-4)
+        attn.kernel = None
+        right = attn.attend(q, k, values, pos, u, h)
+        attn.kernel = triton_attention.attend
+        torch.testing.assert_close(attn.attend(q, k, values, pos, u, h), right, rtol=1e-4,
+                                   atol=1e-4)
 
 
 @interpreted
@@ -144,7 +146,7 @@ def test_a_window_leaves_out_keys_that_weigh_nothing(size: float) -> None:
     with torch.no_grad():
         attn.W_Q.mul_(size)
         attn.b_self.normal_()
-    assert fast.find_kernel_error(attn, torch.float32, 300) == ''
+    assert triton_attention.find_error(attn, torch.float32, 300) == ''
     h = torch.randn(1, 300, 48)
     q, k = h @ attn.W_Q.mT, h @ attn.W_K.mT
     first, end = triton_attention.window(q, k, 3, 1 / attn.tau, attn.b_self - attn.b_cross)
@@ -220,7 +222,7 @@ def test_no_tile_reaches_beyond_the_bias() -> None:
 # The check before the kernels' first use on a GPU; here Triton's interpreter runs it
 
 def agree(model: Transformer) -> bool:
-    return fast.kernels_agree(model, torch.float16)
+    return triton_attention.use_kernels(model, torch.float16)
 
 
 @interpreted
@@ -258,13 +260,13 @@ def test_wrong_kernels_give_a_warning_and_are_not_used(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
 def test_kernels_equal_the_lines_of_the_model_on_a_gpu() -> None:
-    script = ('import torch\nfrom nanocem.fast import find_kernel_error\n'
+    script = ('import torch\nfrom nanocem.triton_attention import find_error\n'
               'from tests.test_triton_attention import layer\n'
               'for case in ((12, 64, 1, True), (12, 72, 1, True), (8, 84, 8, True),\n'
               '             (12, 88, 0, True), (12, 64, 1, True, True), (12, 72, 1, True, True),\n'
               '             (8, 84, 0, True, True), (12, 88, 1, False, True)):\n'
               '    for length in 300, 256:\n'
               '        attn = layer(*case).cuda()\n'
-              '        wrong = find_kernel_error(attn, torch.bfloat16, length)\n'
+              '        wrong = find_error(attn, torch.bfloat16, length)\n'
               '        assert not wrong, (case, length, wrong)\n')
     print(python('-c', script))

@@ -8,7 +8,6 @@ printed and written to effects.csv, copying.csv and ablations.csv beside this fi
 four models.
 """
 import math
-import statistics
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'token
 from matplotlib.figure import Figure
 
 from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
-from study import TRIAL_SEEDS, Row, Run
+from study import Row, Run, copying_rows, counting_runs
 from verdicts import (
     RULES,
     Tables,
@@ -29,8 +28,8 @@ from verdicts import (
     verdict_table,
 )
 
-SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... with both options',
-         'attn-1-none': 'CEM attention', 'attn-1-copies': '... with both options'}
+SHOWN = {'llama-alibi': 'Llama with ALiBi', 'llama-alibi-copies': '... with both additions',
+         'attn-1-none': 'CEM attention', 'attn-1-copies': '... with both additions'}
 KINDS = {'repeated, nats': 'repeated targets: 16%', 'other, nats': 'all others: 84%'}
 
 
@@ -39,29 +38,6 @@ def copies_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
     have no word."""
     rows = [row for row in read_csv(f'{folder}/runs.csv') if not row['variant']]
     return pooled_over_sizes(folder, claims, losses_by_size(rows))
-
-
-def mean(rows: list[Row], name: str) -> float:
-    return statistics.fmean(float(row[name]) for row in rows)
-
-
-def copying_rows(runs: list[Row]) -> list[Row]:
-    """Return for each size and model its means over seeds: losses of repeated and of other targets
-    in nats per own token, and by how many per cent a second reading changes perplexity."""
-    found = []
-    for size, model in dict.fromkeys((run['size'], run['model']) for run in runs):
-        of_model = [run for run in runs if (run['size'], run['model']) == (size, model)]
-        again = statistics.fmean(math.expm1(float(run['read_again_loss'])
-                                            - float(run['read_once_loss'])) for run in of_model)
-        found.append({
-            'size': size, 'model': model, 'seeds': str(len(of_model)),
-            'parameters': of_model[0]['parameters'],
-            'flops_per_token': of_model[0]['flops_per_token'],
-            'perplexity per Llama token': f'{math.exp(mean(of_model, "y")):.2f}',
-            'repeated, nats': f'{mean(of_model, "repeated_loss"):.3f}',
-            'other, nats': f'{mean(of_model, "other_loss"):.3f}',
-            'read again, %': f'{100 * again:+.1f}'})
-    return sorted(found, key=lambda row: (row['size'], float(row['perplexity per Llama token'])))
 
 
 def ablation_rows(runs: list[Row]) -> list[Row]:
@@ -84,7 +60,7 @@ def table(rows: list[Row]) -> str:
 def draw(rows: list[Row], size: str = 'S') -> Figure:
     """Draw the losses of repeated and of other targets of four models, at one scale."""
     figure = Figure((8.3, 3.3), layout='constrained')
-    figure.suptitle('Half keys and the match bias improve copying, and hardly change the rest')
+    figure.suptitle('The shifted key and the match bias lower the loss of repeated targets')
     of = {row['model']: row for row in rows if row['size'] == size}
     both = figure.subplots(1, 2, sharex=True, sharey=True)
     for axes, (name, title) in zip(both, KINDS.items(), strict=True):
@@ -93,7 +69,7 @@ def draw(rows: list[Row], size: str = 'S') -> Figure:
         bars = axes.barh(range(len(SHOWN)), values, color=colors)
         axes.bar_label(bars, [f'{value:.2f}' for value in values], padding=3)
         axes.set_title(title, fontsize=10)
-        axes.set(xlabel='loss, nats a token', yticks=range(len(SHOWN)),
+        axes.set(xlabel='loss, nats per token', yticks=range(len(SHOWN)),
                  yticklabels=SHOWN.values(), ylim=(len(SHOWN) - 0.5, -0.5))
         axes.margins(x=0.12)
         axes.spines[['top', 'right']].set_visible(False)
@@ -101,10 +77,10 @@ def draw(rows: list[Row], size: str = 'S') -> Figure:
 
 
 def main() -> None:
-    runs = [run for run in read_csv(f'{HERE}/runs.csv') if int(run['seed']) < TRIAL_SEEDS]
+    runs = counting_runs(HERE)
     RULES[HERE] = copies_rule
     verdicts = judge(HERE)
-    copying = copying_rows([run for run in runs if not run['variant']])
+    copying = copying_rows(runs)
     ablations = ablation_rows(runs)
     for text in (verdict_table(verdicts), table(copying), table(ablations)):
         print(f'{text}\n')

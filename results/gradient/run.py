@@ -132,8 +132,8 @@ def options_of(model: dict[str, str], size: str, seed: str, variant: str) -> lis
         options.append(f'--d_mlp={width}')
     if variant == 'vectors':  # in place of all three
         options += ['--key_shift=none', '--match_bias=none', '--kq_diag=none']
-    if variant and not torch.cuda.is_available():
-        options.append('--attn_impl=blockwise')  # it follows the patches
+    if variant:
+        options.append('--kernels=False')  # model.py's lines follow the patches
     return list({option.partition('=')[0]: option for option in options}.values())
 
 

@@ -285,19 +285,19 @@ def find_word(claim: Row, effects: list[Effect], tables: Tables) -> str:
 
 def verdict_table(verdicts: list[Verdict]) -> str:
     """Format the verdicts, beside the expected effects if verdicts.csv has them."""
-    columns = [name for name in ('id', 'claim', 'A', 'B', 'kind', 'expected_S', 'expected_M')
-               if name in verdicts[0][0]]
+    names = 'id', 'claim', 'question', 'A', 'B', 'kind', 'expected_S', 'expected_M'
+    columns = [name for name in names if name in verdicts[0][0]]
     rows = [[*map(claim.get, columns), '; '.join(map(str, effects)), word]
             for claim, effects, word in verdicts]
     return markdown_table([*columns, 'A over B', 'verdict'], rows)
 
 
-def effects_csv(families: Mapping[str, list[Verdict]]) -> str:
+def effects_csv(families: Mapping[str, list[Verdict]], columns: Sequence[str] = COLUMNS) -> str:
     """Return the verdicts of all families as a CSV: a row for each effect, with its claim's word.
     The ends of an interval are empty where there is none, and a claim without effects has a row
     without a size."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, restval='', extrasaction='ignore', lineterminator='\n')
+    writer = csv.DictWriter(text, columns, restval='', extrasaction='ignore', lineterminator='\n')
     writer.writeheader()
     for family, verdicts in families.items():
         for claim, effects, word in verdicts:

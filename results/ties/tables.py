@@ -1,0 +1,94 @@
+"""
+What the runs of this study say, computed again from its runs.csv and those of copies and gradient:
+
+    python results/ties/tables.py
+
+The verdicts on the rows of verdicts.csv by RULE.md, the differences of differences.csv, and how
+each model copies, also by how often a pair stands in the training text, are printed and written
+beside this file: effects.csv, differences_found.csv, copying.csv, counts.csv. Finished runs count,
+so it can be run at any time.
+"""
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'tokens')]
+
+from configurator import read_options
+from model import ModelConfig
+from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
+from study import Row, Run, copying_rows, count_rows, counting_runs
+from verdicts import (
+    RULES,
+    Table,
+    Tables,
+    Verdict,
+    effects_csv,
+    find_effects,
+    judge,
+    losses_by_size,
+    noise_by_kind,
+    verdict_table,
+)
+
+# The study itself, and those whose runs count where the model is the same
+STUDIES = [HERE.parent / 'copies', HERE.parent / 'gradient', HERE]
+DIFFERENCES = ('id', 'question', 'A', 'B', 'size', 'seeds', 'effect_%', 'low_%', 'high_%',
+               'expected_S', 'expected_M', 'source')  # of differences_found.csv
+
+
+def ties_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
+    """RULE.md: two kinds of models, without a CEM MLP and with one. Noise is pooled over S and M,
+    from all runs of the three studies. Models at 0.7 of their rate have one seed: no noise."""
+    kinds = {}
+    for study in STUDIES:
+        for row in read_csv(f'{study}/models.csv'):
+            kinds[row['model']] = 'CEM MLP' if row['noise'] == 'CEM MLP' else 'no CEM MLP'
+    runs = [run for run in counting_runs(*STUDIES) if not run['variant']]
+    y = losses_by_size(runs)
+    noise = noise_by_kind([y[size] for size in 'SM' if size in y], kinds)
+    return {('perplexity', size): Table(losses, noise) for size, losses in y.items()}
+
+
+def differences() -> list[Verdict]:
+    """Return the effects of the rows of differences.csv, each alone (m = 1) and without a word."""
+    rows = [{'unit': 'perplexity'} | row for row in read_csv(f'{HERE}/differences.csv')]
+    tables = ties_rule(HERE, rows, {})
+    return [(row, find_effects(row, [row], tables), '') for row in rows]
+
+
+def keys_and_values(model: Row) -> float:
+    """Return how many numbers a cache needs for the keys and values of a token, over Llama's. Half
+    where values are keys, and where two heads of queries share a head of keys and values."""
+    cfg = ModelConfig(**{'size': None} | read_options(model['options'].split(), ModelConfig))
+    values_are_keys = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
+    return 0.5 if values_are_keys or model.get('variant') == 'grouped queries' else 1.0
+
+
+def study_runs() -> list[Row]:
+    """Return the runs of this study's models. RULE.md: the FLOPs of g2 are those of g1."""
+    models = {row['model']: row for row in read_csv(f'{HERE}/models.csv')}
+    runs = [run for run in counting_runs(*STUDIES) if run['model'] in models]
+    flops = {models[run['model']]['row']: run['flops_per_token'] for run in runs}
+    for run in runs:
+        if models[run['model']]['row'] == 'g2':
+            run['flops_per_token'] = flops.get('g1', '')
+    return runs
+
+
+def main() -> None:
+    RULES[HERE] = ties_rule
+    verdicts, found, runs = judge(HERE), differences(), study_runs()
+    tables = {'effects': effects_csv({'ties': verdicts}),
+              'differences_found': effects_csv({'ties': found}, DIFFERENCES)}
+    print(f'{verdict_table(verdicts)}\n\n{verdict_table(found)}\n')
+    for name, rows in ('copying', copying_rows(runs)), ('counts', count_rows(runs)):
+        if rows:
+            print(f'{markdown_table([*rows[0]], [[*row.values()] for row in rows])}\n')
+            tables[name] = csv_text(rows)
+    for name, text in tables.items():
+        write_atomic(f'{HERE}/{name}.csv', text.encode())
+
+
+if __name__ == '__main__':
+    main()
