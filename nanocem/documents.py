@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ PACKED = {'.gz': 'gzip', '.bz2': 'bz2', '.zst': 'zstd'}
 INSTALLED = {'node_modules', 'site-packages', 'dist-packages', '__pycache__'}
 OURS = ({'meta.json', 'train_00000.bin'}, {'config.json', 'log.jsonl'},
         {'config.json', 'model.safetensors'})
+NAMED = 8  # of a folder's suffixes a line names so many
 BLOCK = 1 << 16  # characters: texts are read in blocks of about so many
 ENOUGH_ROWS = 100_000  # If none of so many has the column, no more are read
 # Matches a text up to its last word that a space or line end follows. No token spans that place, so
@@ -65,11 +65,14 @@ READING = tuple(Reading.__dataclass_fields__)
 
 # Files
 
+State = tuple[int, int]  # of a file: bytes, and time of change in ns
+
+
 class Source(NamedTuple):
-    """The files of an input, in their order, and the sizes of those that are not read."""
+    """The files of an input, in their order, and those that are not read, with their states."""
     root: str  # a folder, or hf://datasets/OWNER/NAME@COMMIT
-    files: dict[str, tuple[int, int]]  # by their paths below root: bytes, time of change in ns
-    left_out: dict[str, int]
+    files: dict[str, State]  # by their paths below root
+    left_out: dict[str, State]
 
     def path(self, name: str) -> str:
         """Return the path of a file, after downloading it if it is on the Hub."""
@@ -83,16 +86,13 @@ class Source(NamedTuple):
         """Return the path of the only file, or of the folder of several."""
         return os.path.join(self.root, *self.files) if len(self.files) == 1 else self.root
 
-    def sizes(self) -> dict[str, int]:
-        return {name: size for name, (size, _) in self.files.items()}
-
     def size(self) -> int:
-        return sum(self.sizes().values())
+        return size_of(self.files)
 
     def describe(self) -> str:
         """Return what is read, and what is left out, in one line each."""
         left_out = f'\nLeft out: {count(self.left_out)}' if self.left_out else ''
-        return f'Files: {count(self.sizes())}{left_out}'
+        return f'Files: {count(self.files)}{left_out}'
 
 
 def find_source(where: str, reading: Reading) -> Source:
@@ -105,32 +105,24 @@ def find_source(where: str, reading: Reading) -> Source:
     check(os.path.isdir(where) or where.startswith(HUB),
           f'{where}: no such file or folder (standard input is -)')
     root, found = list_hub(where) if where.startswith(HUB) else (where, list_folder(where))
-
-    def of_suffixes(suffixes: tuple[str, ...]) -> dict[str, tuple[int, int]]:
-        return {name: state for name, state in found.items() if suffix_of(name) in suffixes}
-
-    files = of_suffixes(reading.suffixes or ROWS) or of_suffixes(reading.suffixes or TEXTS)
-    left_out = {name: size for name, (size, _) in found.items() if name not in files}
-    source = Source(root, files, left_out)
-    suffixes = Counter()
-    for name, (size, _) in found.items():
-        suffixes[suffix_of(name)] += size
-    remedy = f'--suffixes={",".join(suffix for suffix, _ in suffixes.most_common(8))}'
     check(len(found) > 0, f'{where} has nothing to read: hidden files, installed packages, and '
           'runs and data of nanoCEM are left out')
-    check(len(files) > 0, f'{where} has nothing to read: expected rows (.jsonl, .csv, ...), .txt '
-          f'or .md, and it has {count(left_out)}. Name what to read, of {remedy}')
-    check(bool(reading.suffixes) or sum(left_out.values()) <= source.size(),
-          f'{where}: more would be left out ({count(left_out)}) than read '
-          f'({count(source.sizes())}). Name what to read, of {remedy}')
-    return source
+    has_rows = any(suffix_of(name) in ROWS for name in found)
+    suffixes = reading.suffixes or (ROWS if has_rows else TEXTS)
+    files = {name: state for name, state in found.items() if suffix_of(name) in suffixes}
+    left_out = {name: state for name, state in found.items() if name not in files}
+    known = ','.join(suffix for suffix, _, _ in by_suffix(found)[:NAMED])
+    check(len(files) > 0 and (bool(reading.suffixes) or size_of(left_out) <= size_of(files)),
+          f'{where}: {count(files)} would be read, and more left out ({count(left_out)}). Name '
+          f'what to read, of --suffixes={known}')
+    return Source(root, files, left_out)
 
 
-def list_folder(root: str) -> dict[str, tuple[int, int]]:
+def list_folder(root: str) -> dict[str, State]:
     """List the regular files of a folder and then those of its subfolders, by name, as paths below
     root, with their states. Links are followed, and no folder is entered twice. What is hidden,
     installed, or of our own data and runs is not listed. UserError if a folder is unreadable."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, State] = {}
     entered: set[tuple[int, int]] = set()
     for folder, subfolders, names in os.walk(root, onerror=lambda error: fail(str(error)),
                                              followlinks=True):
@@ -147,13 +139,12 @@ def list_folder(root: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def state_of(path: str) -> tuple[int, int]:
-    """Return the bytes of a file, and when it was last changed, in ns."""
+def state_of(path: str) -> State:
     state = os.stat(path)
     return state.st_size, state.st_mtime_ns
 
 
-def list_hub(where: str) -> tuple[str, dict[str, tuple[int, int]]]:
+def list_hub(where: str) -> tuple[str, dict[str, State]]:
     """Return a dataset of the Hub at its current commit, and the files of it below `where` that are
     not hidden, with their states: a commit does not change, so that its time is 0. Raises
     UserError."""
@@ -175,16 +166,29 @@ def suffix_of(name: str) -> str:
     return os.path.splitext(stem)[1] if suffix in PACKED else suffix
 
 
-def count(sizes: dict[str, int]) -> str:
-    """Return how many files there are and their bytes, by suffix: '2 .md, 1,234 bytes; 1 without
-    suffix, 9 bytes'. The eight largest suffixes are named."""
-    by_suffix: dict[str, list[int]] = {}
-    for name, size in sizes.items():
-        by_suffix.setdefault(suffix_of(name) or 'without suffix', []).append(size)
-    largest_first = sorted(by_suffix.items(), key=lambda item: -sum(item[1]))
-    others = [size for _, group in largest_first[8:] for size in group]
-    groups = largest_first[:8] + [('others', others)] * bool(others)
-    return '; '.join(f'{len(group):,} {name}, {sum(group):,} bytes' for name, group in groups)
+def by_suffix(files: dict[str, State]) -> list[tuple[str, int, int]]:
+    """Return each suffix of these files, how many have it, and their bytes; the largest first."""
+    sizes: dict[str, list[int]] = {}
+    for name, (size, _) in files.items():
+        sizes.setdefault(suffix_of(name), []).append(size)
+    groups = [(suffix, len(group), sum(group)) for suffix, group in sizes.items()]
+    return sorted(groups, key=lambda group: -group[2])
+
+
+def count(files: dict[str, State]) -> str:
+    """Return how many files there are and their bytes, by suffix, in words: '2 .md, 1,234 bytes;
+    1 without suffix, 9 bytes'."""
+    groups = by_suffix(files)
+    words = [f'{n:,} {suffix or "without suffix"}, {size:,} bytes'
+             for suffix, n, size in groups[:NAMED]]
+    if others := groups[NAMED:]:
+        words.append(f'{sum(n for _, n, _ in others):,} others, '
+                     f'{sum(size for _, _, size in others):,} bytes')
+    return '; '.join(words) or 'nothing'
+
+
+def size_of(files: dict[str, State]) -> int:
+    return sum(size for size, _ in files.values())
 
 
 def keep_piped(path: str) -> str:

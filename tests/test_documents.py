@@ -92,8 +92,7 @@ def test_a_folder_gives_its_rows_or_else_txt_and_md(tmp_path: Path) -> None:
     assert found == sorted(rows)
     assert 'Left out: 15 .md' in printed or 'Left out: 15 .txt' in printed
     for ours in ('data/notes', 'out/a'):
-        said = refused(folder / ours, tmp_path / 'no')
-        assert 'has nothing to read: hidden files' in said
+        assert 'has nothing to read: hidden' in refused(folder / ours, tmp_path / 'no')
 
 
 @pytest.mark.parametrize('suffixes, found', [
@@ -116,12 +115,14 @@ def test_more_left_out_than_read_is_refused_with_the_suffixes(tmp_path: Path) ->
         assert sorted(read_by_evaluate(folder)) == read(folder)[0] == sorted(notes)
     assert f'in is not read whole. Left out: 1 .png, {size:,} bytes' in said.getvalue()
     files(folder, {'b.PNG': b'1', 'c.pdf': b'12'})
-    words = rf'would be left out \(2 .png, {size + 1:,} bytes; 1 .pdf, 2 bytes\) than read \(9 .md'
+    words = (rf': 9 .md, {size:,} bytes would be read, and more left out \(2 .png, {size + 1:,} '
+             r'bytes; 1 .pdf, 2 bytes\). Name what to')
     said = refused(folder, tmp_path / 'out')
     assert re.search(words, said) and said.endswith('--suffixes=.png,.md,.pdf')
     assert read(folder, '--suffixes=.md')[0] == sorted(notes)
     said = refused(folder, tmp_path / 'out', '--suffixes=.txt')
-    assert 'has nothing to read: ' in said and said.endswith('--suffixes=.png,.md,.pdf')
+    assert 'nothing would be read, and more left out (2 .png' in said
+    assert said.endswith('--suffixes=.png,.md,.pdf')
 
 
 def test_a_folder_is_entered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +384,7 @@ def test_texts_between_separators_are_documents(
         found = read_by_evaluate(folder, separator='<|endoftext|>', suffixes=('.txt', '.jsonl'))
         assert found == [*stories, 'another', '<|endoftext|>']
         for where in (folder / 'b.txt.gz', folder / 'c.jsonl'):
-            assert "separator='<|endoftext|>' is in no text" in refused(
+            assert f"separator='<|endoftext|>' is in no text of {where}: " in refused(
                 where, tmp_path / 'out', '--separator=<|endoftext|>')
     assert read(folder / 'a.txt')[0] == [content]
 
