@@ -15,7 +15,7 @@ A model gets faster functions
     fast.py                Choose what is faster than model.py's lines, and plug it into a model.
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
-    process.py             Survive a console that goes away, and note signals that ask to stop.
+    process.py             Show progress, survive a console that goes away, and note signals.
     files.py               Write files completely or not at all: JSON, CSV, tables, pictures.
     runs.py                Keep a run's options, checkpoints and log in its folder.
 It is used
