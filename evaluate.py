@@ -8,7 +8,8 @@ Evaluate a trained model.
     python evaluate.py --compare=out/a,out/b   a table of the results of runs, and their losses;
                                                with --text=FILE their losses on it, of exports too
 
-Tables are printed. The picture of --energies goes into out/results.
+Tables are printed. The picture of --energies goes into out/results. results/copying.py
+asks how well a model repeats its context, and docs/attention.py draws its attention.
 """
 import math
 import os

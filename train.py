@@ -387,6 +387,8 @@ def main(argv: list[str]) -> int:
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
             last_logged, step_seconds = step, 0.0
+        if step == first_step + 1:  # it may have compiled, which says nothing of the others
+            last_logged, step_seconds = step, 0.0
         # Without a progress bar say early that it runs, and how long it takes
         left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
         if bar.disable and step == first_step + 10:

@@ -12,7 +12,7 @@ A model meets a machine
     same.py                Ask by numbers: does a model compute what it should?
 It is trained
     optim.py               Train the blocks' matrices with Muon, and all else with AdamW.
-    process.py             Survive a console that goes away, and note signals that ask to stop.
+    process.py             Show progress, survive a console that goes away, and note signals.
     files.py               Write files completely or not at all: JSON, CSV, tables, pictures.
     runs.py                Keep a run's options, checkpoints and log in its folder.
 It is used

@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,22 @@ def test_a_run_shows_a_bar_and_writes_what_it_measures(data: Path, tmp_path: Pat
     assert lines[-1]['mfu'] is lines[-1]['memory_gb'] is None  # neither is known on a CPU
     events = EventAccumulator(str(out)).Reload().Tags()['scalars']
     assert {'loss', 'val_loss', 'seconds'} <= set(events) and 'mfu' not in events
+
+
+def test_the_first_step_does_not_count_in_the_time_that_is_left(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It compiles. Of 100 steps all but the first take some milliseconds."""
+    def slow_at_first(cfg: train.TrainConfig, step: int, steps: int) -> float:
+        time.sleep(5 if step == 0 else 0)
+        return 1e-3
+    monkeypatch.setattr(train, 'learning_rate', slow_at_first)
+    for interval in 10, 1000:
+        options = override(running.TINY, f'--data={data}', f'--out_dir={tmp_path}/{interval}',
+                           f'--log_interval={interval}', steps(100), '--eval_interval=100')
+        assert train.main(options) == 0
+        seconds = re.search(r'step +10/100 .* ETA 0:00:(\d\d)', capsys.readouterr().out)[1]
+        assert int(seconds) < 20  # 45 if the first one counts
 
 
 # Kill and go on
