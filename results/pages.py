@@ -173,8 +173,8 @@ def expected() -> str:
     rows = []
     for row in (read_csv(f'{RESULTS}/ties/verdicts.csv')
                 + read_csv(f'{RESULTS}/ties/differences.csv')):
-        found = {effect['size']: effect for effect in ties_effects() if effect['id'] == row['id']}
-        decided = [size for size, effect in found.items() if effect['low_%']]
+        found = {one['size']: one for one in ties_effects() if one['id'] == row['id']}
+        decided = [size for size, one in found.items() if one['low_%']]
         for size in row['sizes'].split():
             word = found[size].get('verdict', '') if size in decided[-1:] else ''
             rows.append([row.get('claim') or row['question'], size,
