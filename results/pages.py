@@ -168,18 +168,17 @@ def ties() -> str:
 
 
 def expected() -> str:
-    """What was expected of the ties beside what was found."""
-    claims = read_csv(f'{RESULTS}/ties/verdicts.csv')
-    differences = read_csv(f'{RESULTS}/ties/differences.csv')
+    """What was expected of the ties beside what was found. The largest size with an interval gives
+    the verdict, and has it in its row."""
     rows = []
-    for row in claims + differences:
+    for row in (read_csv(f'{RESULTS}/ties/verdicts.csv')
+                + read_csv(f'{RESULTS}/ties/differences.csv')):
+        found = {one['size']: one for one in ties_effects() if one['id'] == row['id']}
+        decided = [size for size, one in found.items() if one['low_%']]
         for size in row['sizes'].split():
-            at_size = [found for found in ties_effects()
-                       if (found['id'], found['size']) == (row['id'], size)]
-            word = at_size[0].get('verdict', '') if at_size else ''
+            word = found[size].get('verdict', '') if size in decided[-1:] else ''
             rows.append([row.get('claim') or row['question'], size,
-                         signed(row[f'expected_{size}']),
-                         percent(at_size[0] if at_size else None), word])
+                         signed(row[f'expected_{size}']), percent(found.get(size)), word])
     return markdown_table(['', 'size', 'expected, %', 'found, %', 'verdict'], rows)
 
 
