@@ -56,7 +56,6 @@ from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run, progress_bar
 from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_broken_laws
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
-from nanocem.triton_attention import use_kernels
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute
@@ -223,7 +222,10 @@ def main(argv: list[str]) -> int:
     if rank == 0:
         warn_if_not_causal(raw_model)
         warn_of_broken_laws(raw_model)
-    by_kernels = cfg.kernels and on_gpu and use_kernels(raw_model, dtype)
+    by_kernels = False
+    if on_gpu and cfg.kernels:
+        from nanocem.triton_attention import use_kernels
+        by_kernels = use_kernels(raw_model, dtype)
     model = compile_for(device, raw_model, by_kernels) if compiled else raw_model
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
