@@ -75,8 +75,9 @@ def make_page(model: Transformer, state: dict[str, Any], prompt: str = '', title
     check_model(model)
     check_file(model, state, 'page: a page computes the classes of model.py, and')
     tokenizer = tokenizer_of(state)
-    content = dict(pack_model(model), tokenizer=pack_tokenizer(tokenizer), step=state.get('step'),
-                   prompt=prompt, lesson=pack_lesson(model, tokenizer))
+    rounded = round_weights(model)  # all numbers of the page are those of the weights that it holds
+    content = dict(pack_model(rounded), tokenizer=pack_tokenizer(tokenizer),
+                   step=state.get('step'), prompt=prompt, lesson=pack_lesson(rounded, tokenizer))
     # "<" is escaped: no text of a tokenizer or a prompt ends the script that holds it
     text = json.dumps(content, allow_nan=False).replace('<', '\\u003c')
     page = TEMPLATE.read_text(encoding='utf-8')
@@ -90,7 +91,7 @@ def round_number(n: int) -> str:
     """Two digits of a number of weights: 1.1 million, 23 thousand."""
     if n < 1000:
         return str(n)
-    unit, word = (1e6, 'million') if n >= 999_500 else (1e3, 'thousand')
+    unit, word = (1e6, 'million') if n >= 995_000 else (1e3, 'thousand')
     return f'{float(f"{n / unit:.2g}"):g} {word}'
 
 
@@ -166,22 +167,27 @@ def check_model(model: Transformer) -> None:
           f'page: expected at most {MOST_WEIGHTS:,}')
 
 
-@torch.no_grad()
-def pack_model(model: Transformer) -> dict[str, Any]:
-    """Return the options of a model, the names and shapes of its weights, and their bfloat16 bits
-    in base64; `probe` has a few ids, their last logits, and how far the page's may be from these.
-    UserError if these are not finite."""
+def round_weights(model: Transformer) -> Transformer:
+    """Return a copy of a model whose weights are rounded to bfloat16."""
     rounded = Transformer(model.cfg).eval()
     rounded.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
-    weights = dict(rounded.named_parameters())
+    return rounded
+
+
+@torch.no_grad()
+def pack_model(model: Transformer) -> dict[str, Any]:
+    """Return the options of a model whose weights are rounded, their names and shapes, and their
+    bfloat16 bits in base64; `probe` has a few ids, their last logits, and how far the page's may be
+    from these. UserError if these are not finite."""
+    weights = dict(model.named_parameters())
     bits = torch.cat([w.detach().bfloat16().view(torch.int16).flatten() for w in weights.values()])
     n_ids = min(model.cfg.context_length, max(6, PROBE_PRODUCTS // model.num_params()))
     idx = torch.arange(n_ids)[None] * 7919 % model.cfg.vocab_size
-    logits = rounded.next_logits(idx)[0]
+    logits = model.next_logits(idx)[0]
     check(bool(logits.isfinite().all()), 'page: the logits of the model are not finite: it cannot '
           'be sampled from')
     # Rounding is 1e-6 of the norm, or more with residual=normed, where it grows from layer to layer
-    exact = rounded.double().next_logits(idx)[0]
+    exact = copy.deepcopy(model).double().next_logits(idx)[0]
     tolerance = max(LOGIT_ERROR, 10 * float((logits - exact).norm() / exact.norm()))
     options = {name: value for name, value in vars(model.cfg).items() if name not in NOT_COMPUTED}
     return dict(cfg=options, shapes=[[name, [*w.shape]] for name, w in weights.items()],

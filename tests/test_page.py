@@ -370,8 +370,8 @@ def test_a_page_says_what_it_is_and_what_the_model_has_read() -> None:
 
 
 def test_a_page_rounds_how_many_numbers_a_model_has() -> None:
-    for n, words in ((7, '7'), (23_451, '23 thousand'), (999_499, '1000 thousand'),
-                     (999_500, '1 million'), (1_101_107, '1.1 million'),
+    for n, words in ((7, '7'), (23_451, '23 thousand'), (994_999, '990 thousand'),
+                     (999_499, '1 million'), (1_101_107, '1.1 million'),
                      (86_371_488, '86 million')):
         assert page.round_number(n) == words
 

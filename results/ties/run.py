@@ -85,14 +85,13 @@ def take_two_steps() -> None:
         MLP:       -gamma . phi(V h + W_d (u - h)), gamma = W h"""
     def attend(self, x: Tensor, pos) -> Tensor:
         h = self.norm(x)
-        k = self.shift(self.split_heads(F.linear(h, self.W_K)), pos)
+        k = self.keys(h, pos)
         q_h = F.linear(h, self.W_Q)
-        matched = self.add_match(h, pos)
         for _ in range(2):
             u = self.norm(x)
             q = self.split_heads(q_h + F.linear(u - h, self.W_O))
-            o, dx = self.attend(q, k, k, matched, u, h)
-            x = x + (self.merge_heads(o) @ self.W_O + dx) / 2
+            o, update = self.attend(q, k, k, pos, u, h)
+            x = x + (self.merge_heads(o) @ self.W_O + update) / 2
         return x
 
     def mlp(self, x: Tensor) -> Tensor:
