@@ -21,6 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -192,7 +195,6 @@ def report_energies(run: 'Evaluated') -> str:
 def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:
     """Draw the energies of each sublayer, if matplotlib is installed. Return the picture's path."""
     try:
-        os.environ['MPLBACKEND'] = 'agg'  # a picture goes into a file, whatever a notebook asks for
         from matplotlib.figure import Figure
     except ImportError:
         return 'pip install matplotlib draws them, too'

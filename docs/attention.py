@@ -8,6 +8,7 @@ Draw the attention maps of a text, and what later steps change in them.
 A table says which fraction of its attention each step after the first moves to other keys. The
 picture, in out/results, has heads across, layers and steps down.
 """
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # model.py is in the folder above
+if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
+    os.environ['MPLBACKEND'] = 'agg'
 
 import numpy as np
 import torch
