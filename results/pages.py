@@ -5,7 +5,8 @@ Write the tables of the pages, computed again from the CSVs of the studies:
 
 In README.md and results/README.md a table stands between `<!-- results/pages.py: NAME -->` and
 `<!-- end -->`, and a function here has its NAME. The studies' own tables.py and
-verdicts.py compute effects, intervals and verdicts; this file only chooses and formats them.
+verdicts.py compute effects, intervals and verdicts, and are run first after new runs; this file
+only chooses and formats what they wrote.
 A test fails where a page is not what this command writes.
 """
 import math
@@ -17,7 +18,6 @@ RESULTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(RESULTS.parent), str(RESULTS)]
 
 from nanocem.files import markdown_table, read_csv, write_atomic
-from results.ties.tables import keys_and_values
 from study import TRIAL_SEEDS, Row, counting_runs, load_study, read_published_rows
 
 ROOT = RESULTS.parent
@@ -136,7 +136,6 @@ def ties_rows(models: list[str]) -> list[list[str]]:
     empty."""
     measured = copying('ties')
     llama = measured['S', LLAMA]
-    options = {row['model']: row for row in read_csv(f'{RESULTS}/ties/models.csv')}
     rows = []
     for model in models:
         label, found = TIES[model], measured.get(('S', model))
@@ -146,8 +145,7 @@ def ties_rows(models: list[str]) -> list[list[str]]:
         rows.append([
             label, f'{int(found["parameters"]) / 1e6:.3f}',
             f'{ratio(found, llama, "flops_per_token"):.2f}',
-            f'{keys_and_values(options[model]):g}',
-            f'{float(found["bits per byte"]):.3f}', found['repeated, nats'],
+            found['KV cache'], f'{float(found["bits per byte"]):.3f}', found['repeated, nats'],
             '0' if model == LLAMA else percent(over_llama(model)), found['seeds']])
     return rows
 

@@ -65,9 +65,8 @@ def keys_and_values(model: Row) -> float:
     return 0.5 if values_are_keys or model.get('variant') == 'grouped queries' else 1.0
 
 
-def study_runs() -> list[Row]:
+def study_runs(models: dict[str, Row]) -> list[Row]:
     """Return the runs of this study's models. RULE.md: the FLOPs of g2 are those of g1."""
-    models = {row['model']: row for row in read_csv(f'{HERE}/models.csv')}
     runs = [run for run in counting_runs(*STUDIES) if run['model'] in models]
     flops = {models[run['model']]['row']: run['flops_per_token'] for run in runs}
     for run in runs:
@@ -78,11 +77,14 @@ def study_runs() -> list[Row]:
 
 def main() -> None:
     RULES[HERE] = ties_rule
-    verdicts, found, runs = judge(HERE), differences(), study_runs()
+    models = {row['model']: row for row in read_csv(f'{HERE}/models.csv')}
+    verdicts, found, runs = judge(HERE), differences(), study_runs(models)
+    copying = [row | {'KV cache': f'{keys_and_values(models[row["model"]]):g}'}
+               for row in copying_rows(runs)]
     tables = {'effects': effects_csv({'ties': verdicts}),
               'differences_found': effects_csv({'ties': found}, DIFFERENCES)}
     print(f'{verdict_table(verdicts)}\n\n{verdict_table(found)}\n')
-    for name, rows in ('copying', copying_rows(runs)), ('counts', count_rows(runs)):
+    for name, rows in ('copying', copying), ('counts', count_rows(runs)):
         if rows:
             print(f'{markdown_table([*rows[0]], [[*row.values()] for row in rows])}\n')
             tables[name] = csv_text(rows)
