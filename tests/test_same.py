@@ -170,6 +170,19 @@ def test_a_run_goes_on_with_an_edit_that_changes_no_logit(tmp_path: Path) -> Non
     assert (tmp_path / 'o/model_until_4.py').exists()
 
 
+def test_every_text_that_has_trained_a_run_is_kept(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The run begins with A, and at step 4 goes on with B, and again, for B was stopped, with C."""
+    for text, step in (('A', 0), ('A', 2), ('B', 4), ('C', 4), ('D', 6)):
+        monkeypatch.setattr(runs, 'MODEL_TEXT', text)
+        runs.keep_model_py(str(tmp_path), step)
+        said = capsys.readouterr().err
+        line = f'diff {tmp_path}/model_until_{step}.py {tmp_path}/model.py'
+        assert (line in said) == (text != 'A') and said.count('\n') == (text != 'A')
+    kept = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert kept == {'model.py': 'D', 'model_until_4.py': 'A', 'model_until_6.py': 'C'}
+
+
 def test_a_deep_copy_keeps_its_own_weights() -> None:
     model = randomize(Transformer(ModelConfig(**OPTIONS)), seed=8).float()
     other = copy.deepcopy(model)
