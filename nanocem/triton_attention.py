@@ -546,16 +546,20 @@ def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None
 # In a model
 
 def use_kernels(model: Transformer, dtype: torch.dtype) -> bool:
-    """Let all layers of a model attend by these kernels, if they can on its device and in dtype,
-    and give in the first layer what model.py's lines give. Return whether they do; a warning says
-    where they are wrong."""
+    """Set these kernels as `kernel` in all layers of a model, if they run on its device and in
+    dtype, and if the first layer then gives what its own lines give, up to the length of its
+    context. Return whether they are set. A warning says where they differ."""
     layers = [getattr(block, 'attn', None) for block in model.blocks]
     if not all(isinstance(attn, BaseAttention) and fits(attn)
                and runs_triton(attn.W_Q.device, dtype, attn.cfg.d_model // attn.K)
                for attn in layers):
         return False
-    # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off
-    for length in (300, 256) if layers[0].W_Q.is_cuda else (150,):
+    # A GPU has other kernels for a multiple of 16 than for 300, whose last tile is cut off. Some
+    # edits, such as a window of 512 tokens, only show in a long context
+    lengths = [150]
+    if layers[0].W_Q.is_cuda:
+        lengths = [300, 256, min(layers[0].cfg.context_length, 2048)]
+    for length in lengths:
         if wrong := find_error(layers[0], dtype, length):
             warn(f'triton attention {wrong}: it is not used')
             return False
@@ -612,8 +616,9 @@ def find_error(attn: BaseAttention, dtype: torch.dtype, length: int) -> str:
             p.add_((0.3 * torch.randn(p.shape, generator=random)).to(p))
     exact, layer.kernel = copy.deepcopy(layer).to('cpu', torch.float64), attend
     K, D, device = attn.K, attn.cfg.d_model, attn.W_Q.device
-    q, k = torch.randn(2, 2, K, length, D // K, generator=random).to(dtype)
-    u, h = torch.randn(2, 2, length, D, generator=random)
+    B = 2 if length <= 300 else 1
+    q, k = torch.randn(2, B, K, length, D // K, generator=random).to(dtype)
+    u, h = torch.randn(2, B, length, D, generator=random)
 
     def results(layer: Any, *inputs: Tensor) -> dict[str, Tensor]:
         q, k, u, h = inputs = [x.requires_grad_() for x in inputs]
