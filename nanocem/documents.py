@@ -24,7 +24,7 @@ INSTALLED = {'node_modules', 'site-packages', 'dist-packages', '__pycache__'}
 OURS = ({'meta.json', 'train_00000.bin'}, {'config.json', 'log.jsonl'},
         {'config.json', 'model.safetensors'})
 NAMED = 8  # of a folder's suffixes a line names so many
-BLOCK = 1 << 16  # characters: texts are read in blocks of about so many
+BLOCK = 1 << 15  # characters: texts are read in blocks of about so many
 ENOUGH_ROWS = 100_000  # If none of so many has the column, no more are read
 # Matches a text up to its last word that a space or line end follows. No token spans that place, so
 # the two parts can be encoded separately. (A user's model may differ.)
