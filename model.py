@@ -368,7 +368,7 @@ class BaseAttention(nn.Module):
             return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
         # The scores of all queries at once, if there are few. (A graph of torch.export takes any
         # number of queries)
-        if q.shape[2] <= BLOCK or torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or q.shape[2] <= BLOCK:
             return self.softmax_attention(q, k, v, pos, u, h)
         return self.attend_in_blocks(q, k, v, pos, u, h)
 
