@@ -23,8 +23,8 @@ This file needs torch alone, and can be copied into another project (docs/option
 model computes nothing but the lines below. On a GPU train.py gives attention a `kernel`.
 
 Shapes: B batch, I new and J attended positions (I < J with a cache), D = D_h the model's width,
-K heads of width R = D_r = D / K, D_v the MLP's width. i is a query's token, j a key's, k a head;
-k_j is a key of head k.
+K heads of width R = D_r = D / K, G heads of keys and values (n_kv_head: K, or fewer), D_v the MLP's
+width. i is a query's token, j a key's, k a head; k_j is a key of head k.
 """
 import math
 import numbers
@@ -72,6 +72,7 @@ class ModelConfig:
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
     n_head: int | None = None  # K, heads; default: the most whose width is at least the size's
+    n_kv_head: int | None = None  # G, heads of keys and values; default: n_head
     d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
     vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens; the layers take any number
@@ -121,6 +122,8 @@ class ModelConfig:
 
     def llama(self) -> 'ModelConfig':
         """Return the Llama of the same shape. Its parameter count sets the token budget."""
+        # Without n_kv_head, as without ties: a model with grouped queries reads as many tokens as
+        # the Llama that it is compared with
         names = ('d_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
         shape = {name: getattr(self, name) for name in names}
         # RoPE has no parameters, but needs heads of an even width
@@ -161,9 +164,10 @@ class Positions(NamedTuple):
 
 class Cache:
     """The KV cache, with which `generate` reads each token once: keys, values where they are not
-    the keys, and h where scores need it. CEM without options keeps D numbers per token and
-    sublayer, and Llama 2 D. Sublayers append in the same order in each forward pass. An edit that
-    mixes tokens outside attention needs generate(use_cache=False)."""
+    the keys, and h where scores need it. CEM without options keeps G R numbers per token and
+    sublayer, and Llama 2 G R; without grouped queries G R is D. Sublayers append in the same order
+    in each forward pass. An edit that mixes tokens outside attention needs
+    generate(use_cache=False)."""
     def __init__(self) -> None:
         self.length = 0  # how many tokens have been read
         self.buffers: list[Tensor] = []  # (..., J or more, width) each
@@ -240,7 +244,7 @@ class BaseAttention(nn.Module):
         self.tau = math.sqrt(self.R if cfg.score_scale == 'head' else D)
         self.norm = RMSNorm(D)
         self.W_Q = normal_param(D, D, std=cfg.init_std)  # W_k^Q is its k-th block of R rows
-        self.W_K = normal_param(D, D, std=cfg.init_std)
+        self.W_K = normal_param(cfg.n_kv_head * self.R, D, std=cfg.init_std)
         if cfg.positions == 'alibi':  # learned biases of a token's own key and of all others
             self.b_self = nn.Parameter(torch.zeros(K))
             self.b_cross = nn.Parameter(torch.zeros(K))
@@ -260,13 +264,13 @@ class BaseAttention(nn.Module):
         self.kernel: Any = None  # a faster attend to a whole text, from nanocem/triton_attention.py
 
     def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.R)).transpose(1, 2)  # (B, I, D) -> (B, K, I, R)
+        return x.unflatten(-1, (-1, self.R)).transpose(1, 2)  # (B, I, K R) -> (B, K, I, R)
 
     def merge_heads(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(-2)  # (B, K, I, R) -> (B, I, D)
 
     def keys(self, h: Tensor, pos: Positions) -> Tensor:
-        """Return the keys W_k^K h_j, (B, K, I, R), before RoPE. Ours: with key_shift=half the first
+        """Return the keys W_k^K h_j, (B, G, I, R), before RoPE. Ours: with key_shift=half the first
         R / 2 numbers of each key are the previous token's. A head can then look for what follows a
         token."""
         k = self.split_heads(F.linear(h, self.W_K))
@@ -295,6 +299,15 @@ class BaseAttention(nn.Module):
         all_k = pos.cache.append(k)
         all_v = all_k if v is k else pos.cache.append(v)
         return all_k, all_v, pos.cache.append(h) if self.cfg.needs_h() else h
+
+    def repeat_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Repeat each head of keys and values, (B, G, J, R), for the K / G consecutive heads of
+        queries that share it: (B, K, J, R). Values that are the keys stay the keys."""
+        def repeat(x: Tensor) -> Tensor:
+            return x[:, :, None].expand(-1, -1, self.K // x.shape[1], -1, -1).flatten(1, 2)
+
+        all_k = repeat(k)
+        return all_k, all_k if v is k else repeat(v)
 
     def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
         """Return a_ijk = k_j . q_i / tau + bias_ijk, (B, K, I, J)."""
@@ -355,7 +368,7 @@ class BaseAttention(nn.Module):
             return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
         # The scores of all queries at once, if there are few. (A graph of torch.export takes any
         # number of queries)
-        if q.shape[2] <= BLOCK or torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() or q.shape[2] <= BLOCK:
             return self.softmax_attention(q, k, v, pos, u, h)
         return self.attend_in_blocks(q, k, v, pos, u, h)
 
@@ -411,7 +424,7 @@ class LlamaAttention(BaseAttention):
         super().__init__(cfg)
         D, std = cfg.d_model, cfg.init_std
         # W_O is stored in blocks of rows, as W_Q, and used as o @ W_O
-        self.W_V = None if cfg.ties('kv') else normal_param(D, D, std=std)
+        self.W_V = None if cfg.ties('kv') else normal_param(cfg.n_kv_head * self.R, D, std=std)
         self.W_O = None if cfg.ties('qo') else normal_param(D, D, std=std)
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
@@ -419,13 +432,15 @@ class LlamaAttention(BaseAttention):
         # Project the normed input to queries, keys and values
         u = h = self.norm(x)
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
-        k = self.keys(h, pos)
+        k = self.keys(h, pos)                                    # (B, G, I, R)
         v = k if self.cfg.ties('kv') else self.split_heads(F.linear(h, self.W_V))
         # With RoPE, rotate queries and keys by their positions
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
         # While text is generated, past tokens come before these
-        k, v, h = self.with_past(k, v, h, pos)                   # (B, K, J, R), h: (B, J, D)
+        k, v, h = self.with_past(k, v, h, pos)                   # (B, G, J, R), h: (B, J, D)
+        # With grouped queries, repeat keys and values for the heads that share them
+        k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
         # Attend to the context
         o, update = self.attend(q, k, v, pos, u, h)              # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
@@ -446,11 +461,13 @@ class CEMAttention(BaseAttention):
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
         # Project the normed input to keys, which also serve as values and stay fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
-        k = self.keys(h, pos)                                    # k_j <- W_k^K h_j, (B, K, I, R)
+        k = self.keys(h, pos)                                    # k_j <- W_k^K h_j, (B, G, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
         # While text is generated, past tokens come before these
         k, v, h = self.with_past(k, k, h, pos)                   # v_j <- k_j, j up to J
+        # With grouped queries, repeat the keys for the heads that share them
+        k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
         # Fold the preconditioners into the output projection
         W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
         for _ in range(self.T):
@@ -473,6 +490,7 @@ class CEMAttention(BaseAttention):
         pos = make_positions(self.cfg, h)
         q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
         k = self.rotate(self.keys(h, pos), pos)
+        k, _ = self.repeat_kv(k, k)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
     def output_weight(self, cache: Cache | None = None) -> Tensor:
@@ -861,11 +879,12 @@ def default_values(cfg: ModelConfig) -> dict[str, Any]:
     """Return the defaults of the fields that depend on other fields."""
     size = SIZES[cfg.size or '134m']
     D, R = cfg.d_model or size['d_model'], size['d_model'] // size['n_head']
+    # As many heads as divide D and are no narrower than the size's
+    n_head = next((K for K in range(D // R, 1, -1) if D % K == 0), 1)
     llama = cfg.attn == 'llama'
     return dict(
         d_model=D, n_layer=size['n_layer'],
-        # As many heads as divide D and are no narrower than the size's
-        n_head=next((K for K in range(D // R, 1, -1) if D % K == 0), 1),
+        n_head=n_head, n_kv_head=cfg.n_head or n_head,
         d_mlp=2 * math.ceil(4 * D / 3),  # the next even number to 8/3 D: that of every size
         init_std=0.02 * math.sqrt(768 / D),
         attn_step_size=1 / cfg.attn_steps, mlp_step_size=1 / cfg.mlp_steps,
@@ -917,6 +936,8 @@ def check_combination(cfg: ModelConfig) -> None:
     llama = cfg.attn == 'llama'
     diagonal = f'kq_diag={cfg.kq_diag}'
     require(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
+    require(cfg.n_head % cfg.n_kv_head == 0,
+            f'n_head={cfg.n_head} is not a multiple of n_kv_head={cfg.n_kv_head}')
     for name, value in (('positions', 'rope'), ('key_shift', 'half')):
         require(getattr(cfg, name) != value or R % 2 == 0,
                 f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')

@@ -41,7 +41,8 @@ OPTIONS = dict(
     kq_diag=['none', 'shared', 'per_head', 'scaled'], score_scale=['head', 'model'],
     residual=['raw', 'normed'], preconditioner=['none', 'diag', 'diag_lowrank'],
     exact_update=[False, True], mlp_energy=['gated', 'sign_convex'],
-    mlp_match=['dims', 'params'])
+    mlp_match=['dims', 'params'], n_kv_head=[None, 1])
+GROUPED = dict(n_head=4, n_kv_head=2)  # two heads of keys and values for four of queries
 
 
 def randomize(module: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -169,10 +170,12 @@ def test_flops_of_an_edited_model_are_counted(monkeypatch: pytest.MonkeyPatch) -
 # Llama
 
 @pytest.mark.parametrize('tie,look', [
-    ('none', {}), ('both', {}), ('both', dict(key_shift='half', match_bias='token'))], ids=str)
+    ('none', {}), ('both', {}), ('both', dict(key_shift='half', match_bias='token')),
+    ('both', GROUPED), ('none', dict(**GROUPED, kq_diag='scaled'))], ids=str)
 def test_cem_with_one_step_is_llama_with_tied_weights(tie: str, look: dict) -> None:
-    cem = randomize(Transformer(ModelConfig(**TINY, **look, score_scale='head')), seed=2)
-    llama = Transformer(ModelConfig(**TINY, **look, attn='llama', mlp='llama', tie=tie,
+    shape = TINY | look
+    cem = randomize(Transformer(ModelConfig(**shape, score_scale='head')), seed=2)
+    llama = Transformer(ModelConfig(**shape, attn='llama', mlp='llama', tie=tie,
                                     positions='alibi'))
     state = cem.state_dict()
     for name in llama.state_dict():
@@ -185,6 +188,41 @@ def test_cem_with_one_step_is_llama_with_tied_weights(tie: str, look: dict) -> N
         assert flops_per_token(llama) == flops_per_token(cem)
         untied = sum(block.mlp.W_d.numel() for block in llama.blocks)
         assert llama.num_params() == cem.num_params() + untied
+
+
+# Grouped queries
+
+@pytest.mark.parametrize('options', [
+    dict(attn='llama', mlp='llama'), dict(attn='llama', tie='kv', positions='alibi'),
+    dict(attn='llama', tie='kv', key_shift='half'), dict(attn='llama', tie='both', attn_reuse=2),
+    dict(attn_steps=2), dict(attn_steps=2, positions='rope', preconditioner='diag_lowrank'),
+    dict(key_shift='half', match_bias='token', kq_diag='scaled'),
+    dict(kq_diag='per_head', exact_update=True)], ids=str)
+def test_a_group_shares_what_equal_heads_have(options: dict) -> None:
+    """The logits are those of a model in which the heads of a group have equal keys and values."""
+    grouped = randomize(Transformer(ModelConfig(**TINY | GROUPED, **options)), seed=34)
+    K, G, D = 4, 2, 24
+    state = grouped.state_dict()
+    for name, w in state.items():
+        if name.endswith(('W_K', 'W_V')):
+            assert w.shape == (G * D // K, D)
+            heads = w.view(G, D // K, D)
+            state[name] = torch.cat([heads[k // (K // G)] for k in range(K)])
+    whole = Transformer(ModelConfig(**TINY | dict(n_head=K), **options)).double()
+    whole.load_state_dict(state)
+    idx = torch.randint(50, (2, 16))
+    torch.testing.assert_close(grouped(idx)[0], whole(idx)[0], rtol=0, atol=1e-12)
+
+
+def test_as_many_heads_of_keys_as_of_queries_are_the_default() -> None:
+    cfg = ModelConfig(**TINY)
+    assert cfg == ModelConfig(**TINY, n_kv_head=3) and cfg.n_kv_head == 3
+    assert ModelConfig(d_model=128).n_kv_head == ModelConfig(d_model=128).n_head == 2
+    # A Llama that sets a budget of tokens has no groups
+    assert ModelConfig(**TINY, n_kv_head=1).llama() == cfg.llama()
+    for n_kv_head in (2, 4, 6):
+        with pytest.raises(ValueError, match=f'n_head=3 is not .* of n_kv_head={n_kv_head}'):
+            ModelConfig(**TINY, n_kv_head=n_kv_head)
 
 
 # energy.py: the same layers by autograd
@@ -279,7 +317,8 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
 
     for i in range(len(h)):
         for k in range(K):
-            W_Q, W_K = attn.W_Q[k * R:(k + 1) * R], attn.W_K[k * R:(k + 1) * R]
+            g = k * cfg.n_kv_head // K  # the head of keys that head k of queries shares
+            W_Q, W_K = attn.W_Q[k * R:(k + 1) * R], attn.W_K[g * R:(g + 1) * R]
             scores = []
             for j in range(i + 1):
                 before = h[j - 1] if j > 0 else torch.zeros_like(h[0])
@@ -310,11 +349,12 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
 @pytest.mark.parametrize('score_scale', OPTIONS['score_scale'])
 @pytest.mark.parametrize('look', [
     dict(), dict(key_shift='half'), dict(match_bias='token'),
-    dict(key_shift='half', match_bias='token')], ids=str)
+    dict(key_shift='half', match_bias='token'),
+    dict(**GROUPED, key_shift='half', match_bias='token')], ids=str)
 def test_attention_update_is_minus_the_energys_gradient(
         positions: str, kq_diag: str, score_scale: str, look: dict) -> None:
-    cfg = ModelConfig(**TINY, positions=positions, kq_diag=kq_diag, score_scale=score_scale,
-                      exact_update=kq_diag in ('shared', 'per_head'), **look)
+    cfg = ModelConfig(**TINY | look, positions=positions, kq_diag=kq_diag, score_scale=score_scale,
+                      exact_update=kq_diag in ('shared', 'per_head'))
     attn = randomize(Transformer(cfg), seed=3).blocks[0].attn
     u, h = u_and_h()
     energy = attn.energy(u, h)

@@ -49,16 +49,17 @@ def is_plain_llama(model: Transformer) -> bool:
     cfg = model.cfg
     return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
             and cfg.tie == cfg.key_shift == cfg.match_bias == cfg.kq_diag == 'none'
-            and cfg.attn_reuse == cfg.mlp_reuse == 1 and is_llama())
+            and cfg.attn_reuse == cfg.mlp_reuse == 1 and is_llama(cfg.n_kv_head < cfg.n_head))
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def is_llama() -> bool:
+def is_llama(grouped: bool) -> bool:
     """Return whether one layer of model.py's Llama, which may be edited, computes in float64 what
-    LlamaForCausalLM of transformers does, as it is written out here."""
-    cfg = ModelConfig(d_model=16, n_layer=1, n_head=2, d_mlp=24, vocab_size=50, attn='llama',
-                      mlp='llama')
+    LlamaForCausalLM of transformers does, as it is written out here: with or without grouped
+    queries."""
+    cfg = ModelConfig(d_model=16, n_layer=1, n_head=4, n_kv_head=2 if grouped else 4, d_mlp=24,
+                      vocab_size=50, attn='llama', mlp='llama')
     model = Transformer(cfg).double()
     random = torch.Generator().manual_seed(0)
     for p in model.parameters():
@@ -69,7 +70,7 @@ def is_llama() -> bool:
         return F.rms_norm(x, (cfg.d_model,), module.gain, NORM_EPS)
 
     def heads(x: Tensor, W: Tensor) -> Tensor:
-        return (x @ W.mT).unflatten(-1, (cfg.n_head, -1)).transpose(1, 2)
+        return (x @ W.mT).unflatten(-1, (-1, cfg.d_model // cfg.n_head)).transpose(1, 2)
 
     def rotate(x: Tensor) -> Tensor:
         J, R = x.shape[-2:]
@@ -82,7 +83,7 @@ def is_llama() -> bool:
     x = model.embedding[idx]
     h = norm(x, attn.norm)
     q, k, v = rotate(heads(h, attn.W_Q)), rotate(heads(h, attn.W_K)), heads(h, attn.W_V)
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     x = x + o.transpose(1, 2).flatten(-2) @ attn.W_O
     h = norm(x, mlp.norm)
     x = x + (F.silu(h @ mlp.V.mT) * (h @ mlp.W.mT)) @ mlp.W_d
@@ -152,7 +153,8 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
         config: dict[str, Any] = dict(
             model_type='llama', architectures=['LlamaForCausalLM'],
             **{theirs: getattr(cfg, ours) for ours, theirs in LLAMA_SIZES.items()},
-            rope_theta=cfg.rope_theta, **fixed_in_llama(cfg.d_model, cfg.n_head),
+            num_key_value_heads=cfg.n_kv_head, rope_theta=cfg.rope_theta,
+            **fixed_in_llama(cfg.d_model, cfg.n_head),
             nanocem={name: getattr(cfg, name) for name in OURS_ALONE})
     else:
         for source in CODE:
@@ -251,9 +253,8 @@ def checksum_of_text(path: Path) -> int:
 
 def fixed_in_llama(d_model: int, n_head: int) -> dict[str, Any]:
     """Return the fields of LlamaConfig that can have only one value in our model."""
-    return dict(hidden_act='silu', rms_norm_eps=NORM_EPS, num_key_value_heads=n_head,
-                head_dim=d_model // n_head, tie_word_embeddings=False, attention_bias=False,
-                mlp_bias=False)
+    return dict(hidden_act='silu', rms_norm_eps=NORM_EPS, head_dim=d_model // n_head,
+                tie_word_embeddings=False, attention_bias=False, mlp_bias=False)
 
 
 def read_llama(config: dict[str, Any], path: str) -> dict[str, Any]:
@@ -274,5 +275,6 @@ def read_llama(config: dict[str, Any], path: str) -> dict[str, Any]:
     check(not different, f'{path}: our model cannot compute {", ".join(different)}')
     # Take our options alone: `nanocem` may have copies of the sizes, which transformers' fields set
     ours = {name: value for name, value in config.get('nanocem', {}).items() if name in OURS_ALONE}
-    return {**ours, **sizes, 'attn': 'llama', 'mlp': 'llama', 'positions': 'rope',
+    return {**ours, **sizes, 'n_kv_head': config.get('num_key_value_heads'),
+            'attn': 'llama', 'mlp': 'llama', 'positions': 'rope',
             'rope_theta': rope.get('rope_theta', config.get('rope_theta', 10_000.0))}

@@ -157,11 +157,12 @@ def check_model(model: Transformer) -> None:
     """UserError, which names the option, unless the page computes this model."""
     name, n_weights = type(model).__name__, model.num_params()
     check(type(model) is Transformer, f'page: expected a Transformer of model.py, not {name}')
+    choices = CHOICES | {'n_kv_head': (model.cfg.n_head,)}  # no grouped queries
     for field in fields(ModelConfig):
         name, value = field.name, getattr(model.cfg, field.name)
-        if name in NUMBERS | NOT_COMPUTED or value in CHOICES.get(name, (field.default,)):
+        if name in NUMBERS | NOT_COMPUTED or value in choices.get(name, (field.default,)):
             continue
-        words = ', '.join(map(str, CHOICES.get(name, (field.default,))))
+        words = ', '.join(map(str, choices.get(name, (field.default,))))
         fail(f'page: the page cannot compute {name}={value}: expected one of {words}')
     check(n_weights <= MOST_WEIGHTS, f'page: a model of {n_weights:,} weights is too large for a '
           f'page: expected at most {MOST_WEIGHTS:,}')

@@ -36,9 +36,9 @@ MAY_CHANGE = {'out_dir', 'init_from', 'data', 'micro_batch_size', 'eval_interval
 RECIPE = ('batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1', 'beta2',
           'adam_eps', 'weight_decay', 'grad_clip')
 # Options that decide which weights a model has, and must be those of the weights to start from
-WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'attn', 'mlp', 'tie',
-           'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank', 'mlp_rank',
-           'mlp_match')
+WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size', 'attn',
+           'mlp', 'tie', 'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank',
+           'mlp_rank', 'mlp_match')
 # Options that a new run's folder is named for, where they are not `none`
 IN_NAME = {'preconditioner': 'P', 'kq_diag': 'diagonal', 'key_shift': 'half', 'match_bias': 'match'}
 # The text that the program began with. Whoever saves model.py while it runs, runs the earlier one
@@ -164,6 +164,8 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> tuple[str, Any]:
         attn = 'llama' if cfg.attn == 'llama' else f'cem{cfg.attn_steps}'
         mlp = 'llama' if cfg.mlp == 'llama' else f'cem{cfg.mlp_steps}'
         options = [word for option, word in IN_NAME.items() if getattr(cfg, option) != 'none']
+        if cfg.n_kv_head < cfg.n_head:
+            options.append(f'gqa{cfg.n_kv_head}')
         name = 'out/' + '-'.join([size, attn, mlp, cfg.positions, *options])
         for n in itertools.count(1):
             out_dir = name if n == 1 else f'{name}-{n}'

@@ -24,8 +24,9 @@ N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept
 N_LOGITS = 16  # of a token, evenly spaced
 MOST_ERROR = 1e-6  # of a norm; in float64 machines differ by 1e-12
 # Options on which the laws of layers do not depend, or which leave a part of the gradient out
-NOT_IN_A_LAW = {'size', 'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length',
-                'init_std', 'preconditioner', 'attn_rank', 'mlp_rank', 'exact_update'}
+NOT_IN_A_LAW = {'size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size',
+                'context_length', 'init_std', 'preconditioner', 'attn_rank', 'mlp_rank',
+                'exact_update'}
 
 
 # Logits
@@ -134,9 +135,11 @@ def small_model(model: Any) -> tuple[Any, Tensor]:
     """Return a small model in float64 with the layers of this one, but without P, and with the
     whole gradient of a diagonal; and an input of its layers. All weights are random."""
     cfg = model.cfg
+    grouped = cfg.n_kv_head < cfg.n_head
     options = {name: value for name, value in vars(cfg).items() if name not in NOT_IN_A_LAW}
     small = type(model)(type(cfg)(
-        **options, d_model=16, n_layer=1, n_head=2, d_mlp=24, vocab_size=1, context_length=1,
+        **options, d_model=16, n_layer=1, n_head=2, n_kv_head=1 if grouped else 2, d_mlp=24,
+        vocab_size=1, context_length=1,
         exact_update=cfg.kq_diag in ('shared', 'per_head'))).double()
     random = torch.Generator().manual_seed(0)
     for p in small.parameters():  # zeros hide errors

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from model import Cache, ModelConfig, Transformer
-from test_model import SETS, TINY, describe, randomize
+from test_model import GROUPED, SETS, TINY, describe, randomize
 
 
 def logits_in_parts(model: Transformer, idx: torch.Tensor, ends: list[int]) -> torch.Tensor:
@@ -38,9 +38,23 @@ def test_what_a_cache_keeps(cfg: ModelConfig) -> None:
         model(torch.randint(50, (2, 9)), next_only=True, cache=cache)
     needs_h = cfg.kq_diag != 'none' or cfg.match_bias != 'none'
     own_values = cfg.attn == 'llama' and (not cfg.ties('kv') or cfg.positions == 'rope')
-    widths = 1 + own_values + needs_h + (cfg.key_shift == 'half') / 2
+    of_keys = cfg.n_kv_head * cfg.d_model // cfg.n_head
+    width = (1 + own_values + (cfg.key_shift == 'half') / 2) * of_keys + needs_h * cfg.d_model
     uses = cfg.attn_reuse * cfg.n_layer
-    assert cache.numbers_per_token() == widths * cfg.d_model * uses
+    assert cache.numbers_per_token() == width * uses
+
+
+@pytest.mark.parametrize(('options', 'share'), [
+    (dict(), 1), (dict(attn_steps=2, positions='rope'), 1), (dict(attn='llama', mlp='llama'), 2),
+    (dict(attn='llama', mlp='llama', tie='kv', positions='alibi'), 1)], ids=str)
+def test_a_cache_of_grouped_queries_keeps_a_head_for_each_group(options: dict, share: int) -> None:
+    """Two heads of width 6 for four of queries: half of what four keep, with the same logits."""
+    model, idx = Transformer(ModelConfig(**TINY | GROUPED, **options)), torch.randint(50, (2, 16))
+    cache = Cache()
+    randomize(model, seed=10).next_logits(idx, cache)
+    assert cache.numbers_per_token() == model.cfg.n_layer * share * 2 * 6
+    found = logits_in_parts(model, idx, [5, 6, 7, 16])
+    torch.testing.assert_close(found, model(idx)[0][:, [4, 5, 6, 15]], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize('options', [
@@ -52,7 +66,7 @@ def test_what_a_cache_keeps(cfg: ModelConfig) -> None:
     dict(key_shift='half', match_bias='token', kq_diag='scaled'),
     dict(key_shift='half', match_bias='token', kq_diag='scaled', attn='llama', mlp='llama'),
     dict(attn='llama', mlp='llama', tie='kv', positions='alibi'),
-    dict(key_shift='half', match_bias='token', positions='rope')], ids=str)
+    dict(key_shift='half', match_bias='token', positions='rope', n_kv_head=1)], ids=str)
 def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15).eval()
     prompt = torch.randint(50, (2, 5))

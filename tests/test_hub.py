@@ -316,7 +316,7 @@ CHANGES = [
     {'rope_parameters': {'rope_theta': 1e4, 'rope_type': 'linear', 'factor': 4.0}},
     {'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, {'rms_norm_eps': 0.1},
     {'tie_word_embeddings': True}, {'attention_bias': True}, {'mlp_bias': True},
-    {'num_key_value_heads': 1}, {'hidden_act': 'gelu'}, {'sliding_window': 8}, {'head_dim': 4},
+    {'hidden_act': 'gelu'}, {'sliding_window': 8}, {'head_dim': 4},
     {'quantization_config': {'quant_method': 'fp8'}}]
 
 
@@ -327,6 +327,45 @@ def test_what_our_llama_cannot_compute_is_refused_by_name(tmp_path: Path, change
     name = 'rope_type' if 'rope' in next(iter(change)) else next(iter(change))
     with pytest.raises(ValueError, match=f'config.json: our model cannot compute {name}='):
         load_model(f'{tmp_path}/hub')
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('n_kv_head', [2, 1])
+def test_a_llama_with_grouped_queries_is_transformers_own(n_kv_head: int, tmp_path: Path) -> None:
+    folder, again = tmp_path / 'hub', tmp_path / 'again'
+    model = model_of(**LLAMA_MODEL, n_head=4, n_kv_head=n_kv_head)
+    hub.export(model, str(folder), state_of(model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(theirs).__name__ == 'LlamaForCausalLM'
+    assert theirs.config.num_key_value_heads == n_kv_head
+    assert sum(p.numel() for p in theirs.parameters()) == model.num_params()
+    idx = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(idx)[0], theirs(idx).logits, rtol=0, atol=1e-5)
+    theirs.save_pretrained(again)
+    for place in folder, again:
+        ours, _ = load_model(str(place))
+        assert ours.cfg == model.cfg
+        assert all(map(torch.equal, ours.parameters(), model.parameters()))
+    # A number that the weights do not have
+    for value, said in ((4, 'not describe the weights'), (None, 'not describe the weights'),
+                        (3, 'n_head=4 is not a multiple of n_kv_head=3')):
+        save_config(again, num_key_value_heads=value)
+        with pytest.raises(ValueError, match=said):
+            load_model(str(again))
+
+
+@torch.no_grad()
+def test_an_export_of_cem_with_grouped_queries(tmp_path: Path) -> None:
+    from nanocem.modeling_nanocem import NanocemForCausalLM
+    model = model_of(n_head=4, n_kv_head=2)
+    hub.export(model, str(tmp_path / 'hub'), state_of(model))
+    theirs = NanocemForCausalLM.from_pretrained(tmp_path / 'hub')
+    assert theirs.config.num_key_value_heads == theirs.config.n_kv_head == 2
+    theirs.save_pretrained(tmp_path / 'again')
+    idx = torch.arange(16)[None]
+    for place in 'hub', 'again':
+        ours, _ = load_model(f'{tmp_path}/{place}')
+        assert ours.cfg == model.cfg and torch.equal(ours(idx)[0], theirs(idx).logits)
 
 
 def test_a_missing_norm_eps_is_that_of_transformers(tmp_path: Path) -> None:

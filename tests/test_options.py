@@ -19,6 +19,7 @@ VALUES = {
     'preconditioner': 'none diag diag_lowrank', 'attn_rank': '1 4', 'mlp_rank': '2 16',
     'exact_update': 'True False', 'mlp_energy': 'gated sign_convex', 'mlp_match': 'dims params',
     'init_std': '0.1 0', 'rope_theta': '100 1e4', 'd_model': '8 12 9', 'n_head': '1 2 3',
+    'n_kv_head': '1 2 3',
     'vocab_size': '257 300 7', 'optimizer': 'adamw muon sgd', 'warmup': '0 0.5 1', 'beta1': '0 1',
     'learning_rate': '0 1e-2 nan', 'weight_decay': '0 1', 'grad_clip': '0 1 1e-3', 'seed': '0 7 -1',
     'micro_batch_size': '1 2 3 4', 'dtype': 'float32 bfloat16 float16', 'final_lr': '0 1 2',

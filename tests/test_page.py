@@ -244,6 +244,7 @@ def test_what_the_page_cannot_compute_is_refused_by_name(monkeypatch: pytest.Mon
     model = make_model()
     model.cfg.mlp_energy = 'quartic'
     refused(model, 'mlp_energy=quartic', 'gated, sign_convex')
+    refused(make_model(n_kv_head=1), 'n_kv_head=1', 'expected one of 2')
     model = make_model()
     model.head.data[0, 0] = torch.nan
     refused(model, 'not finite')

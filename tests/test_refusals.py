@@ -15,6 +15,7 @@ REFUSED = """
 model               --size=7b                              size=7b: expected one of nano
 model               --d_model=0                            d_model=0: expected a whole
 model               --d_model=65                           multiple of n_head
+model               --n_head=4 --n_kv_head=3               n_head=4 is not a multiple of n_kv_head=3
 model               --exact_update --kq_diag=none          needs a diagonal whose gradient
 model               --kq_diag=scaled --preconditioner=diag    sums over heads before P_k
 model               --attn=llama --kq_diag=shared --attn_steps=1          kq_diag=none or scaled
@@ -47,6 +48,7 @@ train               --init_from=none                       no checkpoint in none
 train               --init_from=llama --attn=cem           attn=llama (now cem)
 train               --init_from=llama config/cem_t2.py     preconditioner=none (now diag_lowrank)
 train               --init_from=llama --tie=kv             tie=none (now kv)
+train               --init_from=llama --n_kv_head=1        n_kv_head=2 (now 1)
 train               --out_dir=data                         data holds a run already
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
 sample              --prompt=a --prompt_file=a.txt         prompt and prompt_file exclude each other

@@ -118,17 +118,18 @@ def remove(entry: str, out: Path) -> None:
         torch.save(state, path)
 
 
-@pytest.mark.parametrize('change', ['key_shift=half', 'match_bias=token'])
+@pytest.mark.parametrize(('change', 'default'), [
+    ('key_shift=half', 'none'), ('match_bias=token', 'none'), ('n_kv_head=1', '2')])
 def test_an_option_that_is_newer_than_a_run_has_its_default(
-    change: str, halves: tuple[Path, Path], tmp_path: Path
+    change: str, default: str, halves: tuple[Path, Path], tmp_path: Path
 ) -> None:
     name, value = change.split('=')
     out = copied(halves[1], tmp_path)
     remove(name, out)
-    with pytest.raises(SystemExit, match=f'has {name}=none .now {value}'):
+    with pytest.raises(SystemExit, match=f'has {name}={default} .now {value}'):
         train.main([f'--out_dir={out}', RESUME, f'--{change}'])
     if name in runs.WEIGHTS:
-        with pytest.raises(SystemExit, match=f'has {name}=none .now {value}'):
+        with pytest.raises(SystemExit, match=f'has {name}={default} .now {value}'):
             train.main([f'--out_dir={tmp_path / "new"}', f'--init_from={out}', f'--{change}'])
     assert resume(out).codes == [0]
     same(halves[0], out)

@@ -108,7 +108,9 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
     dict(attn_steps=2, key_shift='half', match_bias='token', kq_diag='shared'),
     dict(kq_diag='none', positions='rope', key_shift='half', match_bias='token'),
     dict(attn='llama', positions='alibi', tie='kv', key_shift='half', match_bias='token'),
-    dict(attn='llama', mlp='llama', positions='alibi', tie='kv')], ids=str)
+    dict(attn='llama', mlp='llama', positions='alibi', tie='kv'),
+    dict(n_kv_head=1, attn_steps=2), dict(n_kv_head=1, attn='llama', positions='alibi', tie='kv')],
+    ids=str)
 def test_whole_models_agree(options: dict) -> None:
     """Compare norms of whole tensors in float32, because single elements may cancel."""
     cfg = ModelConfig(**{**SMALL, **options})
