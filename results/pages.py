@@ -132,20 +132,19 @@ def over_llama(model: str) -> Row | None:
 
 
 def ties_rows(models: list[str]) -> list[list[str]]:
-    """Return a row for each model of the study of the ties, at S. Without runs most cells are
-    empty."""
+    """Return a row for each model of the study of the ties that has runs at S."""
     measured = copying('ties')
     llama = measured['S', LLAMA]
     rows = []
     for model in models:
         label, found = TIES[model], measured.get(('S', model))
         if found is None:
-            rows.append([label, '', '', '', '', '', 'not run yet', '0'])
             continue
         rows.append([
             label, f'{int(found["parameters"]) / 1e6:.3f}',
             f'{ratio(found, llama, "flops_per_token"):.2f}',
-            found['KV cache'], f'{float(found["bits per byte"]):.3f}', found['repeated, nats'],
+            f'{ratio(found, llama, "cache"):.2f}', f'{float(found["bits per byte"]):.3f}',
+            found['repeated, nats'],
             '0' if model == LLAMA else percent(over_llama(model)), found['seeds']])
     return rows
 
@@ -153,31 +152,41 @@ def ties_rows(models: list[str]) -> list[list[str]]:
 def front() -> str:
     """The front page's table: the models that have runs."""
     models = [model for model in TIES if model != NOT_IN_FRONT]
-    rows = [row[:5] + row[6:] for row in ties_rows(models) if row[-1] != '0']
-    return markdown_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
+    rows = [row[:5] + row[6:] for row in ties_rows(models)]
+    return markdown_table(['', 'parameters, M', 'FLOPs', 'cache', 'bits per byte',
                            "perplexity over Llama's, %", 'seeds'], rows)
 
 
 def ties() -> str:
     """Which of the three ties pays? All models of as many weights as Llama."""
-    return markdown_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
-                           'repeated targets, nats', "perplexity over Llama's, %", 'seeds'],
-                          ties_rows([*TIES]))
+    table = markdown_table(['', 'parameters, M', 'FLOPs', 'cache', 'bits per byte',
+                            'repeated targets, nats', "perplexity over Llama's, %", 'seeds'],
+                           ties_rows([*TIES]))
+    measured = copying('ties')
+    waiting = [label for model, label in TIES.items() if ('S', model) not in measured]
+    return table + (f'\n\nNot run yet: {"; ".join(waiting)}.' if waiting else '')
 
 
 def expected() -> str:
     """What was expected of the ties beside what was found. The largest size with an interval gives
     the verdict, and has it in its row."""
-    rows = []
+    rows, waiting = [], 0
     for row in (read_csv(f'{RESULTS}/ties/verdicts.csv')
                 + read_csv(f'{RESULTS}/ties/differences.csv')):
         found = {one['size']: one for one in ties_effects() if one['id'] == row['id']}
         decided = [size for size, one in found.items() if one['low_%']]
         for size in row['sizes'].split():
+            if percent(found.get(size)) == 'not run yet':
+                waiting += 1
+                continue
             word = found[size].get('verdict', '') if size in decided[-1:] else ''
             rows.append([row.get('claim') or row['question'], size,
-                         signed(row[f'expected_{size}']), percent(found.get(size)), word])
-    return markdown_table(['', 'size', 'expected, %', 'found, %', 'verdict'], rows)
+                         signed(row[f'expected_{size}']), percent(found[size]), word])
+    note = f'{waiting} comparisons of the study are not run yet.' if waiting else ''
+    if not rows:
+        return note
+    table = markdown_table(['', 'size', 'expected, %', 'found, %', 'verdict'], rows)
+    return '\n\n'.join(filter(None, [table, note]))
 
 
 def gap() -> str:

@@ -42,7 +42,7 @@ def test_each_table_stands_on_a_page_and_a_changed_number_is_written_again() -> 
     text = ''.join(page.read_text(encoding='utf-8') for page in pages.PAGES)
     assert sorted(name for _, name, _ in pages.BLOCK.findall(text)) == sorted(pages.TABLES)
     for block in pages.BLOCK.finditer(text):
-        number = re.search(r'\d\.\d', block[0]) or re.search(r'[-+]\d', block[0])
+        number = re.search(r'\d\.\d', block[0]) or re.search(r'[-+]?\d+', block[0])
         changed = block[0].replace(number[0], '8.8')
         assert changed != block[0] and pages.write(changed) == block[0]
 

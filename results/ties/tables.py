@@ -14,8 +14,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'tokens')]
 
+import torch
+
 from configurator import read_options
-from model import ModelConfig
+from model import Cache, ModelConfig, Transformer
 from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from study import Row, Run, copying_rows, count_rows, counting_runs
 from verdicts import (
@@ -31,6 +33,7 @@ from verdicts import (
     verdict_table,
 )
 
+N_KV_HEAD = 2  # heads of keys and values of grouped queries, as in run.py
 # The study itself, and those whose runs count where the model is the same
 STUDIES = [HERE.parent / 'copies', HERE.parent / 'gradient', HERE]
 DIFFERENCES = ('id', 'question', 'A', 'B', 'size', 'seeds', 'effect_%', 'low_%', 'high_%',
@@ -57,12 +60,19 @@ def differences() -> list[Verdict]:
     return [(row, find_effects(row, [row], tables), '') for row in rows]
 
 
-def keys_and_values(model: Row) -> float:
-    """Return how many numbers a cache needs for the keys and values of a token, over Llama's. Half
-    where values are keys, and where two heads of queries share a head of keys and values."""
-    cfg = ModelConfig(**{'size': None} | read_options(model['options'].split(), ModelConfig))
-    values_are_keys = cfg.attn == 'cem' or cfg.tie in ('kv', 'both')
-    return 0.5 if values_are_keys or model.get('variant') == 'grouped queries' else 1.0
+def numbers_per_token(model: Row) -> float:
+    """Return how many numbers a model's cache keeps per token, relative to those of a Llama without
+    additions: keys, values where they are not the keys, and the layer's input where scores need
+    it."""
+    options = {'d_model': 80, 'n_layer': 1, 'n_head': 5, 'vocab_size': 8, 'context_length': 8}
+    options |= {name: value for name, value in read_options(
+        model['options'].split(), ModelConfig).items() if name != 'n_layer'}
+    if model.get('variant') == 'grouped queries':
+        options['n_kv_head'] = N_KV_HEAD
+    cache = Cache()
+    with torch.no_grad():
+        Transformer(ModelConfig(**options)).next_logits(torch.arange(5)[None], cache)
+    return cache.numbers_per_token() / (2 * options['d_model'])
 
 
 def study_runs(models: dict[str, Row]) -> list[Row]:
@@ -79,7 +89,7 @@ def main() -> None:
     RULES[HERE] = ties_rule
     models = {row['model']: row for row in read_csv(f'{HERE}/models.csv')}
     verdicts, found, runs = judge(HERE), differences(), study_runs(models)
-    copying = [row | {'KV cache': f'{keys_and_values(models[row["model"]]):g}'}
+    copying = [row | {'cache': f'{numbers_per_token(models[row["model"]]):g}'}
                for row in copying_rows(runs)]
     tables = {'effects': effects_csv({'ties': verdicts}),
               'differences_found': effects_csv({'ties': found}, DIFFERENCES)}
