@@ -597,7 +597,9 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
     b = None
     if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
         b = attn.b_self - attn.b_cross
-    d_u = None if attn.cfg.kq_diag == 'none' else attn.scaled_diagonal(u)
+    d_u = None
+    if attn.kq_diag is not None:
+        d_u = u[:, None] * (attn.kq_diag[:, None] / attn.tau)  # (B, 1 or K, I, D)
     match = w = None
     if attn.cfg.match_bias == 'token':
         match, w = attn.match(h, pos), attn.match_weight

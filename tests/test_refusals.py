@@ -48,7 +48,7 @@ train               --init_from=none                       no checkpoint in none
 train               --init_from=llama --attn=cem           attn=llama (now cem)
 train               --init_from=llama config/cem_t2.py     preconditioner=none (now diag_lowrank)
 train               --init_from=llama --tie=kv             tie=none (now kv)
-train               --init_from=llama --n_kv_head=1        n_kv_head=2 (now 1)
+train               --init_from=llama --n_kv_head=1        n_kv_head=7 (now 1)
 train               --out_dir=data                         data holds a run already
 sample              --out_dir=llama --attn_steps=2         a Llama sublayer takes no steps
 sample              --prompt=a --prompt_file=a.txt         prompt and prompt_file exclude each other
