@@ -341,10 +341,14 @@ class BaseAttention(nn.Module):
 
     def diagonal_scores(self, u: Tensor, h: Tensor) -> Tensor:
         """Return h_j . (d_k * u_i) / tau, (B, 1 or K, I, J). RoPE does not rotate them."""
-        a = (u[:, None] * (self.kq_diag[:, None] / self.tau)) @ h[:, None].mT
+        a = self.scaled_diagonal(u) @ h[:, None].mT
         if self.cfg.kq_diag == 'scaled':  # one product for all heads
             a = self.diag_weight[:, None, None] * a
         return a
+
+    def scaled_diagonal(self, u: Tensor) -> Tensor:
+        """Return d_k * u_i / tau, (B, 1 or K, I, D); for kq_diag=scaled d * u_i / tau."""
+        return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
         """Return the diagonal's part of minus the gradient, (B, I, D), for alpha (B, K, I, J):

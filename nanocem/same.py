@@ -5,7 +5,7 @@ Does a model compute what it should? These functions compare numbers, and never 
     is_causal       are they the same if the text is cut after them?
     cache_agrees    does generate's cache give those of the whole text?
     step_errors     is each step of a CEM layer minus the gradient of its energy?
-    attend_error    does `attend` give the sums that `weigh` writes out?
+    attend_error    does `attend` give the sums that `softmax_attention` writes out?
 
 What no logit shows, such as a dropout, stands in the model.py that a run's folder keeps.
 """
@@ -174,8 +174,8 @@ def step_errors(model: Any) -> dict[str, float]:
 @torch.inference_mode(False)
 @torch.no_grad()
 def attend_error(model: Any) -> float:
-    """Return by how much `attend` differs from `weigh`, relative to its norm: 0 for an attention
-    of one's own that has no such methods."""
+    """Return by how much `attend` differs from `softmax_attention`, relative to its norm; 0 for a
+    custom attention without these methods."""
     small, x = small_model(model)
     attn, pos = small.blocks[0].attn, small.positions(x)
     if not (hasattr(attn, 'attend') and hasattr(attn, 'softmax_attention')):
@@ -199,8 +199,8 @@ def warn_of_broken_laws(model: Any) -> None:
                      f'{error:.2g} of its norm): edit both, or rename energy')
         error = attend_error(model)
         if not error <= MOST_ERROR:
-            warn(f'attend does not give the sums of weigh and scores any more (off by {error:.2g} '
-                 'of their norm): edit both')
+            warn('attend does not give the sums of softmax_attention and scores any more '
+                 f'(off by {error:.2g} of their norm): edit both')
     except Exception as error:  # of an edit, which may raise any
         warn(f'this model.py cannot be checked ({first_line(error)}): whether its steps are minus '
              'the gradients of its energies is not known')

@@ -599,7 +599,7 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
         b = attn.b_self - attn.b_cross
     d_u = None
     if attn.kq_diag is not None:
-        d_u = u[:, None] * (attn.kq_diag[:, None] / attn.tau)  # (B, 1 or K, I, D)
+        d_u = attn.scaled_diagonal(u)
     match = w = None
     if attn.cfg.match_bias == 'token':
         match, w = attn.match(h, pos), attn.match_weight

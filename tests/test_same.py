@@ -249,7 +249,7 @@ def test_scores_that_attend_does_not_use_are_told(
     fused = options.get('positions', 'alibi' if 'attn' not in options else 'rope') == 'rope'
     assert (same.attend_error(model) > 1e-4) == fused
     same.warn_of_broken_laws(model)
-    assert ('attend does not give the sums of weigh and scores any more' in
+    assert ('attend does not give the sums of softmax_attention and scores any more' in
             capsys.readouterr().err) == fused
 
 
