@@ -31,6 +31,7 @@ from nanocem.files import (
 )
 from nanocem.process import progress_bar
 
+SHAKESPEARE = Path(__file__).resolve().parents[1] / 'shakespeare'  # the text of config/mini.py
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
 # The default tokenizer of train.py --text, for texts below each size in bytes
@@ -93,7 +94,9 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
         saved = tokenizers.tokenizer_of(checkpoint)
         tokenizer = saved.path or saved.name
     reading = reading or Reading()
-    path = os.path.abspath(text)
+    # The built-in text is found from any folder
+    built_in = text == SHAKESPEARE.name and not os.path.exists(text)
+    path = str(SHAKESPEARE) if built_in else os.path.abspath(text)
     source = find_source(path, reading)
     size = source.size()
     default = next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)

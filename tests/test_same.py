@@ -21,7 +21,7 @@ from test_model import randomize
 
 # Edits, and whether the logits tell them. The text of model.py tells all of them
 EDITS = {
-    'SiLU -> GELU': (True, 'gamma * F.silu(z)', 'gamma * F.gelu(z)'),
+    'SiLU -> GELU': (True, 'return F.silu(z)', 'return F.gelu(z)'),
     'eta x 1.001': (True, 'x = x + self.eta * dx', 'x = x + 1.001 * self.eta * dx'),
     'tau x 1.01': (True, 'self.tau = math', 'self.tau = 1.01 * math'),
     'slopes x 1.01': (True, 'return 2.0 ** (-8', 'return 1.01 * 2.0 ** (-8'),
@@ -192,8 +192,8 @@ def test_a_deep_copy_keeps_its_own_weights() -> None:
 # Laws of layers: edits that break them, the options that show it, and the line that says so
 MINUS_THE_GRADIENT = 'forward is not minus the gradient of energy any more'
 BROKEN = {
-    'SiLU -> GELU': ('gamma * F.silu(z)  ', 'gamma * F.gelu(z)  ', {}, 'CEMMLP'),
-    'GELU beside P': ('gamma * F.silu(z)  ', 'gamma * F.gelu(z)  ',
+    'SiLU -> GELU': ('return F.silu(z)', 'return F.gelu(z)', {}, 'CEMMLP'),
+    'GELU beside P': ('return F.silu(z)', 'return F.gelu(z)',
                       dict(preconditioner='diag_lowrank'), 'CEMMLP'),
     'a sharper softmax': ('pos, u, h).softmax(', 'pos, u, h).mul(2).softmax(', {}, 'CEMAttention'),
     'a scaled score, fused': ('pos, u, h), self.tau), 0', 'pos, u, h), 2 * self.tau), 0',
@@ -254,6 +254,6 @@ def test_scores_that_attend_does_not_use_are_told(
 
 
 def test_layers_that_cannot_be_checked_are_told(capsys: pytest.CaptureFixture) -> None:
-    model = edited_model('gamma * F.silu(z)  ', 'gamma * z.item()  ')
+    model = edited_model('return F.silu(z)', 'return z.item()')
     same.warn_of_broken_laws(model)
     assert 'this model.py cannot be checked (RuntimeError: ' in capsys.readouterr().err
