@@ -113,7 +113,9 @@ def keep_model_py(out_dir: str, step: int) -> None:
     """Keep the text of model.py in a run's folder. If another one has trained the run until this
     step, keep both, and say so."""
     path, until = Path(out_dir, 'model.py'), Path(out_dir, f'model_until_{step}.py')
-    if path.exists() and path.read_text(encoding='utf-8') != MODEL_TEXT:
+    if path.exists() and path.read_text(encoding='utf-8') == MODEL_TEXT:
+        return
+    if path.exists():
         if not until.exists():  # else the text in `path` has trained no step that was kept
             path.rename(until)
         warn(f'model.py was edited since step {step:,}, and the run goes on: diff {until} {path}')

@@ -40,6 +40,8 @@ def test_options_are_those_of_the_published_runs() -> None:
     runs = study.read_runs(*cells, *(f'{folder}/runs.csv' for folder in FAMILIES))
     rows = {(run.size, run.model): row for run, row in runs.items()}
     for (size, model), row in rows.items():
+        if '--loops' in STUDY.models[model]['options']:  # commit 16b281a has this option
+            continue
         _, cfg = configs(run_options(Run(size, model, 0.01, 1)))
         with torch.device('meta'):
             parameters = Transformer(cfg).num_params()
@@ -102,17 +104,16 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     (good / 'config.json').write_text(config)
     shorter = whole.replace('"steps": 10,', '"steps": 5,').replace('"tokens": 160', '"tokens": 80')
     (good / 'result.json').write_text(shorter)
-    assert study.read_own() == {} and 'is that of 80 tokens' in capsys.readouterr().err
+    assert study.read_own() == {} and 'is that of 5 steps' in capsys.readouterr().err
     (good / 'result.json').write_text(whole)
     # Another text of model.py counts where it computes something else
-    (good / 'config.json').write_text(config.replace('"CEMMLP.forward": "', '"CEMMLP.forward": "x'))
+    (good / 'model.py').write_text('another text')
     assert len(study.read_own()) == 1
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, 'silu', torch.nn.functional.gelu)
         assert study.read_own() == {}
     said = 'its logits are not those that were kept'
     assert said in capsys.readouterr().err
-    (good / 'config.json').write_text(config)
     (good / 'result.json').unlink()
     assert study.read_own() == {}
     log = [json.dumps({'step': n, 'event': 'skipped'}) for n in range(11)]
