@@ -11,6 +11,7 @@ tokens = 4_000_000
 batch_size = 16
 optimizer = 'muon'  # results/notes.md
 learning_rate = 16e-3
+final_lr = 0
 eval_interval = 500
 eval_tokens = 100_000
 test_tokens = 500_000
