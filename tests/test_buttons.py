@@ -580,7 +580,7 @@ def test_labels_avoid_each_other(phone: Browser) -> None:
 def test_half_of_a_telephones_screen_scrolls(phone: Browser) -> None:
     """The sphere takes touches, and what stays at the top is at most half of the screen."""
     phone.open(DESCENT)
-    phone.run('scrollTo(0, 900)')
+    phone.run('scrollTo(0, 400)')
     sphere, stay = (phone.run(f"$('{id}').getBoundingClientRect().toJSON()")
                     for id in ('sphere', 'stay'))
     height = phone.run('innerHeight')

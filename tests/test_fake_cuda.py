@@ -21,7 +21,8 @@ from running import MODEL_FILES
 from train import TrainConfig
 
 DEVICE = 'cuda' if torch.version.cuda else 'meta'
-SMALL = dict(d_model=32, n_layer=1, n_head=2, d_mlp=48, vocab_size=50, context_length=4)
+SMALL = dict(d_model=32, n_layer=1, n_head=2, n_kv_head=2, d_mlp=48, vocab_size=50,
+             context_length=4)
 MODELS = {'CEM': dict(attn_steps=2, mlp_steps=2), 'Llama': dict(attn='llama', mlp='llama'),
           'exact RoPE': dict(positions='rope', kq_diag='none')}
 launches: list[Any] = []
