@@ -24,15 +24,12 @@ from typing import Any
 from configurator import build, check, fail, read_options
 from model import SIZES, ModelConfig
 from nanocem.files import read_csv, read_json, read_json_lines
-from nanocem.runs import MODEL_TEXT, load_model, read_result
+from nanocem.runs import MODEL_TEXT, RECIPE, load_model, read_result
 from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = Path(__file__).resolve().parent
 FIRST = RESULTS / 'tokens'  # the first family's folder, which has the text and the sizes, too
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
-# Options, beside the budget, in which a run must be the one that its folder's name says
-RECIPE = ('seed', 'batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'beta1',
-          'beta2', 'adam_eps', 'weight_decay', 'grad_clip', 'eval_tokens')
 # How often the pair of a repeated target stands in training, as gradient/run.py divides it
 COUNTS = {'0 to 10': 0, '11 to 100': 1, '101 to 1,000': 2, 'more': 3}
 Row = dict[str, str]  # of a CSV
@@ -256,7 +253,8 @@ def read_run(folder: str) -> tuple[Run, Result] | None:
     config = read_json(f'{folder}/config.json') or fail('it has no config.json')
     train, cfg = build(TrainConfig, config['train']), build(ModelConfig, config['model'])
     named_train, named_cfg = configs(f'{run_options(run)} --vocab_size={cfg.vocab_size}')
-    names = 'tokens', 'tokens_per_param', 'test_tokens', 'init_from', *RECIPE
+    names = ('tokens', 'tokens_per_param', 'eval_tokens', 'test_tokens', 'init_from', 'seed',
+             *RECIPE)
     same = all(getattr(train, name) == getattr(named_train, name) for name in names)
     check(same and cfg == named_cfg, 'its config.json is that of another run')
 
