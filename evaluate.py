@@ -60,13 +60,13 @@ lowered: the share of tokens whose energy the first step lowers"""
 class EvaluateConfig(Reading):
     """A model, the text that it is evaluated on, and what to report."""
     EXCLUSIVE = (('text', 'data'),)
-    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
     data: PathStr | None = None  # folder of token shards; default: the run's own
-    split: Literal['train', 'val', 'test'] = 'test'  # of the data
+    split: Literal['train', 'val', 'test'] = 'test'  # which part of the data
     text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
     tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
-    steps: tuple[int, ...] = ()  # each T to test; energies go to the largest
-    energies: bool = False  # energies at steps 0 to 8, or to the largest of steps
+    steps: tuple[int, ...] = ()  # numbers of steps T to test, in place of the trained T
+    energies: bool = False  # energies at steps 0 to 8, or to the largest of --steps
     compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 

@@ -27,11 +27,11 @@ from nanocem.runs import load_model, newest_run
 @dataclass
 class ExportConfig:
     """A model, and where it goes."""
-    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
     to: PathStr | None = None  # a new folder for the model in transformers' format
-    dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the weights in that folder
+    dtype: Literal['float32', 'bfloat16'] = 'float32'  # precision of the weights in that folder
     page: PathStr | None = None  # a new HTML file that runs the model in a browser
-    prompt: str = ''  # a text with which that page opens, for the model to go on with
+    prompt: str = ''  # the text that the page opens with, for the model to continue
     title: str = ''  # the page's title; default: a question
     about: str = ''  # a line that says what the model has read
 

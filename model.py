@@ -64,42 +64,42 @@ class ModelConfig:
     make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and others as derived
     from the old values. ValueError for a bad value, or for CEM's options on Llama."""
     # For config files: a size drops the widths that an earlier file gave
-    RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'd_mlp'),)
+    RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp'),)
     # The options that --help shows; --help=all shows all
     FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
              'preconditioner', 'kq_diag')
-    size: Literal[tuple(SIZES)] | None = None  # preset of the next four options; default: 134m
+    size: Literal[tuple(SIZES)] | None = None  # preset of the next five options; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
-    n_head: int | None = None  # K, heads; default: the most whose width is at least the size's
+    n_head: int | None = None  # K, heads; default: as many as keep the size's width of a head
     n_kv_head: int | None = None  # G, heads of keys and values; default: n_head
     d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
     vocab_size: int = 32_000  # in train.py the default is the data's
-    context_length: int = 2048  # J, tokens; the layers take any number
+    context_length: int = 2048  # J, tokens of a training sequence; layers take any number
     positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
 
-    attn: str = 'cem'  # attention, a name in ATTENTION: cem, steps down an energy, or llama
-    mlp: str = 'cem'  # MLP, a name in MLP: cem, steps down an energy, or llama
+    attn: str = 'cem'  # cem: steps down an energy; llama; or a name that you add to ATTENTION
+    mlp: str = 'cem'  # cem: steps down an energy; llama; or a name that you add to MLP
     attn_steps: int = 1  # T_eps, gradient steps of CEM attention on one context
     mlp_steps: int = 1  # T_xi, gradient steps of the CEM MLP on one context
-    attn_step_size: float | None = None  # eta_eps, of a step; default: 1 / attn_steps
-    mlp_step_size: float | None = None  # eta_xi, of a step; default: 1 / mlp_steps
+    attn_step_size: float | None = None  # eta_eps, step length; default: 1 / attn_steps
+    mlp_step_size: float | None = None  # eta_xi, step length; default: 1 / mlp_steps
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
     kq_diag: Literal['none', 'shared', 'per_head', 'scaled'] = 'none'  # d_k; ours: scaled, g_k d
 
-    residual: Literal['raw', 'normed'] = 'raw'  # what steps are added to: x (ours), norm(x)
+    residual: Literal['raw', 'normed'] = 'raw'  # steps are added to x, or to norm(x)
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), CEM's sqrt(D_h)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
     tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
-    attn_reuse: int = 1  # apply each attention sublayer this often, with a fresh context each time
-    mlp_reuse: int = 1  # apply each MLP sublayer this often, with a fresh context each time
-    key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is the previous token's
+    attn_reuse: int = 1  # times that attention is applied in a row, each time with a new context
+    mlp_reuse: int = 1  # times that the MLP is applied in a row, each time with a new context
+    key_shift: Literal['none', 'half'] = 'none'  # ours: half of a key, from token j - 1
     match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare token i with j - 1
 
     def __post_init__(self) -> None:

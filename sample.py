@@ -31,17 +31,17 @@ from nanocem.tokenizers import sample_text, tokenizer_of
 class SampleConfig:
     """The text to generate."""
     EXCLUSIVE = (('prompt', 'prompt_file'),)
-    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
     prompt: str = ''  # the text to continue
     prompt_file: PathStr | None = None  # continue the text in this file
-    tokens: int = 500  # tokens to generate at most: a text stops where the next would begin
+    tokens: int = 500  # tokens to generate at most: a text also stops where it ends
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
     top_k: int | None = None  # sample only from the k likeliest tokens
     seed: int = 1  # seed of the sampling
     attn_steps: int | None = None  # T of CEM attention; default: as trained
     mlp_steps: int | None = None  # T of the CEM MLP; default: as trained
-    use_cache: bool | None = None  # read each token once; default: if that changes no logit
+    use_cache: bool | None = None  # keep a KV cache; default: if it changes no logit
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@ Draw Llama's layer beside CEM's, and which matrices are one.
 
     python docs/draw_layers.py               writes docs/layers.png
 
-A colour is a matrix. Coordinates are those of a panel, 10 wide and 4 high.
+Each colour is one matrix. Coordinates are those of a panel, 10 wide and 4 high.
 """
 from pathlib import Path
 
@@ -38,74 +38,83 @@ def note(ax: Axes, x: float, y: float, text: str, colour: str = INK, size: float
     ax.text(x, y, text, ha=ha, va='center', fontsize=size, color=colour, zorder=5)
 
 
-def plus(ax: Axes, x: float) -> None:
+def plus(ax: Axes) -> None:
+    """The sum at the end of the stream, and what leaves the sublayer."""
     circle = dict(boxstyle='circle,pad=0.12', facecolor='white', edgecolor=INK, linewidth=0.9)
-    ax.text(x, 1.6, '+', ha='center', va='center_baseline', fontsize=12, color=INK, zorder=4,
+    ax.text(9.0, 1.6, '+', ha='center', va='center_baseline', fontsize=12, color=INK, zorder=4,
             bbox=circle)
+    line(ax, (9.26, 1.6), (10.1, 1.6))
 
 
-def stream(ax: Axes) -> None:
-    """Into the sublayer's norm, and past it to its sum."""
+def around(ax: Axes, x: float) -> None:
+    """The residual connection, from x on the stream to the sum."""
+    line(ax, (x, 1.6), (x, 0.25), (9.0, 0.25), (9.0, 1.34))
+
+
+def product(ax: Axes, x: float) -> None:
+    note(ax, x, 1.58, '$\\odot$', size=17)
+
+
+def llama(ax: Axes) -> None:
+    """x, its norm, and its way around the sublayer."""
     note(ax, 0.05, 1.6, 'x', size=11)
     line(ax, (0.3, 1.6), (0.75, 1.6))
     box(ax, 1.2, 1.6, 'norm', 'norm', 0.9)
-    line(ax, (0.3, 1.6), (0.3, 3.4), (9.4, 3.4), (9.4, 1.88))
-    plus(ax, 9.4)
-    line(ax, (9.66, 1.6), (10.1, 1.6))
+    around(ax, 0.3)
+    plus(ax)
 
 
-def context(ax: Axes, name: str, colour: str) -> None:
-    """What all steps of a CEM sublayer share."""
-    line(ax, (1.65, 1.6), (1.95, 1.6), (1.95, 2.6), (2.9, 2.6))
-    note(ax, 1.8, 2.6, 'context:\nmade once', PALE, ha='right')
-    note(ax, 2.4, 2.77, 'h', size=11)
-    box(ax, 3.48, 2.6, name, colour)
-
-
-def steps(ax: Axes) -> None:
-    """From the stream to a step's norm, and back from where the step ends: x itself moves."""
-    line(ax, (0.3, 1.6), (0.3, 1.0), (2.1, 1.0))
-    box(ax, 2.55, 1.0, 'norm', 'norm', 0.9)
-    line(ax, (3.0, 1.0), (3.52, 1.0))
-    note(ax, 3.24, 1.17, 'u', size=11)
-    line(ax, (8.05, 1.6), (9.12, 1.6))
-    note(ax, 8.62, 1.8, 'times $\\eta$', PALE)
-    line(ax, (9.4, 1.34), (9.4, 0.2), (2.55, 0.2), (2.55, 0.7), colour=RED)
-    note(ax, 5.5, -0.02, 'repeat T times, with the same weights', RED)
+def cem(ax: Axes, context: str, reads: str) -> None:
+    """The context, which all steps share; x, which moves from step to step; the way back."""
+    note(ax, 0.05, 1.6, 'x', size=11)
+    line(ax, (0.3, 1.6), (0.3, 2.8), (1.2, 2.8))
+    box(ax, 1.65, 2.8, 'norm', 'norm', 0.9)
+    line(ax, (2.1, 2.8), (2.9, 2.8))
+    note(ax, 2.45, 2.97, 'h', size=11)
+    box(ax, 3.48, 2.8, context, context.strip('$'))
+    note(ax, 1.2, 3.4, 'the context: computed once', PALE, ha='left')
+    line(ax, (0.3, 1.6), (2.0, 1.6))
+    box(ax, 2.45, 1.6, 'norm', 'norm', 0.9)
+    line(ax, (2.9, 1.6), (3.42, 1.6))
+    note(ax, 3.14, 1.77, 'u', size=11)
+    box(ax, 4.0, 1.6, reads, reads.strip('$'))
+    around(ax, 1.6)
+    line(ax, (8.08, 1.6), (8.72, 1.6))
+    note(ax, 8.38, 1.82, '$\\times\\,\\eta$', PALE)
+    plus(ax)
+    line(ax, (9.6, 1.6), (9.6, -0.3), (0.95, -0.3), (0.95, 1.56), colour=RED)
+    note(ax, 5.3, -0.05, 'the next step: T in all, with the same weights', RED)
 
 
 def llama_attention(ax: Axes) -> None:
-    stream(ax)
-    for y, name in ((2.6, 'Q'), (1.6, 'K'), (0.6, 'V')):
+    llama(ax)
+    for y, name in ((2.6, 'Q'), (1.6, 'K'), (0.75, 'V')):
         line(ax, (1.65, 1.6), (2.2, 1.6), (2.2, y), (2.62, y))
         box(ax, 3.2, y, f'$W_{name}$', f'W_{name}')
     line(ax, (3.77, 2.6), (5.3, 2.6), (5.3, 1.9))
-    line(ax, (3.77, 1.6), (4.62, 1.6))
-    line(ax, (3.77, 0.6), (5.3, 0.6), (5.3, 1.3))
+    line(ax, (3.77, 1.6), (4.5, 1.6))
+    line(ax, (3.77, 0.75), (5.3, 0.75), (5.3, 1.3))
     note(ax, 4.5, 2.8, 'queries', PALE)
-    note(ax, 4.2, 1.8, 'keys', PALE)
-    note(ax, 4.5, 0.4, 'values', PALE)
-    box(ax, 5.35, 1.6, 'softmax', 'op', 1.45)
-    line(ax, (6.08, 1.6), (6.72, 1.6))
+    note(ax, 4.15, 1.8, 'keys', PALE)
+    note(ax, 4.5, 0.55, 'values', PALE)
+    box(ax, 5.35, 1.6, 'attention', 'op', 1.7)
+    line(ax, (6.2, 1.6), (6.72, 1.6))
     box(ax, 7.3, 1.6, '$W_O$', 'W_O')
-    line(ax, (7.88, 1.6), (9.12, 1.6))
+    line(ax, (7.88, 1.6), (8.72, 1.6))
 
 
 def cem_attention(ax: Axes) -> None:
-    stream(ax)
-    context(ax, '$W_K$', 'W_K')
-    line(ax, (4.06, 2.6), (5.75, 2.6), (5.75, 1.9))
-    note(ax, 5.05, 2.8, 'keys = values')
-    steps(ax)
-    box(ax, 4.1, 1.0, '$W_Q$', 'W_Q')
-    line(ax, (4.68, 1.0), (5.0, 1.0), (5.0, 1.6), (5.07, 1.6))
-    box(ax, 5.8, 1.6, 'softmax', 'op', 1.45)
-    line(ax, (6.53, 1.6), (6.85, 1.6))
-    box(ax, 7.45, 1.6, '$W_Q^\\mathsf{T}$', 'W_Q', 1.2)
+    cem(ax, '$W_K$', '$W_Q$')
+    line(ax, (4.06, 2.8), (5.8, 2.8), (5.8, 1.9))
+    note(ax, 5.05, 3.0, 'keys = values')
+    line(ax, (4.58, 1.6), (4.95, 1.6))
+    box(ax, 5.8, 1.6, 'attention', 'op', 1.7)
+    line(ax, (6.65, 1.6), (6.88, 1.6))
+    box(ax, 7.48, 1.6, '$W_Q^\\mathsf{T}$', 'W_Q', 1.2)
 
 
 def llama_mlp(ax: Axes) -> None:
-    stream(ax)
+    llama(ax)
     line(ax, (1.65, 1.6), (2.2, 1.6), (2.2, 2.3), (2.62, 2.3))
     line(ax, (1.65, 1.6), (2.2, 1.6), (2.2, 0.9), (2.62, 0.9))
     box(ax, 3.2, 2.3, '$W$', 'W')
@@ -114,43 +123,40 @@ def llama_mlp(ax: Axes) -> None:
     line(ax, (3.77, 0.9), (4.15, 0.9))
     box(ax, 4.7, 0.9, 'SiLU', 'op', 1.1)
     line(ax, (5.25, 0.9), (5.5, 0.9), (5.5, 1.35))
-    note(ax, 5.5, 1.58, '$\\odot$', size=17)
+    product(ax, 5.5)
     line(ax, (5.75, 1.6), (6.72, 1.6))
     box(ax, 7.3, 1.6, '$W_d$', 'W_d')
-    line(ax, (7.88, 1.6), (9.12, 1.6))
+    line(ax, (7.88, 1.6), (8.72, 1.6))
 
 
 def cem_mlp(ax: Axes) -> None:
-    stream(ax)
-    context(ax, '$W$', 'W')
-    line(ax, (4.06, 2.6), (6.3, 2.6), (6.3, 1.85))
-    note(ax, 5.0, 2.82, '$\\gamma$', INK, 11)
-    steps(ax)
-    box(ax, 4.1, 1.0, '$V$', 'V')
-    line(ax, (4.68, 1.0), (4.95, 1.0))
-    box(ax, 5.5, 1.0, 'SiLU', 'op', 1.1)
-    line(ax, (6.05, 1.0), (6.3, 1.0), (6.3, 1.35))
-    note(ax, 6.3, 1.58, '$\\odot$', size=17)
-    line(ax, (6.55, 1.6), (6.85, 1.6))
-    box(ax, 7.45, 1.6, '$V^\\mathsf{T}$', 'V', 1.2)
+    cem(ax, '$W$', '$V$')
+    line(ax, (4.06, 2.8), (6.4, 2.8), (6.4, 1.85))
+    note(ax, 5.2, 3.0, '$\\gamma = W h$', size=10)
+    line(ax, (4.58, 1.6), (4.8, 1.6))
+    box(ax, 5.35, 1.6, 'SiLU', 'op', 1.1)
+    line(ax, (5.9, 1.6), (6.15, 1.6))
+    product(ax, 6.4)
+    line(ax, (6.65, 1.6), (6.88, 1.6))
+    box(ax, 7.48, 1.6, '$V^\\mathsf{T}$', 'V', 1.2)
 
 
-PANELS = (('Llama: attention, four matrices', llama_attention),
-          ('CEM: attention, two: a step down the interaction energy', cem_attention),
-          ('Llama: gated MLP, three matrices', llama_mlp),
-          ('CEM: gated MLP, two: a step down the element-wise energy', cem_mlp))
+PANELS = (('Llama attention: four matrices', llama_attention),
+          ('CEM attention: two matrices, a step down an energy', cem_attention),
+          ('Llama gated MLP: three matrices', llama_mlp),
+          ('CEM gated MLP: two matrices, a step down an energy', cem_mlp))
 
 
 def draw() -> Figure:
     figure = Figure(figsize=(10.4, 5), facecolor='white')
     for ax, (title, panel) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         panel(ax)
-        ax.set(xlim=(-0.3, 10.3), ylim=(-0.3, 4))
+        ax.set(xlim=(-0.3, 10.3), ylim=(-0.5, 3.6))
         ax.set_title(title, fontsize=11.5, loc='left', color=INK)
         ax.axis('off')
-    figure.text(0.5, 0.015, 'A colour is a matrix. In CEM the keys are the values, and the matrix '
-                'that reads the moving state also writes to it.', ha='center', fontsize=10.5,
-                color=INK)
+    figure.text(0.5, 0.015, 'Each colour is one matrix. In CEM, keys serve as values, and the '
+                'matrix that reads u also writes the step, transposed.', ha='center',
+                fontsize=10.5, color=INK)
     figure.subplots_adjust(left=0.01, right=0.99, top=0.95, bottom=0.06, wspace=0.05, hspace=0.18)
     return figure
 

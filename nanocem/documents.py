@@ -35,7 +35,7 @@ WHOLE_WORDS = re.compile('.*[^\\s\u2581](?=[ \\n])', re.DOTALL)
 class Reading:
     """How a text is read: options of each script that reads one."""
     column: str = 'text'  # column of tables, and field of JSON, that holds the text
-    separator: str | None = None  # between the documents of a text file, such as <|endoftext|>
+    separator: str | None = None  # what stands between documents of a text: <|endoftext|>, say
     encoding: str | None = None  # of text that is not UTF-8, such as cp1252
     suffixes: tuple[str, ...] | None = None  # of a folder's files; default: rows, or .txt and .md
 
