@@ -94,6 +94,7 @@ class ModelConfig:
     residual: Literal['raw', 'normed'] = 'raw'  # steps are added to x, or to norm(x)
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), CEM's sqrt(D_h)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
+    untied_output: bool = False  # ours: queries W_Q h + W_O (u - h), so that W_O is not W_Q
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
     tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
@@ -455,10 +456,15 @@ class LlamaAttention(BaseAttention):
 class CEMAttention(BaseAttention):
     """T steps down the interaction energy: each is -eta P d energy / du. The gradient ties W_V to
     W_K, and W_O to W_Q (Eq. 5). With kq_diag=shared or per_head Algorithm 1 leaves a part of it
-    out, which exact_update=True adds."""
+    out, which exact_update=True adds.
+
+    Ours: an energy ties W_O only to how the queries depend on u. With untied_output the queries are
+    W_Q h + W_O (u - h). One step is then Llama's attention with W_V = W_K."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
+        D, std = cfg.d_model, cfg.init_std
         self.T, self.eta = cfg.attn_steps, cfg.attn_step_size
+        self.W_O = normal_param(D, D, std=std) if cfg.untied_output else None  # or else W_Q
         self.P = Preconditioner(cfg, cfg.n_head, cfg.attn_rank)
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
@@ -473,36 +479,46 @@ class CEMAttention(BaseAttention):
         # With grouped queries, repeat the keys for the heads that share them
         k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
         # Fold the preconditioners into the output projection
-        W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
+        W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^O P_k
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i); at first u = h
-            q = self.split_heads(F.linear(u, self.W_Q))          # q_i <- W_k^Q u_i, (B, K, I, R)
+            q = self.queries(u, h)                               # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
             o, update = self.attend(q, k, v, pos, u, h)          # o_i <- sum_j softmax(a_ijk) v_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
-            dx = self.merge_heads(o) @ W_O + update              # dx_i <- sum_k P_k W_k^Q^T o_i
+            dx = self.merge_heads(o) @ W_O + update              # dx_i <- sum_k P_k W_k^O^T o_i
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
+
+    def queries(self, u: Tensor, h: Tensor) -> Tensor:
+        """Return the queries W_k^Q u_i, (B, K, I, R), before RoPE, for u (B, I, D) and h (B, J, D),
+        whose last I tokens are those of u. With untied_output: W_k^Q h_i + W_k^O (u_i - h_i)."""
+        if self.W_O is None:
+            return self.split_heads(F.linear(u, self.W_Q))
+        h_i = h[:, -u.shape[1]:]
+        return self.split_heads(F.linear(h_i, self.W_Q) + F.linear(u - h_i, self.W_O))
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
         for normed u and h of one shape."""
         require_one_shape(u, h)
         pos = make_positions(self.cfg, h)
-        q = self.rotate(self.split_heads(F.linear(u, self.W_Q)), pos)
+        q = self.rotate(self.queries(u, h), pos)
         k = self.rotate(self.keys(h, pos), pos)
         k, _ = self.repeat_kv(k, k)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
     def output_weight(self, cache: Cache | None = None) -> Tensor:
-        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^Q P_k,
-        the transpose of P_k W_k^Q^T, since P_k is symmetric. A cache keeps it for later tokens."""
+        """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^O P_k,
+        the transpose of P_k W_k^O^T, since P_k is symmetric. W_k^O is W_k^Q, unless untied_output
+        gives it weights of its own. A cache keeps the product for later tokens."""
         if cache is not None and self in cache.W_O:
             return cache.W_O[self]
-        W_O = self.P(self.W_Q.unflatten(0, (self.K, -1))).flatten(0, 1)
+        W_O = self.W_Q if self.W_O is None else self.W_O
+        W_O = self.P(W_O.unflatten(0, (self.K, -1))).flatten(0, 1)
         if cache is not None:
             cache.W_O[self] = W_O
         return W_O
@@ -909,7 +925,8 @@ def resolve_defaults(cfg: ModelConfig) -> None:
 # all options of CEM's
 ONLY_FOR = {
     'attn=llama': ['tie'],
-    'attn=cem': ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale', 'exact_update'],
+    'attn=cem': ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale', 'exact_update',
+                 'untied_output'],
     'mlp=cem': ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy', 'mlp_match'],
     'attn=cem or mlp=cem': ['preconditioner', 'residual'],
     'preconditioner=diag_lowrank': ['attn_rank', 'mlp_rank'],

@@ -40,7 +40,7 @@ OPTIONS = dict(
     positions=['alibi', 'rope'], key_shift=['none', 'half'], match_bias=['none', 'token'],
     kq_diag=['none', 'shared', 'per_head', 'scaled'], score_scale=['head', 'model'],
     residual=['raw', 'normed'], preconditioner=['none', 'diag', 'diag_lowrank'],
-    exact_update=[False, True], mlp_energy=['gated', 'sign_convex'],
+    exact_update=[False, True], untied_output=[False, True], mlp_energy=['gated', 'sign_convex'],
     mlp_match=['dims', 'params'], n_kv_head=[None, 1])
 GROUPED = dict(n_head=4, n_kv_head=2)  # two heads of keys and values for four of queries
 
@@ -190,6 +190,20 @@ def test_cem_with_one_step_is_llama_with_tied_weights(tie: str, look: dict) -> N
         assert llama.num_params() == cem.num_params() + untied
 
 
+@pytest.mark.parametrize('options', [
+    dict(), GROUPED, dict(key_shift='half', match_bias='token', kq_diag='scaled')], ids=str)
+def test_one_step_with_an_output_of_its_own_is_llama_with_values_tied_to_keys(
+        options: dict) -> None:
+    cfg = dict(**TINY | options, mlp='llama', positions='alibi', score_scale='head')
+    cem = randomize(Transformer(ModelConfig(**cfg, untied_output=True)), seed=35)
+    llama = Transformer(ModelConfig(**cfg, attn='llama', tie='kv')).double()
+    llama.load_state_dict(cem.state_dict())
+    idx = torch.randint(50, (2, 16))
+    torch.testing.assert_close(cem(idx)[0], llama(idx)[0], rtol=0, atol=1e-12)
+    cem.set_steps(attn_steps=2)
+    assert not torch.allclose(cem(idx)[0], llama(idx)[0])
+
+
 # Grouped queries
 
 @pytest.mark.parametrize('options', [
@@ -319,6 +333,9 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
         for k in range(K):
             g = k * cfg.n_kv_head // K  # the head of keys that head k of queries shares
             W_Q, W_K = attn.W_Q[k * R:(k + 1) * R], attn.W_K[g * R:(g + 1) * R]
+            q = W_Q @ u[i]
+            if cfg.untied_output:
+                q = W_Q @ h[i] + attn.W_O[k * R:(k + 1) * R] @ (u[i] - h[i])
             scores = []
             for j in range(i + 1):
                 before = h[j - 1] if j > 0 else torch.zeros_like(h[0])
@@ -327,7 +344,7 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
                     key = torch.cat([W_K[:R // 2] @ before, W_K[R // 2:] @ h[j]])
                 if cfg.positions == 'rope':
                     key = rotation(i).T @ rotation(j) @ key
-                a = u[i] @ W_Q.T @ key
+                a = q @ key
                 if cfg.kq_diag != 'none':
                     d = attn.kq_diag[k if cfg.kq_diag == 'per_head' else 0]
                     g = attn.diag_weight[k] if cfg.kq_diag == 'scaled' else 1
@@ -350,7 +367,7 @@ def slow_energy(attn: CEMAttention, u: torch.Tensor, h: torch.Tensor) -> torch.T
 @pytest.mark.parametrize('look', [
     dict(), dict(key_shift='half'), dict(match_bias='token'),
     dict(key_shift='half', match_bias='token'),
-    dict(**GROUPED, key_shift='half', match_bias='token')], ids=str)
+    dict(untied_output=True), dict(**GROUPED, key_shift='half', match_bias='token')], ids=str)
 def test_attention_update_is_minus_the_energys_gradient(
         positions: str, kq_diag: str, score_scale: str, look: dict) -> None:
     cfg = ModelConfig(**TINY | look, positions=positions, kq_diag=kq_diag, score_scale=score_scale,

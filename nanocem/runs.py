@@ -38,7 +38,7 @@ RECIPE = ('batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'bet
 # Options that decide which weights a model has, and must be those of the weights to start from
 WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size', 'attn',
            'mlp', 'tie', 'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank',
-           'mlp_rank', 'mlp_match')
+           'mlp_rank', 'mlp_match', 'untied_output')
 # Options that a new run's folder is named for, where they are not `none`
 IN_NAME = {'preconditioner': 'P', 'kq_diag': 'diagonal', 'key_shift': 'half', 'match_bias': 'match'}
 # The text that the program began with. Whoever saves model.py while it runs, runs the earlier one

@@ -227,7 +227,8 @@ def test_an_edit_after_which_a_step_does_not_descend_is_told(
     dict(kq_diag='per_head', exact_update=True), dict(mlp_energy='sign_convex'),
     dict(preconditioner='diag_lowrank', attn_rank=7), dict(attn='llama', tie='both'),
     dict(kq_diag='scaled', key_shift='half', match_bias='token'),
-    dict(attn_steps=2, n_kv_head=1), dict(attn='llama', mlp='llama', positions='alibi')], ids=str)
+    dict(untied_output=True, kq_diag='scaled'), dict(attn_steps=2, n_kv_head=1),
+    dict(attn='llama', mlp='llama', positions='alibi')], ids=str)
 def test_steps_are_minus_the_gradient(options: dict, capsys: pytest.CaptureFixture) -> None:
     model = Transformer(ModelConfig(size='nano', vocab_size=50, **options))
     errors = same.step_errors(model)
