@@ -45,12 +45,10 @@ def poisoned_memory() -> Iterator[None]:
 @interpreted
 @pytest.mark.parametrize('case', [
     # positions, heads, head width, heads with their own diagonal (0: none), ALiBi, match bias
-    (2, 2, 16, 1, True), (17, 3, 16, 1, True), (130, 3, 56, 1, True), (67, 2, 72, 2, True),
-    (67, 2, 84, 0, True), (67, 2, 84, 1, True), (130, 2, 16, 2, False), (140, 2, 64, 1, False),
-    (17, 1, 88, 0, False), (40, 12, 16, 1, True), (540, 1, 16, 1, True),
-    (2, 2, 16, 1, True, True), (130, 3, 56, 0, True, True), (67, 2, 72, 1, True, True),
-    (128, 2, 16, 0, False, True), (140, 2, 64, 1, False, True), (17, 1, 84, 0, False, True),
-    (40, 12, 16, 1, True, True)], ids=str)
+    (2, 2, 16, 1, True), (130, 2, 56, 1, True), (67, 2, 72, 2, True), (67, 2, 84, 0, True),
+    (130, 2, 16, 2, False), (17, 1, 88, 0, False), (300, 1, 16, 1, True),
+    (2, 2, 16, 1, True, True), (130, 2, 56, 0, True, True), (128, 2, 16, 0, False, True),
+    (140, 1, 64, 1, False, True), (17, 12, 16, 1, True, True)], ids=str)
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
     assert triton_attention.find_error(layer(*case[1:]), torch.float32, case[0]) == ''
@@ -102,15 +100,12 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
 
 @interpreted
 @pytest.mark.parametrize('options', [
-    dict(attn_steps=1, preconditioner='none'), dict(kq_diag='per_head', preconditioner='diag'),
-    dict(kq_diag='none'), dict(attn_steps=2, residual='normed'), dict(positions='rope'),
-    dict(score_scale='head', mlp='llama'),
-    dict(attn_steps=2, key_shift='half', match_bias='token', kq_diag='shared'),
+    dict(kq_diag='per_head', preconditioner='diag'), dict(attn_steps=2, residual='normed'),
+    dict(positions='rope', score_scale='head', mlp='llama'),
+    dict(attn_steps=2, key_shift='half', match_bias='token', kq_diag='shared', n_kv_head=1),
     dict(kq_diag='none', positions='rope', key_shift='half', match_bias='token'),
     dict(attn='llama', positions='alibi', tie='kv', key_shift='half', match_bias='token'),
-    dict(attn='llama', mlp='llama', positions='alibi', tie='kv'),
-    dict(n_kv_head=1, attn_steps=2), dict(n_kv_head=1, attn='llama', positions='alibi', tie='kv')],
-    ids=str)
+    dict(attn='llama', mlp='llama', positions='alibi', tie='kv', n_kv_head=1)], ids=str)
 def test_whole_models_agree(options: dict) -> None:
     """Compare norms of whole tensors in float32, because single elements may cancel."""
     cfg = ModelConfig(**{**SMALL, **options})
@@ -201,9 +196,8 @@ def print_needs(arch: int, R: int, n_head: int = 12, match: bool = True) -> None
 
 
 @needs_triton
-@pytest.mark.parametrize('arch, width', [(80, 64), (90, 84)])
-def test_kernels_compile_ahead_within_a_gpus_means(arch: int, width: int) -> None:
-    command = f'import tests.test_triton_attention as t; t.print_needs({arch}, {width})'
+def test_kernels_compile_ahead_within_an_a100s_means() -> None:
+    command = 'import tests.test_triton_attention as t; t.print_needs(80, 84)'
     rows = [line.split() for line in python('-c', command).splitlines()]
     assert len(rows) == 4
     for name, shared, spilled in rows:
