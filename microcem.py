@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from operator import add, mul
@@ -338,6 +339,7 @@ whitstable wigan willenhall wilton wincanton winchester windsor wirksworth witha
 wolverhampton woodstock worcester worksop wotton yarm yateley york'''
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     if len(sys.argv) > 2:
         sys.exit(f'microcem.py: expected one file of words, and not {sys.argv[2]} beside it')
     print(__doc__) if sys.argv[1:] in (['-h'], ['--help']) else main(*sys.argv[1:])

@@ -5,6 +5,7 @@ import math
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -322,5 +323,10 @@ def test_command_line() -> None:
         assert run(option).stdout == f'{microcem.__doc__}\n'
 
 
-def test_it_is_as_short_as_it_was() -> None:
-    assert len(SOURCE.splitlines()) <= 348
+def test_ctrl_c_ends_it_without_a_traceback() -> None:
+    process = subprocess.Popen([sys.executable, '-u', FILE], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    assert 'words' in process.stdout.readline()  # it has begun
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (-signal.SIGINT, '')
