@@ -143,7 +143,7 @@ def ties_rows(models: list[str]) -> list[list[str]]:
         rows.append([
             label, f'{int(found["parameters"]) / 1e6:.3f}',
             f'{ratio(found, llama, "flops_per_token"):.2f}',
-            f'{ratio(found, llama, "cache"):.2f}', f'{float(found["bits per byte"]):.3f}',
+            f'{float(found["cache"]):.2f}', f'{float(found["bits per byte"]):.3f}',
             found['repeated, nats'],
             '0' if model == LLAMA else percent(over_llama(model)), found['seeds']])
     return rows
