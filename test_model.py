@@ -3,7 +3,6 @@
 In float64 the sums that are compared round by 1e-14 to 1e-13; bounds are 1e-12 and more."""
 import contextlib
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +87,6 @@ def describe(cfg: ModelConfig) -> str:
 
 SETS = [*covering(seed=0, n=40), *(ModelConfig(**TINY, attn='llama', mlp='llama', positions=p)
                                   for p in OPTIONS['positions'])]
-if 'OMP_NUM_THREADS' not in os.environ:
-    torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
 
 
 # Sizes

@@ -2,7 +2,6 @@
 import copy
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -138,7 +137,7 @@ def test_an_option_that_changes_nothing_raises_no_word() -> None:
 
 def train(folder: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, 'train.py', *options], cwd=folder, capture_output=True,
-                          text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+                          text=True)
 
 
 def test_a_run_goes_on_with_an_edit_that_changes_no_logit(tmp_path: Path) -> None:
