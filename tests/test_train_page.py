@@ -139,7 +139,7 @@ def test_words_are_read(text: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize('text, line', [
-    ('', 'Expected words, one per line.'), (' \n,\n', 'Expected words, one per line.'),
+    ('', 'Type some words, one per line.'), (' \n,\n', 'Type some words, one per line.'),
     ('bath\n' + 'x' * 31, 'Expected words of at most 30 letters, one per line, and not “xx'),
     ('\n'.join(map(chr, range(0x4e00, 0x4f00))), 'Expected words of at most 150 different')])
 def test_a_bad_text_gets_a_line(text: str, line: str) -> None:
@@ -156,4 +156,4 @@ def test_the_page_is_one_file_that_loads_nothing() -> None:
 
 def test_it_says_how_long_microcem_py_is() -> None:
     lines = len(Path(microcem.__file__).read_text('utf-8').splitlines())
-    assert f'{lines} lines of Python' in PAGE
+    assert f'some {round(lines, -1)} lines of plain Python' in PAGE
