@@ -35,7 +35,7 @@ TINY = (
     '--learning_rate=8e-3 --attn_steps=2 --mlp_steps=2'
 ).split()
 RESUME = '--init_from=resume'
-SIZE_FILES = [f'config/{size}.py' for size in ('mini', 'nano', 'xs', 's', 'm')]
+SIZE_FILES = [f'config/{size}.py' for size in ('mini', 'nano', 'shakespeare', 'xs', 's', 'm')]
 MODEL_FILES = sorted({f'config/{path.name}' for path in (ROOT / 'config').glob('*.py')}
                      - {*SIZE_FILES, 'config/finetune.py'})
 
