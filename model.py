@@ -496,7 +496,7 @@ class CEMAttention(BaseAttention):
     def queries(self, u: Tensor, h: Tensor) -> Tensor:
         """Return the queries W_k^Q u_i, (B, K, I, R), before RoPE, for u (B, I, D) and h (B, J, D),
         whose last I tokens are those of u. With untied_output: W_k^Q h_i + W_k^O (u_i - h_i)."""
-        if self.W_O is None:
+        if not self.cfg.untied_output:
             return self.split_heads(F.linear(u, self.W_Q))
         h_i = h[:, -u.shape[1]:]
         return self.split_heads(F.linear(h_i, self.W_Q) + F.linear(u - h_i, self.W_O))
@@ -517,7 +517,7 @@ class CEMAttention(BaseAttention):
         gives it weights of its own. A cache keeps the product for later tokens."""
         if cache is not None and self in cache.W_O:
             return cache.W_O[self]
-        W_O = self.W_Q if self.W_O is None else self.W_O
+        W_O = self.W_O if self.cfg.untied_output else self.W_Q
         W_O = self.P(W_O.unflatten(0, (self.K, -1))).flatten(0, 1)
         if cache is not None:
             cache.W_O[self] = W_O

@@ -120,13 +120,16 @@ def print_todo(runs: list[Run], root: str) -> None:
     """Print shell commands that train or resume the runs in `root`: on eight GPUs at the paper's
     sizes, on one thread at others. Estimate the hours on an A100 at 1e14 FLOP/s, a third of its
     peak, or on a CPU core at 3e10."""
+    counted: dict[tuple[str, str], float] = {}  # the FLOPs of a size and model, at all rates
     for run in runs:
         # Count the FLOPs, of models without memory for their weights
         options = run_options(run)
-        train, cfg = configs(options)
-        with torch.device('meta'):
-            tokens = train.tokens or 20 * Transformer(cfg.llama()).num_params()
-            flops = tokens * flops_per_token(Transformer(cfg))
+        if (run.size, run.model) not in counted:
+            train, cfg = configs(options)
+            with torch.device('meta'):
+                tokens = train.tokens or 20 * Transformer(cfg.llama()).num_params()
+                counted[run.size, run.model] = tokens * flops_per_token(Transformer(cfg))
+        flops = counted[run.size, run.model]
         start, hours = 'torchrun --nproc_per_node=8', f'{flops / 1e14 / 3600:.2g} A100-hours'
         if run.size in ('nano', 'mini', *load_study().sizes):
             start, hours = 'OMP_NUM_THREADS=1 python', f'{flops / 3e10 / 3600:.2g} core-hours'

@@ -455,7 +455,6 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
     assert re.search(r'attn-1-plain .* missing ', reproduce.figure_table('2a', points, found))
     reproduce.main(['--figure=2b', '--size=nano'])
     assert '--figure=2b --size=nano --todo prints' in capsys.readouterr().out
-    monkeypatch.setattr(reproduce, 'flops_per_token', lambda model: 1e9)
     reproduce.main(['--figure=3a', '--size=86m', '--todo'])
     lines = capsys.readouterr().out.splitlines()
     assert [re.search(r'rate=(\S+)', line)[1] for line in lines] == [

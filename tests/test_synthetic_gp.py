@@ -246,7 +246,7 @@ def test_the_table_of_many_models_has_a_name(tmp_path: Path,
     assert sorted(path.suffix for path in tmp_path.iterdir()) == sorted(2 * ['.csv', '.md', '.png'])
 
 
-def test_ctrl_c_ends_the_pool_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_pool_at_once(tmp_path: Path) -> None:
     """It does not wait for the rows that are being trained, which take minutes."""
     def interrupt() -> None:
         wait_for(multiprocessing.active_children)
@@ -256,9 +256,11 @@ def test_ctrl_c_ends_the_pool_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
     begin = time.monotonic()
-    with pytest.raises(SystemExit, match='stopped'):
-        gp.main(['--kernels=rbf', '--models=Plain', '--steps=900K', '--jobs=1', '--points=200',
-                 '--test_points=100', f'--out_dir={tmp_path}'])
-    signal.signal(signal.SIGINT, before)
+    try:
+        with pytest.raises(SystemExit, match='stopped'):
+            gp.main(['--kernels=rbf', '--models=Plain', '--steps=900K', '--jobs=1', '--points=200',
+                     '--test_points=100', f'--out_dir={tmp_path}'])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - begin < 120
     assert multiprocessing.active_children() == [] and not [*tmp_path.iterdir()]

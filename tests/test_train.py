@@ -236,20 +236,21 @@ MOMENTS = {
 }
 
 
+@pytest.mark.parametrize('world', [1, 2])
 def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
-    data: Path, tmp_path: Path
+    world: int, data: Path, tmp_path: Path
 ) -> None:
-    """Of two processes. One kill at each of MOMENTS, at a call drawn with seed 20."""
+    """One kill at each of MOMENTS, at a call drawn with seed 20."""
     rng = random.Random(20)
     options = [f'--data={data}', '--checkpoint_interval=3', steps(80)]
-    straight = Run(tmp_path, *options, f'--out_dir={tmp_path / "straight"}', world=2)
+    straight = Run(tmp_path, *options, f'--out_dir={tmp_path / "straight"}', world=world)
     out = tmp_path / 'killed'
     for moment in MOMENTS:
         init = [RESUME] if (out / 'config.json').exists() else []
-        run = Run(tmp_path, *options, f'--out_dir={out}', *init, world=2,
+        run = Run(tmp_path, *options, f'--out_dir={out}', *init, world=world,
                   damage=partial(kill, moment, rng.randint(4, 12)))
         assert -signal.SIGKILL in run.wait().codes, run.text
-    run = Run(tmp_path, *options, f'--out_dir={out}', RESUME, world=2).wait()
+    run = Run(tmp_path, *options, f'--out_dir={out}', RESUME, world=world).wait()
     assert {*run.codes, *straight.wait().codes} == {0}, run.text
     same(tmp_path / 'straight', out)
     assert not list(out.glob('*.tmp'))

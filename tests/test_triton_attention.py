@@ -196,8 +196,9 @@ def print_needs(arch: int, R: int, n_head: int = 12, match: bool = True) -> None
 
 
 @needs_triton
-def test_kernels_compile_ahead_within_an_a100s_means() -> None:
-    command = 'import tests.test_triton_attention as t; t.print_needs(80, 64)'
+@pytest.mark.parametrize('arch, width', [(80, 64), (90, 84)])
+def test_kernels_compile_ahead_within_a_gpus_means(arch: int, width: int) -> None:
+    command = f'import tests.test_triton_attention as t; t.print_needs({arch}, {width})'
     rows = [line.split() for line in python('-c', command).splitlines()]
     assert len(rows) == 4
     for name, shared, spilled in rows:
