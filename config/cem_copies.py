@@ -1,6 +1,6 @@
-"""CEM attention in one step, which looks for what followed a token, beside Llama's MLP. It is the
-model of pretrained/cem_copies. With the paper's diagonal its steps follow the energy only roughly.
-Those of config/cem_three.py, which is better, follow it exactly.
+"""CEM attention in one step, which looks for what followed a token, beside Llama's MLP. With the
+paper's diagonal its steps follow the energy only roughly. Those of config/cem_three.py follow it
+exactly, and its loss is lower.
 
     python train.py config/cem_copies.py config/mini.py
 """

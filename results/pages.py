@@ -150,16 +150,16 @@ def ties_rows(models: list[str]) -> list[list[str]]:
 
 
 def front() -> str:
-    """The front page's table: the models that have runs."""
+    """The front page's table: the models that have runs. All are of one size."""
     models = [model for model in TIES if model != NOT_IN_FRONT]
-    rows = [row[:5] + row[6:] for row in ties_rows(models)]
-    return markdown_table(['', 'parameters, M', 'FLOPs', 'cache', 'bits per byte',
-                           "perplexity over Llama's, %", 'seeds'], rows)
+    rows = [row[:1] + row[2:5] + row[6:] for row in ties_rows(models)]
+    return markdown_table(['', 'FLOPs', 'KV cache', 'bits per byte', "perplexity over Llama's, %",
+                           'seeds'], rows)
 
 
 def ties() -> str:
     """Which of the three ties pays? All models of as many weights as Llama."""
-    table = markdown_table(['', 'parameters, M', 'FLOPs', 'cache', 'bits per byte',
+    table = markdown_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
                             'repeated targets, nats', "perplexity over Llama's, %", 'seeds'],
                            ties_rows([*TIES]))
     measured = copying('ties')

@@ -164,6 +164,25 @@ def test_keys_and_values_are_what_the_cache_keeps(options: str, share: float) ->
     assert tables.numbers_per_token({'options': options}) == share
 
 
+@torch.no_grad()
+def test_the_recommended_config_is_the_model_of_the_study() -> None:
+    """CEM attention with an output projection of its own is Llama's with W_V = W_K."""
+    row = next(row for row in read_csv(f'{RESULTS}/ties/models.csv')
+               if row['model'] == 'llama-kv-three-wide')
+    shape = dict(size='nano', d_mlp=96, vocab_size=50)
+    theirs = ModelConfig(**shape, **read_options(row['options'].split(), ModelConfig))
+    ours = ModelConfig(**shape, **read_options(['config/cem_one_tie.py'], ModelConfig))
+    cem = randomize(Transformer(ours), seed=7)
+    llama = Transformer(theirs).double()
+    llama.load_state_dict(cem.state_dict())
+    idx = torch.arange(20)[None]
+    torch.testing.assert_close(cem(idx)[0], llama(idx)[0], rtol=0, atol=1e-12)
+    # A width of the MLP that is 3 d_model in place of 8/3 d_model makes up for the tie
+    baseline = ModelConfig(size='nano', vocab_size=50,
+                           **read_options(['config/llama_three.py'], ModelConfig))
+    assert cem.num_params() == pytest.approx(Transformer(baseline).num_params(), rel=0.01)
+
+
 @pytest.mark.parametrize('tie', ['kv', 'none'])
 def test_a_llama_layer_is_one_step_down_an_energy(tie: str) -> None:
     """The energies of results/README.md, written out, in float64 with random weights. With keys
