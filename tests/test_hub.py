@@ -74,7 +74,7 @@ assert cem.model.cfg.attn_steps == 5
 assert not {'model', 'nanocem', 'configurator'} & sys.modules.keys()
 torch.save(found, 'found.pt')
 """.replace('TEXTS', repr(TEXTS))
-PRETRAINED = ['cem', 'cem_plain', 'cem_copies', 'cem_plain_copies', 'llama_alibi']
+PRETRAINED = ['cem_one_tie', 'llama_three', 'cem', 'cem_plain', 'cem_plain_copies', 'llama_alibi']
 
 
 def state_of(model: Transformer, tokenizer: str = 'byte') -> dict[str, Any]:

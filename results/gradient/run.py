@@ -205,11 +205,14 @@ def train_cell(folder: Path, patch: Callable[[str], None], size: str, name: str,
 
 
 def measure_pretrained() -> None:
-    """Write pretrained.csv: for each model of pretrained/, all of size M, its targets that are not
-    repeated, and those that are by how often their pair stands in the training text."""
+    """Write pretrained.csv: for each model of pretrained/ of size M, its targets that are not
+    repeated, and those that are by how often their pair stands in the training text. (The file has
+    cem_copies, too, which is in commit 16b281a.)"""
     rows = []
     for folder in sorted((ROOT / 'pretrained').glob('*/config.json')):
         model, state = runs.load_model(str(folder.parent))
+        if model.cfg.d_model != 112:  # of size S
+            continue
         data_dir = 'data/english'  # an export keeps the folder's name alone
         tokenizer = tokenizer_of(state)
         ids, _, _ = read_sequences(CopyingConfig(), state | {'data_dir': data_dir}, tokenizer,
