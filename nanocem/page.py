@@ -32,7 +32,7 @@ REPOSITORY: str = tomllib.loads(Path(__file__).parents[1].joinpath('pyproject.to
 QUESTION = 'Can it copy a word it has read only once?'  # the title of a page
 # The page puts a word into the two gaps of these sentences. The model reads it once, and spells it
 LESSON = ('The ', ' is a rare fish. If the ', ' is hungry,')
-# Invented words: a page says how many of their pieces its model spells. The first one opens it
+# Invented words: a page says how many of their pieces its model spells
 WORDS = ('Zorblax', 'Quimby', 'Fendril', 'Morvath', 'Drumbolt', 'Skelnar', 'Wobrick', 'Tarquel',
          'Nimbrosk', 'Gravenol', 'Brizzock', 'Jalpent', 'Oskrim', 'Pelvadur', 'Triskett',
          'Humbrell', 'Vexaloo', 'Yarndip', 'Krellovar', 'Gumfort')
@@ -44,7 +44,7 @@ CHOICES = {
     'attn': ('llama', 'cem'), 'mlp': ('llama', 'cem'), 'tie': ('none', 'kv', 'qo', 'both'),
     'positions': ('alibi', 'rope'), 'kq_diag': ('none', 'shared', 'per_head', 'scaled'),
     'score_scale': ('head', 'model'), 'preconditioner': ('none', 'diag', 'diag_lowrank'),
-    'residual': ('raw', 'normed'), 'exact_update': (False, True),
+    'residual': ('raw', 'normed'), 'exact_update': (False, True), 'untied_output': (False, True),
     'mlp_energy': ('gated', 'sign_convex'), 'mlp_match': ('dims', 'params'),
     'key_shift': ('none', 'half'), 'match_bias': ('none', 'token')}
 NUMBERS = {
@@ -135,9 +135,10 @@ def guesses(model: Transformer, tokenizer: Any, sentence: str, word: str) -> lis
 
 
 def pack_lesson(model: Transformer, tokenizer: Any) -> dict[str, Any] | None:
-    """Return the sentences and words of the page's lesson, and how many pieces of all WORDS are
-    the model's first guess: as it is, and with all match weights 0. None if the model's context is
-    too short for the sentences."""
+    """Return the sentences and words of the page's lesson, and how many pieces of all words are
+    the model's first guess: as it is, and with all match weights 0. The page opens with the first
+    of the words, which the model spells if it spells any. None if the model's context is too short
+    for the sentences."""
     sentences = [word.join(LESSON) for word in WORDS]
     longest = max(len(tokenizer.encode(sentence)) for sentence in sentences)
     if 1 + longest > model.cfg.context_length:
@@ -146,11 +147,15 @@ def pack_lesson(model: Transformer, tokenizer: Any) -> dict[str, Any] | None:
     for name, w in switched_off.named_parameters():
         if name.endswith('match_weight'):
             w.data.zero_()
-    found = {name: [guess for word, sentence in zip(WORDS, sentences, strict=True)
-                    for guess in guesses(one, tokenizer, sentence, word)]
-             for name, one in (('on', model), ('off', switched_off))}
-    return dict(sentences=LESSON, words=WORDS, pieces=len(found['on']),
-                **{name: sum(guess.is_first for guess in all) for name, all in found.items()})
+
+    def right(one: Transformer) -> dict[str, list[bool]]:
+        return {word: [guess.is_first for guess in guesses(one, tokenizer, sentence, word)]
+                for word, sentence in zip(WORDS, sentences, strict=True)}
+
+    on, off = right(model), right(switched_off)
+    words = sorted(WORDS, key=lambda word: not all(on[word]))  # those that it spells first
+    return dict(sentences=LESSON, words=words, pieces=sum(map(len, on.values())),
+                on=sum(map(sum, on.values())), off=sum(map(sum, off.values())))
 
 
 def check_model(model: Transformer) -> None:

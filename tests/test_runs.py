@@ -291,6 +291,8 @@ def test_new_folders_and_the_newest(
     copies = ModelConfig(size='nano', mlp='llama', kq_diag='shared', key_shift='half',
                          match_bias='token')
     assert runs.new_folder(None, copies)[0] == 'out/nano-cem1-llama-alibi-diagonal-half-match'
+    untied = ModelConfig(size='nano', mlp='llama', untied_output=True)
+    assert runs.new_folder(None, untied)[0] == 'out/nano-cem1-llama-alibi-untied'
     grouped = ModelConfig(size='nano', mlp='llama', key_shift='half', n_kv_head=1)
     assert runs.new_folder(None, grouped)[0] == 'out/nano-cem1-llama-alibi-half-gqa1'
     assert capsys.readouterr().out.count('is left out') == 2
