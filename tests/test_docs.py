@@ -36,9 +36,9 @@ def test_the_front_pages_code_is_the_files() -> None:
         at += len(part)
 
 
-def test_the_front_pages_lines_train_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lines_of_take_model_py_train_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """They run as they stand, and the loss falls from about log 256."""
-    code = re.findall(r'```python\n(.*?)```', read('README.md'), re.DOTALL)[1]
+    code = re.findall(r'```python\n(.*?)```', read('docs/options.md'), re.DOTALL)[-1]
     monkeypatch.chdir(ROOT)
     torch.manual_seed(1)
     names: dict = {}
