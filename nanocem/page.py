@@ -136,9 +136,9 @@ def guesses(model: Transformer, tokenizer: Any, sentence: str, word: str) -> lis
 
 def pack_lesson(model: Transformer, tokenizer: Any) -> dict[str, Any] | None:
     """Return the sentences and words of the page's lesson, and how many pieces of all words are
-    the model's first guess: as it is, and with all match weights 0. The page opens with the first
-    of the words, which the model spells if it spells any. None if the model's context is too short
-    for the sentences."""
+    the model's first guess: as it is, and with all match weights 0. `whole` counts the words that
+    it spells. They come first, and the page opens with the first word. None if the model's context
+    is too short for the sentences."""
     sentences = [word.join(LESSON) for word in WORDS]
     longest = max(len(tokenizer.encode(sentence)) for sentence in sentences)
     if 1 + longest > model.cfg.context_length:
@@ -155,7 +155,8 @@ def pack_lesson(model: Transformer, tokenizer: Any) -> dict[str, Any] | None:
     on, off = right(model), right(switched_off)
     words = sorted(WORDS, key=lambda word: not all(on[word]))  # those that it spells first
     return dict(sentences=LESSON, words=words, pieces=sum(map(len, on.values())),
-                on=sum(map(sum, on.values())), off=sum(map(sum, off.values())))
+                on=sum(map(sum, on.values())), off=sum(map(sum, off.values())),
+                whole=sum(map(all, on.values())))
 
 
 def check_model(model: Transformer) -> None:

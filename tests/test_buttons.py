@@ -94,12 +94,12 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     wide.open(play)
     assert wide.wait("document.querySelectorAll('.card.down').length") > 1  # they turn one by one
     wait_until_taught(wide)
-    assert cards(wide) == [['first', 'M', 'given'], ['right', 'or', '46%'], ['right', 'v', '42%'],
-                           ['right', 'at', '34%'], ['right', 'h', '76%']]
-    assert wide.text('#verdict') == 'It copied Morvath: all 4 pieces were its first guess.'
-    assert wide.text('#first') == 'The Morvath is a rare fish.'
-    assert wide.text('#off-is') == 'Switch off 25 of its 717,060 numbers'
-    assert 'Of the 78 pieces of 20 invented words it guesses 57 right' in wide.text('#off-says')
+    assert cards(wide) == [['first', 'Z', 'given'], ['right', 'or', '80%'], ['right', 'b', '91%'],
+                           ['right', 'l', '92%'], ['right', 'ax', '56%']]
+    assert wide.text('#verdict') == 'It copied Zorblax: all 4 pieces were its first guess.'
+    assert wide.text('#first') == 'The Zorblax is a rare fish.'
+    assert wide.text('#off-is') == 'Switch off 49 of its 1,101,107 numbers'
+    assert 'it copies 8 whole, and guesses 62 of their 78 pieces. ' in wide.text('#off-says')
     assert wide.text('#tally') == '' and wide.run('location.hash') == ''  # nobody did anything
     # The check against model.py comes after the first words
     assert wide.wait('document.body.dataset.checked') == 'true'
@@ -109,11 +109,11 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
 
 def test_a_word_of_the_readers_is_taught_and_counted(wide: Browser, play: Path) -> None:
     open_play(wide, play)
-    assert teach(wide, 'Drumbolt') == 'It copied Drumbolt: all 5 pieces were its first guess.'
-    assert wide.text('#tally') == 'Your words: 1 of 1 copied whole, 5 of 5 pieces.'
+    assert teach(wide, 'Morvath') == 'It copied Morvath: all 4 pieces were its first guess.'
+    assert wide.text('#tally') == 'Your words: 1 of 1 copied whole, 4 of 4 pieces.'
     assert teach(wide, 'Quimby') == 'It guessed 1 of 3 pieces of Quimby.'
     assert cards(wide)[2][0] == 'wrong' and cards(wide)[2][2].startswith('guessed ')
-    assert wide.text('#tally') == 'Your words: 1 of 2 copied whole, 6 of 8 pieces.'
+    assert wide.text('#tally') == 'Your words: 1 of 2 copied whole, 5 of 7 pieces.'
     for word, problem in (('two words', 'without a space'), ('', 'Type a word.'),
                           ('file', 'is a single piece for this model')):
         wide.run(f"$('word').value = {json.dumps(word)}")
@@ -137,14 +137,14 @@ def test_the_switch_takes_the_copying_away_and_brings_it_back(wide: Browser, pla
     open_play(wide, play)
     look_inside(wide)
     surprise = wide.run('text.means().bits')
-    assert wide.run("document.querySelectorAll('#maps .found').length") > 5
+    assert len(wide.run("[...document.querySelectorAll('#maps .found')]")) > 10
     wide.click('#off')
     wait_until_taught(wide)
     assert wide.text('#verdict') == 'Without this part it guesses 0 of 4 pieces. With it: 4.'
     assert [kind for kind, *_ in cards(wide)] == ['first'] + 4 * ['wrong']
     wait_until_read(wide)
     assert wide.run('text.means().bits') > surprise + 1  # inside it is off, too
-    assert wide.run("document.querySelectorAll('#maps .found').length") < 3
+    assert wide.run("document.querySelectorAll('#maps .found').length") < 8
     wide.click('#off')
     wait_until_taught(wide)
     assert wide.text('#verdict').endswith('first guess. With the part off: 0.')
@@ -198,15 +198,15 @@ def test_look_inside_shows_the_lessons_word(wide: Browser, play: Path) -> None:
     open_play(wide, play)
     wide.click('#inside summary')
     wait_until_read(wide)
-    assert given(wide) == 'The Morvath is a rare fish. If the Morvath is hungry,'
-    assert wide.text('#token').startswith('Token 18: v (42%, 1.3 bits)')
-    assert '8 of 25 heads (framed) look most at at, which followed the earlier v' in wide.text(
+    assert given(wide) == 'The Zorblax is a rare fish. If the Zorblax is hungry,'
+    assert wide.text('#token').startswith('Token 20: b (91%, 0.1 bits)')
+    assert '14 of 49 heads (framed) look most at l, which followed the earlier b' in wide.text(
         '#looks')
-    assert wide.text('#surprise').startswith('Mean surprise of this text: 5.35 bits per token. En')
+    assert wide.text('#surprise').startswith('Mean surprise of this text: 5.17 bits per token. En')
     # Another word is shown, too
-    teach(wide, 'Zorblax')
+    teach(wide, 'Morvath')
     wait_until_read(wide)
-    assert 'Zorblax is a rare fish' in given(wide)
+    assert 'Morvath is a rare fish' in given(wide)
     wide.run("$('prompt').value = ''")
     wide.click('#again')
     wide.run('write(0)')
@@ -240,13 +240,14 @@ def test_more_steps_are_an_experiment(wide: Browser, play: Path) -> None:
     look_inside(wide, HELD_OUT[:400])
     before = wide.run('text.means()')
     assert wide.text('#question').endswith('make better guesses?')
-    wide.type('#attn', '\ue014' * 7)  # to the right
-    wide.wait('model.T.attn == 8')
+    for kind in 'attn', 'mlp':
+        wide.type(f'#{kind}', '\ue014' * 6)  # to the right
+    wide.wait('model.T.attn == 8 && model.T.mlp == 8')
     wait_until_read(wide)
     after = wide.run('text.means()')
     assert after['fall'] > before['fall'] + 5 and after['bits'] > before['bits'] + 1
     assert f"{after['bits']:.2f} bits per token" in wide.text('#surprise')
-    assert wide.text('#attn-is') == '8 (1 in training)'
+    assert wide.text('#attn-is') == '8 (2 in training)'
     assert wide.text('#question') == (
         f"With these steps energies fall by {after['fall']:.0f}, and with those of training by "
         f"{before['fall']:.0f}. The surprise is {after['bits']:.2f} bits per token, and was "
@@ -298,19 +299,19 @@ def test_the_address_holds_what_is_seen(wide: Browser, play: Path) -> None:
     write_and_stop(wide)
     wait_until_read(wide)
     wide.type('#temperature', '\ue012\ue012')
-    wide.type('#attn', '\ue014')
+    wide.type('#mlp', '\ue014')
     wait_until_read(wide)
     wide.click('#text span:nth-child(7)')
     held = address(wide)
     assert held['prompt'] == 'The first argument' and held['token'] == '6'
-    assert (held['T'], held['temperature']) == ('2', '0.7')
+    assert (held['T'], held['T_mlp'], held['temperature']) == ('2', '3', '0.7')
     seen = '[chosen, text.tokens.map(token => token.id), model.T]'
     before = wide.run(seen)
     open_play(wide, play, wide.run('location.hash'))
     wait_until_read(wide)
     after = wide.run(seen)
     # As many tokens, if not the same: T and the temperature were others when they were written
-    assert (after[0], len(after[1]), after[2]) == (6, len(before[1]), {'attn': 2, 'mlp': 1})
+    assert (after[0], len(after[1]), after[2]) == (6, len(before[1]), {'attn': 2, 'mlp': 3})
     assert wide.text('#token').startswith('Token 6: ')
     # A text that was written with these settings is written again
     wide.click('#one')
@@ -324,7 +325,7 @@ def test_the_address_holds_what_is_seen(wide: Browser, play: Path) -> None:
     open_play(wide, play, '#word=a+b&prompt=a&token=x&T=-1&T_mlp=1e9&temperature=&seed=no'
               '&more=-5')
     wait_until_read(wide)
-    assert wide.run('[model.T, text.tokens.length]') == [{'attn': 1, 'mlp': 1}, 2]
+    assert wide.run('[model.T, text.tokens.length]') == [{'attn': 2, 'mlp': 2}, 2]
     assert wide.errors() == []
 
 
@@ -353,7 +354,7 @@ def test_while_the_model_is_loading_the_page_says_so(wide: Browser, play: Path) 
     path = play.with_name('head.html')
     path.write_text(head, 'utf-8')
     wide.open(path)
-    assert re.fullmatch(r'Loading the model: 1\.9 MB\.', wide.text('#note'))
+    assert re.fullmatch(r'Loading the model: 3\.0 MB\.', wide.text('#note'))
     assert wide.run("[...document.querySelectorAll('#ask :is(button, input)')]"
                     ".every(one => one.disabled)")
     assert wide.run("document.getElementById('switch').hidden")
