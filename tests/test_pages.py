@@ -77,6 +77,17 @@ def test_the_front_page_has_the_means_of_the_runs() -> None:
         assert ('(' in change) == (len(d) > 1 and model != pages.LLAMA)
 
 
+def test_the_headline_is_the_effect_of_its_row() -> None:
+    """Both pages say it in prose, the front page twice: any other number of a CSV is wrong there."""
+    effect = pages.effect('ties p1')
+    expected = f'{-float(effect["effect_%"]):.1f}'
+    assert effect['verdict'] == 'holds'
+    for page, times in (('README.md', 2), ('results/README.md', 1)):
+        found = re.findall(r"lowers\s(?:Llama's perplexity|the perplexity of a Llama) by (\S+)%",
+                           (ROOT / page).read_text(encoding='utf-8'))
+        assert found == times * [expected], page
+
+
 def known_numbers() -> list[float]:
     """Return what the CSVs of the studies say: effects with the ends of their intervals, losses,
     and by how much runs of size L differ."""
