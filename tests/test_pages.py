@@ -78,7 +78,7 @@ def test_the_front_page_has_the_means_of_the_runs() -> None:
 
 
 def test_the_headline_is_the_effect_of_its_row() -> None:
-    """Both pages say it in prose, the front page twice: any other number of a CSV is wrong there."""
+    """Both pages say it in prose, the front page twice: another number of a CSV is wrong there."""
     effect = pages.effect('ties p1')
     expected = f'{-float(effect["effect_%"]):.1f}'
     assert effect['verdict'] == 'holds'
