@@ -153,7 +153,7 @@ def pack_lesson(model: Transformer, tokenizer: Any) -> dict[str, Any] | None:
                 for word, sentence in zip(WORDS, sentences, strict=True)}
 
     on, off = right(model), right(switched_off)
-    words = sorted(WORDS, key=lambda word: not all(on[word]))  # those that it spells first
+    words = sorted(WORDS, key=lambda word: not all(on[word]))  # the words that it spells come first
     return dict(sentences=LESSON, words=words, pieces=sum(map(len, on.values())),
                 on=sum(map(sum, on.values())), off=sum(map(sum, off.values())),
                 whole=sum(map(all, on.values())))

@@ -99,7 +99,8 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     assert wide.text('#verdict') == 'It copied Zorblax: all 4 pieces were its first guess.'
     assert wide.text('#first') == 'The Zorblax is a rare fish.'
     assert wide.text('#off-is') == 'Switch off 49 of its 1,101,107 numbers'
-    assert 'it copies 8 whole, and guesses 62 of their 78 pieces. ' in wide.text('#off-says')
+    assert ('it copies 8 whole. Of their 78 pieces, all together, it guesses 62 right, '
+            in wide.text('#off-says'))
     assert wide.text('#tally') == '' and wide.run('location.hash') == ''  # nobody did anything
     # The check against model.py comes after the first words
     assert wide.wait('document.body.dataset.checked') == 'true'

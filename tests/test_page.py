@@ -304,7 +304,7 @@ def test_a_page_of_an_edited_model_py_says_so(monkeypatch: pytest.MonkeyPatch) -
     """An edit may change the logits by less than 1%."""
     model, state = load_model(SHIPPED)
     silu = torch.nn.functional.silu
-    monkeypatch.setattr(torch.nn.functional, 'silu', lambda z: 1.01 * silu(z))
+    monkeypatch.setattr(torch.nn.functional, 'silu', lambda z: 1.002 * silu(z))
     monkeypatch.setattr(page, 'check_file', lambda *of: None)  # trained by the edited file
     html = page.make_page(model, state)
     assert run(html, 'isModelPys(model, data.probe)') is False

@@ -93,7 +93,7 @@ def known_numbers() -> list[float]:
     and by how much runs of size L differ."""
     files = [*(f'{study}/effects' for study in STUDIES), 'ties/differences_found',
              *(f'{study}/copying' for study in STUDIES[1:]), 'copies/ablations',
-             'gradient/counts']
+             'gradient/counts', 'ties/counts']
     found = []
     for name in files:
         for row in read_csv(f'{RESULTS}/{name}.csv'):
@@ -185,7 +185,7 @@ def test_other_numbers_of_the_results_page() -> None:
         float(measured['S', model]['perplexity per Llama token'])
         for model in ('llama-alibi-kv-copies', 'llama-alibi-copies')]
     narrow, llama = measured['S', 'attn-1-three'], measured['S', pages.LLAMA]
-    assert numbers(r'with (\d+)% fewer parameters') == [
+    assert numbers(r'has (\d+)% fewer parameters') == [
         round(100 - 100 * pages.ratio(narrow, llama, 'parameters'))]
     trials = {(row['model'], row['rate']): float(row['y'])
               for row in read_csv(f'{RESULTS}/copies/runs.csv') if row['seed'] == '101'}

@@ -206,8 +206,8 @@ def train_cell(folder: Path, patch: Callable[[str], None], size: str, name: str,
 
 def measure_pretrained() -> None:
     """Write pretrained.csv: for each model of pretrained/ of size M, its targets that are not
-    repeated, and those that are by how often their pair stands in the training text. (The file has
-    cem_copies, too, which is in commit 16b281a.)"""
+    repeated, and those that are by how often their pair stands in the training text. A new file
+    lacks cem_copies, whose weights are in commit 16b281a."""
     rows = []
     for folder in sorted((ROOT / 'pretrained').glob('*/config.json')):
         model, state = runs.load_model(str(folder.parent))
