@@ -16,7 +16,7 @@ import new_words
 PAGE = (ROOT / 'pretrained/README.md').read_text('utf-8')
 
 
-@pytest.mark.parametrize('name', ['cem_one_tie', 'llama_alibi'])
+@pytest.mark.parametrize('name', ['cem_one_tie', 'llama_three', 'cem_plain_copies', 'llama_alibi'])
 def test_the_table_is_what_the_command_prints(name: str, capsys: pytest.CaptureFixture) -> None:
     new_words.main([str(ROOT / 'pretrained' / name)])
     header, _, row = capsys.readouterr().out.splitlines()

@@ -66,7 +66,9 @@ def test_the_front_page_has_the_means_of_the_runs() -> None:
             sum(float(run[f'{split}_bits_per_byte']) * n for split, n in size.items())
             / sum(size.values()) for run in of_model)
         flops, _, bits_per_byte, change, seeds = found[label]
-        assert f'{int(of_model[0]["parameters"]) / 1e6:.2f}' == '0.72'  # as the page says of all
+        parameters = int(of_model[0]['parameters']) / 1e6
+        assert pages.ties_rows([model])[0][1] == f'{parameters:.3f}'
+        assert f'{parameters:.2f}' == '0.72'  # as the front page says of all
         ratio = float(of_model[0]['flops_per_token']) / float(llama[0]['flops_per_token'])
         assert flops == f'{ratio:.2f}'
         assert bits_per_byte == f'{bits:.3f}' and seeds == str(len(of_model))

@@ -211,7 +211,7 @@ def measure_pretrained() -> None:
     rows = []
     for folder in sorted((ROOT / 'pretrained').glob('*/config.json')):
         model, state = runs.load_model(str(folder.parent))
-        if model.cfg.d_model != 112:  # of size S
+        if f'--d_model={model.cfg.d_model}' not in SIZES['M']:
             continue
         data_dir = 'data/english'  # an export keeps the folder's name alone
         tokenizer = tokenizer_of(state)
