@@ -542,7 +542,7 @@ def test_a_copy_of_the_model_has_its_own_caches_and_steps() -> None:
 def test_play_html_is_small_and_shows_no_text_of_another_model(play: Path) -> None:
     html = play.read_text('utf-8')
     assert len(html.encode()) < 4_000_000 and not re.search('GO(ES)? HERE', html)
-    assert 'It is just 1.1 million numbers. It has read software manuals' in html
+    assert 'model is a list of 1.1 million numbers. It has read software manuals' in html
 
 
 def test_play_html_writes_what_sample_py_does(play: Path) -> None:

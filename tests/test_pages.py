@@ -165,9 +165,9 @@ def test_other_numbers_of_the_results_page() -> None:
     share = {row['pair in training, from']: float(row['share of the difference, %'])
              for row in gaps}
     targets = {row['pair in training, from']: float(row['targets, %']) for row in gaps}
-    assert numbers(r'(\S+)% are repeated pairs that stand at most 100') == [
+    assert numbers(r'(\S+)% of the targets complete repeated bigrams that') == [
         targets['0'] + targets['11']]
-    assert numbers(r'carry (\d+)% of the gap .* carry another (\d+)%') == [
+    assert numbers(r'account for (\d+)% of .* gap, and .* another (\d+)%') == [
         share['0'] + share['11'], share['101'] + share['1001']]
     run = read_csv(f'{RESULTS}/gradient/runs.csv')[0]
     repeated, others = int(run['repeated_targets']), int(run['other_targets'])
@@ -178,12 +178,12 @@ def test_other_numbers_of_the_results_page() -> None:
         steps[row['model']] = min(steps.get(row['model'], 9999), int(row['median']))
     times = [round(steps[name] / steps['Llama with ALiBi'], 1)
              for name in ('W_V tied to W_K', 'W_O tied to W_Q', 'both', 'CEM attention')]
-    assert numbers(r"need (\S+) times Llama's batches .* (\S+) times if W_O .* (\S+) times if both "
-                   r'are\. .* needs (\S+) times') == times
+    assert numbers(r'need (\S+) times as many batches as Llama .* (\S+) times as many if W_O .* '
+                   r'(\S+) times as many if both are tied\. .* needs (\S+) times') == times
     assert numbers(r'Of the (\d+) runs that the study .* planned, (\d+) were run') == [
         len(read_csv(f'{RESULTS}/gradient/{name}.csv')) for name in ('cells', 'runs')]
     measured = pages.copying('copies') | pages.copying('gradient')
-    assert numbers(r'the tied Llama is (\S+) and that of the untied one (\S+) \(') == [
+    assert numbers(r'the tied Llama has a perplexity of (\S+) and the untied one (\S+) \(') == [
         float(measured['S', model]['perplexity per Llama token'])
         for model in ('llama-alibi-kv-copies', 'llama-alibi-copies')]
     narrow, llama = measured['S', 'attn-1-three'], measured['S', pages.LLAMA]
@@ -193,18 +193,18 @@ def test_other_numbers_of_the_results_page() -> None:
               for row in read_csv(f'{RESULTS}/copies/runs.csv') if row['seed'] == '101'}
     lower = [trials[model, low] - trials[model, rate] for model, low, rate in (
         ('attn-1-copies', '0.01099', '0.0157'), ('llama-alibi-copies', '0.01022', '0.0146'))]
-    assert numbers(r'is (\S+)% lower in perplexity, and the Llama with both is (\S+)% higher') == [
+    assert numbers(r'a perplexity (\S+)% lower, and the Llama with both has one (\S+)% higher') == [
         round(-100 * math.expm1(lower[0]), 1), round(100 * math.expm1(lower[1]), 1)]
     pairs = {row['model']: float(row['0 to 10: nats'])
              for row in read_csv(f'{RESULTS}/ties/counts.csv')}
-    (shown,) = re.findall(r"Llama's loss is (\S+) nats and that of the model with the first tie is "
-                          r'(\S+)\. With both ties of attention it is (\S+) \(',
+    (shown,) = re.findall(r'loss is (\S+) nats for Llama and (\S+) for the model with the first '
+                          r'tie\. With both ties of attention it is (\S+) \(',
                           prose('pretrained/README.md').replace('[', '('))
     assert [*map(float, shown)] == [pairs[model] for model in (
         pages.LLAMA, 'llama-kv-three-wide', 'attn-1-three-wide')]
     alibi = [float(row['y']) for row in read_csv(f'{RESULTS}/copies/runs.csv')
              if (row['size'], row['model']) == ('M', 'llama-alibi')]
-    assert numbers(r'Two seeds of Llama with ALiBi lie (\S+)% apart') == [
+    assert numbers(r'Two seeds of Llama with ALiBi differ by (\S+)%') == [
         round(100 * math.expm1(max(alibi) - min(alibi)), 1)]
 
 
