@@ -208,9 +208,6 @@ def parse_value(value: Any, hint: Any) -> Any:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:  # X | None
         return None if value in (None, 'None') else parse_value(value, args[0])
-    if bool in args:  # bool | X
-        is_bool = str(value).capitalize() in ('True', 'False')
-        return parse_value(value, bool if is_bool else args[1])
     if kind is tuple:
         items = value.split(',') if isinstance(value, str) else value
         return tuple(parse_value(item, args[0]) for item in items)
@@ -245,8 +242,6 @@ def describe(hint: Any) -> str:
     kind, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return f'{describe(args[0])}, or None'
-    if bool in args:
-        return f'True, False or {describe(args[1])}'
     if kind is tuple:
         return f'a comma-separated list, each {describe(args[0])}'
     return 'one of ' + ', '.join(args) if kind is typing.Literal else WORDS[hint]

@@ -34,7 +34,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 
 from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
-from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, sum_losses
+from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, loss_sums, perplexity
 from nanocem.documents import READING, Reading
 from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
@@ -97,7 +97,7 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     sums = torch.zeros(3, dtype=torch.float64)
     for block in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1])):
         x, y = block[:, :-1].long().clamp(min=0), block[:, 1:].long()
-        sums += sum_losses(model(x.to(device))[0], y.to(device), is_text=y != bos)
+        sums += loss_sums(model(x.to(device))[0], y.to(device), is_text=y != bos)
     return sums.tolist()
 
 

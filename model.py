@@ -68,15 +68,15 @@ class ModelConfig:
     # The options that --help shows; --help=all shows all
     FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
              'preconditioner', 'kq_diag')
-    size: Literal[tuple(SIZES)] | None = None  # preset of the next five options; default: 134m
+    size: Literal[tuple(SIZES)] | None = None  # preset of widths, layers and heads; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
     n_head: int | None = None  # K, heads; default: as many as keep the size's width of a head
     n_kv_head: int | None = None  # G, heads of keys and values; default: n_head
-    d_mlp: int | None = None  # D_v, width of the MLP; default: 8/3 of d_model, as in all sizes
+    d_mlp: int | None = None  # D_v, width of the MLP; default: the size's, or 8/3 of d_model
     vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens of a training sequence; layers take any number
-    positions: Literal['alibi', 'rope'] | None = None  # default: alibi for CEM attention, else rope
+    positions: Literal['alibi', 'rope'] | None = None  # default: rope for attn=llama, else alibi
     rope_theta: float = 10_000.0  # base of the rotary frequencies
     init_std: float | None = None  # standard deviation of weights; default: 0.02 sqrt(768 / D_h)
 
@@ -187,6 +187,10 @@ class Cache:
             self.buffers[n] = F.pad(self.buffers[n], (0, 0, 0, 2 * J - room))
         self.buffers[n][..., self.length:J, :] = new
         return self.buffers[n][..., :J, :]
+
+    def end_pass(self, n: int) -> None:
+        """Count n tokens as read, and let the next pass begin with the first buffer."""
+        self.length, self.next = self.length + n, 0
 
     def numbers_per_token(self) -> int:
         """Return how many numbers are kept per token, in all layers."""
@@ -352,13 +356,10 @@ class BaseAttention(nn.Module):
         return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
-        """Return the diagonal's part of minus the gradient, (B, I, D), for alpha (B, K, I, J):
-        sum_k P_k (d_k * sum_j alpha_ijk h_j)."""
-        if self.cfg.kq_diag == 'scaled':
-            # d * sum_j (sum_k g_k alpha_ijk) h_j: one product for all heads
-            alpha = (self.diag_weight[:, None, None] * alpha).sum(dim=1)
-            return self.kq_diag * (alpha.type_as(h) @ h)
-        return self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
+        """Return the part of minus the gradient, (B, I, D), that kq_diag=scaled adds, for alpha
+        (B, K, I, J): d * sum_j (sum_k g_k alpha_ijk) h_j, one product for all heads."""
+        alpha = (self.diag_weight[:, None, None] * alpha).sum(dim=1)
+        return self.kq_diag * (alpha.type_as(h) @ h)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
                h: Tensor) -> tuple[Tensor, Tensor | int]:
@@ -511,6 +512,13 @@ class CEMAttention(BaseAttention):
         k, _ = self.repeat_kv(k, k)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
+    def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
+        """Return the diagonal's part of minus the gradient, (B, I, D), for alpha (B, K, I, J):
+        sum_k P_k (d_k * sum_j alpha_ijk h_j)."""
+        if self.cfg.kq_diag == 'scaled':  # one product for all heads
+            return super().diagonal_update(alpha, h)
+        return self.P(self.kq_diag[:, None] * (alpha @ h[:, None])).sum(dim=1)
+
     def output_weight(self, cache: Cache | None = None) -> Tensor:
         """Return the preconditioned W_O (Eq. 14), (D, D). Its k-th block of R rows is W_k^O P_k,
         the transpose of P_k W_k^O^T, since P_k is symmetric. W_k^O is W_k^Q, unless untied_output
@@ -593,7 +601,7 @@ class CEMMLP(nn.Module):
         if self.cfg.mlp_energy == 'sign_convex':
             z = z * straight_through_sign(gamma)
             return -(gamma.abs() * F.softplus(z)).sum(dim=-1)
-        return -(gamma * Phi.apply(z)).sum(dim=-1)
+        return -(gamma * phi(z.to(exact_dtype(z)))).sum(dim=-1)
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
@@ -702,19 +710,19 @@ class Transformer(nn.Module):
         vocab_size = self.head.shape[0]
         if x.shape[0] * vocab_size > few:
             rows = max(1, at_once // vocab_size // 128) * 128  # 128 at least: whole tiles
-            return LossInParts.apply(x, self.head, targets, rows)
-        return sum_losses(F.linear(x, self.head), targets) / (targets != -100).sum()
+            total = LossInParts.apply(x, self.head, targets, rows)
+        else:
+            total = sum_losses(F.linear(x, self.head), targets)
+        return total / (targets != -100).sum()
 
     def hidden(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Map ids (B, I), which follow those in the cache, to the head's input, (B, I, D)."""
         x = F.embedding(idx, self.embedding)
         pos = self.positions(x, cache)
-        if cache is not None:
-            cache.next = 0
         for block in self.blocks:
             x = block(x, pos)
         if cache is not None:
-            cache.length += idx.shape[1]
+            cache.end_pass(idx.shape[1])
         return self.norm(x)
 
     def positions(self, x: Tensor, cache: Cache | None = None) -> Positions:
@@ -797,28 +805,26 @@ def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LossInParts(torch.autograd.Function):
-    """The mean of sum_losses(F.linear(x, W), targets) for x (N, D), W (vocabulary, D) and targets
-    (N,), `rows` rows at a time. forward computes the gradients, too, so that no logits are kept."""
+    """sum_losses(F.linear(x, W), targets) for x (N, D), W (vocabulary, D) and targets (N,), `rows`
+    rows at a time. forward computes the gradients, too, so that no logits are kept."""
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, targets: Tensor, rows: int) -> Tensor:
-        loss, dx = 0, []
+        total, dx = 0, []
         dW = torch.zeros_like(W, dtype=exact_dtype(W))
         for part, target in zip(x.split(rows), targets.split(rows), strict=True):
             logits = F.linear(part, W)                           # (rows, vocabulary)
             dlogits, losses = torch.func.grad_and_value(sum_losses)(logits, target)
-            loss = loss + losses
+            total = total + losses
             dx.append((dlogits @ W).to(x.dtype))
             dW += dlogits.mT @ part
-        n = (targets != -100).sum()
-        ctx.save_for_backward(torch.cat(dx), dW.to(W.dtype), n)
-        return loss / n
+        ctx.save_for_backward(torch.cat(dx), dW.to(W.dtype))
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # autograd would take dx and dW for constants, and be wrong
             raise RuntimeError('no second derivative of a loss in parts: set FEW_LOGITS higher')
-        dx, dW, n = ctx.saved_tensors
-        grad = grad / n.clamp(min=1)
+        dx, dW = ctx.saved_tensors
         return grad * dx, grad * dW, None, None
 
 
@@ -831,35 +837,22 @@ def require_one_shape(u: Tensor, h: Tensor) -> None:
 
 
 # As in energy.py: each of the two files runs alone
-class Phi(torch.autograd.Function):
-    """phi(z) = z softplus(z) + Li2(-e^z), the integral of SiLU. With w = y / (1 + y), Landen's
-    identity is Li2(-y) = -sum_n w^n / n^2 - log(1 + y)^2 / 2. torch.func.hessian and jvp work. But
-    in jacfwd of jacfwd torch loses a tangent of any custom function: take hessian there."""
-    generate_vmap_rule = True  # all methods are torch's operations
+# B_2n / (2n + 1)! for n = 1 to 7, with Bernoulli's numbers B_2n
+SERIES = [B / math.factorial(2 * n + 1) for n, B in enumerate(
+    (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6), start=1)]
 
-    @staticmethod
-    def forward(z: Tensor) -> Tensor:
-        b = z.detach().double().abs()                            # y = e^-b <= 1: e^b would overflow
-        w, log1p_y = torch.sigmoid(-b), (-b).exp().log1p()       # w <= 1/2: 50 terms are exact
-        series = torch.zeros_like(b)
-        for n in range(50, 0, -1):
-            series = (series + 1 / n ** 2) * w
-        left = -series - log1p_y ** 2 / 2 - b * log1p_y          # phi(-b)
-        right = b ** 2 / 2 - torch.pi ** 2 / 6 - left            # phi(b), by inversion of Li2
-        return torch.where(z > 0, right, left).to(z)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * F.silu(ctx.saved_tensors[0])
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # in forward mode: torch.func.jvp and hessian
-        return tangent * F.silu(ctx.saved_tensors[0])
+def phi(z: Tensor) -> Tensor:
+    """The integral of SiLU: phi(z) = z L + Li2(-e^z), where L = log(1 + e^z) and
+    Li2(-e^z) = -L - L^2 / 4 - sum_n B_2n L^(2n+1) / (2n + 1)!"""
+    m = torch.where(z > 0, -z, z)                    # -|z|: here L is small, and seven terms exact
+    L = m.exp().log1p()
+    square, series = L ** 2, 0
+    for coefficient in reversed(SERIES):             # the sum over n, divided by L^3
+        series = series * square + coefficient
+    left = m * L - L - square / 4 - L ** 3 * series  # phi(-|z|)
+    right = m ** 2 / 2 - torch.pi ** 2 / 6 - left    # phi(|z|), by inversion of Li2
+    return torch.where(z > 0, right, left)
 
 
 # Options: defaults and checks
@@ -905,7 +898,8 @@ def default_values(cfg: ModelConfig) -> dict[str, Any]:
     return dict(
         d_model=D, n_layer=size['n_layer'],
         n_head=n_head, n_kv_head=cfg.n_head or n_head,
-        d_mlp=2 * math.ceil(4 * D / 3),  # the next even number to 8/3 D: that of every size
+        # For another width than the size's, the next even number to 8/3 D, as in all sizes
+        d_mlp=size['d_mlp'] if size['d_model'] == D else 2 * math.ceil(4 * D / 3),
         init_std=0.02 * math.sqrt(768 / D),
         attn_step_size=1 / cfg.attn_steps, mlp_step_size=1 / cfg.mlp_steps,
         positions='rope' if llama else 'alibi', score_scale='head' if llama else 'model')
@@ -933,7 +927,7 @@ ONLY_FOR = {
     'positions=rope': ['rope_theta']}
 
 
-def options_without_part(cfg: Any) -> dict[str, str]:
+def unused_options(cfg: Any) -> dict[str, str]:
     """Return the options that have no part in this model, and the setting in which each has one."""
     def holds(setting: str) -> bool:
         name, _, word = setting.partition('=')
@@ -949,7 +943,7 @@ def options_without_part(cfg: Any) -> dict[str, str]:
 def check_combination(cfg: ModelConfig) -> None:
     """ValueError for an option that has no part in this model, or contradicts another."""
     defaults = vars(ModelConfig) | default_values(cfg)
-    for name, setting in options_without_part(cfg).items():
+    for name, setting in unused_options(cfg).items():
         value, default = getattr(cfg, name), defaults[name]
         require(value == default,
                 f'{name}={value} is only for {setting}: set that, or else {name}={default}')

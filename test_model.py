@@ -24,10 +24,10 @@ from model import (
     SIZES,
     CEMAttention,
     ModelConfig,
-    Phi,
     Preconditioner,
     Transformer,
     make_positions,
+    phi,
     straight_through_sign,
 )
 from nanocem.hardware import flops_per_token
@@ -404,15 +404,17 @@ def integral_of_silu(z: float) -> float:
 
 def test_phi_is_the_integral_of_silu_from_minus_infinity() -> None:
     zs = [-800.0, -30.0, -2.0, -1e-9, 0.0, 1e-9, 0.5, 3.0, 40.0, 800.0]
-    phi = Phi.apply(torch.tensor(zs, dtype=torch.float64))
-    assert torch.isfinite(phi).all()
-    for z, value in list(zip(zs, phi.tolist(), strict=True))[1:-1]:
+    values = phi(torch.tensor(zs, dtype=torch.float64))
+    assert torch.isfinite(values).all()
+    for z, value in list(zip(zs, values.tolist(), strict=True))[1:-1]:
         assert value == pytest.approx(integral_of_silu(z), rel=1e-10, abs=1e-10)
-    z = torch.linspace(-4, 4, 9, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(Phi.apply, z)
+    z = torch.tensor([*zs, *torch.linspace(-4, 4, 9)], dtype=torch.float64, requires_grad=True)
+    slope, = torch.autograd.grad(phi(z).sum(), z)
+    torch.testing.assert_close(slope, torch.nn.functional.silu(z), rtol=1e-13, atol=1e-13)
+    torch.autograd.gradgradcheck(phi, z[-9:])
     # energy.py has its own, since either file is copied alone
     z = torch.cat([z.detach(), torch.tensor(zs)])
-    torch.testing.assert_close(Phi.apply(z), energy.Phi.apply(z), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(phi(z), energy.phi(z), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize('kind', [CEMMLP, energy.Elementwise])
@@ -433,7 +435,7 @@ def test_the_mlp_energy_has_forward_derivatives(kind: type) -> None:
     def of_h(h: torch.Tensor) -> torch.Tensor:
         return mlp.energy(u, h)
 
-    for twice in (hessian(of_u), jacrev(jacfwd(of_u)), jacrev(jacrev(of_u))):
+    for twice in (hessian(of_u), jacfwd(jacfwd(of_u)), jacrev(jacfwd(of_u)), jacrev(jacrev(of_u))):
         torch.testing.assert_close(twice(u), right, rtol=0, atol=1e-12)
     for function, x in ((of_u, u), (of_h, h)):
         _, derivative = jvp(function, (x,), (direction,))
@@ -657,7 +659,7 @@ def test_targets_of_another_shape_are_refused() -> None:
 
 def test_energy_py_as_a_library() -> None:
     """Its layers take the same steps under no_grad and inference_mode and with frozen weights, and
-    Phi has vmap, forward and backward."""
+    phi has vmap, forward and backward."""
     torch.manual_seed(3)
     layers, x = energy.Transformer(D=16, K=2, width=24, T=2).layers, torch.randn(2, 5, 16)
     expected = layers(x)
@@ -671,9 +673,9 @@ def test_energy_py_as_a_library() -> None:
     x.requires_grad_()
     assert torch.equal(torch.autograd.grad(layers(x).sum(), x)[0].isfinite(), torch.ones(2, 5, 16))
     z = torch.linspace(-9, 9, 12).view(3, 4)
-    for phi in energy.Phi.apply, Phi.apply:  # the second is model.py's
-        assert torch.equal(torch.func.vmap(phi)(z), phi(z))
-        gradients = torch.func.vmap(torch.func.grad(lambda row, phi=phi: phi(row).sum()))(z)
+    for each in energy.phi, phi:  # the second is model.py's
+        assert torch.equal(torch.func.vmap(each)(z), each(z))
+        gradients = torch.func.vmap(torch.func.grad(lambda row, each=each: each(row).sum()))(z)
         torch.testing.assert_close(gradients, torch.nn.functional.silu(z))
 
 

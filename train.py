@@ -38,9 +38,9 @@ from nanocem.data import (
     BatchSampler,
     TokenDataset,
     evenly_spaced,
+    loss_sums,
     perplexity,
     read_meta,
-    sum_losses,
 )
 from nanocem.documents import READING, Reading, keep_piped
 from nanocem.files import to_json, write_atomic
@@ -54,7 +54,7 @@ from nanocem.hardware import (
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, note_signals, process_of_a_run, progress_bar
-from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_broken_laws
+from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_wrong_layers
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
@@ -221,7 +221,7 @@ def main(argv: list[str]) -> int:
     optimizers = make_optimizers(raw_model, cfg, dtype)
     if rank == 0:
         warn_if_not_causal(raw_model)
-        warn_of_broken_laws(raw_model)
+        warn_of_wrong_layers(raw_model)
     by_kernels = False
     if on_gpu and cfg.kernels:
         from nanocem.triton_attention import use_kernels
@@ -312,7 +312,7 @@ def main(argv: list[str]) -> int:
             n_bytes = torch.zeros_like(y, device='cpu')
             if token_bytes is not None:
                 n_bytes = token_bytes[y.cpu()]
-            sums[:3] += sum_losses(logits, y, n_bytes > 0)
+            sums[:3] += loss_sums(logits, y, n_bytes > 0)
             sums[3] += n_bytes.sum()
         raw_model.train()
         tokens, nats, text_nats, text_bytes = sum_over_processes(sums).tolist()
@@ -388,8 +388,8 @@ def main(argv: list[str]) -> int:
                 tokens_per_s=tokens_per_s, mfu=mfu if math.isfinite(mfu) else None, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
-            last_logged, step_seconds = step, 0.0
-        if step == first_step + 1:  # it may have compiled, which says nothing of the others
+        # The first step may have compiled, which says nothing of the others
+        if step % cfg.log_interval == 0 or is_last or step == first_step + 1:
             last_logged, step_seconds = step, 0.0
         # Without a progress bar say early that it runs, and how long it takes
         left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
@@ -456,7 +456,6 @@ def main(argv: list[str]) -> int:
             'precision': ' then '.join(precisions), 'seconds': seconds}
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if cfg.sample_tokens:
-            raw_model.eval()
             with torch.compiler.set_stance('force_eager'):
                 text = sample_text(raw_model.eval(), tokenizer, '', cfg.sample_tokens,
                                    temperature=0.8, top_k=None, seed=cfg.seed, go_on=True)

@@ -155,7 +155,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
         for row, y in zip(logits, targets, strict=True)]).cpu().double()
 
 
-def sum_losses(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
+def loss_sums(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
     """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
     loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
     Targets of -100 count in none."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import build, check, fail, warn
-from model import NORM_EPS, ModelConfig, Transformer, options_without_part
+from model import NORM_EPS, ModelConfig, Transformer, unused_options
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
 from nanocem.same import (
@@ -183,15 +183,15 @@ def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: to
     write_card(path, state['data'], tokenizer.bos, about_tokenizer, with_code=not plain)
 
 
-def with_a_part(saved: dict[str, Any]) -> dict[str, Any]:
+def without_unused(saved: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a saved model without those that have no part in it, such as a Llama's
     attn_steps: model.py may have got other defaults since, which these would contradict."""
-    unused = options_without_part(SimpleNamespace(**vars(ModelConfig) | saved))
+    unused = unused_options(SimpleNamespace(**vars(ModelConfig) | saved))
     return {name: value for name, value in saved.items() if name not in unused}
 
 
 def saved_config(saved: dict[str, Any]) -> ModelConfig:
-    return build(ModelConfig, with_a_part(saved))
+    return build(ModelConfig, without_unused(saved))
 
 
 def read_export(folder: str) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from configurator import UserError, check, fail, merge, warn
 from model import ModelConfig, Transformer
 from nanocem.files import read_json, read_json_lines, to_json, write_atomic
 from nanocem.hardware import find_device
-from nanocem.hub import WEIGHTS_FILE, read_export, saved_config, with_a_part
+from nanocem.hub import WEIGHTS_FILE, read_export, saved_config, without_unused
 from nanocem.same import find_change, warn_if_not_causal
 from nanocem.tokenizers import MODEL_FILE
 
@@ -68,14 +68,14 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
         saved = vars(saved_config(weights[1]['model_config']))
         check_options(init_from, saved, {name: given[name] for name in WEIGHTS if name in given})
         others = {name: value for name, value in given.items() if name not in WEIGHTS}
-        saved = with_a_part(saved) | {'data': weights[1]['data_dir']}
+        saved = without_unused(saved) | {'data': weights[1]['data_dir']}
         return Start(merge(saved, others, train, ModelConfig), weights=weights)
     out_dir = given.get('out_dir') or newest_run()
     config = read_config(out_dir)
     saved = vars(saved_config(config['model'])) | config['train']
     check_options(out_dir, saved, given)
     kept = {name: value for name, value in given.items() if name in MAY_CHANGE}
-    saved = with_a_part(saved) | {'stop_step': None, **kept, 'out_dir': out_dir,
+    saved = without_unused(saved) | {'stop_step': None, **kept, 'out_dir': out_dir,
                                   'init_from': saved['init_from']}  # where the run itself started
     # Lock it first: the process that trains there may be about to write a checkpoint
     lock = lock_folder(out_dir) if rank == 0 else None

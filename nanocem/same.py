@@ -23,10 +23,16 @@ from model import BLOCK, Cache
 N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced
 MOST_ERROR = 1e-6  # of a norm; in float64 machines differ by 1e-12
-# Options on which the laws of layers do not depend, or which leave a part of the gradient out
-NOT_IN_A_LAW = {'size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size',
-                'context_length', 'init_std', 'preconditioner', 'attn_rank', 'mlp_rank',
-                'exact_update'}
+# Options that small_model sets itself, or that leave a part of the gradient out
+SMALL_MODELS_OWN = {'size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size',
+                    'context_length', 'init_std', 'preconditioner', 'attn_rank', 'mlp_rank',
+                    'exact_update'}
+
+
+def device_of_checks(model: Any) -> str:
+    """Return the model's device, where `attend` chooses as in training. Apple's GPUs have no
+    float64: their models are checked on the CPU."""
+    return 'cuda' if model.head.device.type == 'cuda' else 'cpu'
 
 
 # Logits
@@ -41,8 +47,7 @@ def fixed_ids(model: Any) -> Tensor:
 def exact_copy(model: Any) -> Iterator[tuple[Any, Tensor]]:
     """Yield a copy of a model in float64, and fixed ids (1, J) for it. Inside there are no
     gradients, and the same random numbers each time, which those outside do not notice."""
-    # A GPU of Apple has no float64
-    device = 'cuda' if model.head.device.type == 'cuda' else 'cpu'
+    device = device_of_checks(model)
     gpus = [torch.cuda.current_device()] if device == 'cuda' else []
     with (torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(gpus),
           torch.autocast(device, enabled=False)):
@@ -74,7 +79,7 @@ def outputs_to_keep(model: Any) -> dict[str, list[str]]:
         return {'outputs': outputs(model)}
     except Exception as error:  # of an edit, which may raise any
         warn(f'this model.py cannot be checked ({first_line(error)}): a checkpoint keeps no logits '
-             'by which a later edit would be told')
+             'by which a later edit would be noticed')
         return {}
 
 
@@ -100,7 +105,7 @@ def is_causal(model: Any) -> bool:
     with contextlib.suppress(Exception), exact_copy(model) as (exact, idx):  # of an edit: any
         n = idx.shape[1] // 2
         return agree(exact(idx[:, :n])[0][0], exact(idx)[0][0, :n])
-    return True  # it does not run here, which is told elsewhere
+    return True  # it does not run here, which other checks report
 
 
 def warn_if_not_causal(model: Any) -> None:
@@ -129,14 +134,14 @@ def cache_agrees(model: Any, prompt: Tensor) -> bool:
     return agree(found, right, rounding)
 
 
-# Laws of layers
+# Layers
 
 def small_model(model: Any) -> tuple[Any, Tensor]:
     """Return a small model in float64 with the layers of this one, but without P, and with the
     whole gradient of a diagonal; and an input of its layers. All weights are random."""
     cfg = model.cfg
     grouped = cfg.n_kv_head < cfg.n_head
-    options = {name: value for name, value in vars(cfg).items() if name not in NOT_IN_A_LAW}
+    options = {name: value for name, value in vars(cfg).items() if name not in SMALL_MODELS_OWN}
     small = type(model)(type(cfg)(
         **options, d_model=16, n_layer=1, n_head=2, n_kv_head=1 if grouped else 2, d_mlp=24,
         vocab_size=1, context_length=1,
@@ -144,7 +149,8 @@ def small_model(model: Any) -> tuple[Any, Tensor]:
     random = torch.Generator().manual_seed(0)
     for p in small.parameters():  # zeros hide errors
         p.data = torch.randn(p.shape, generator=random).double() / 3
-    return small, torch.randn(1, BLOCK + 6, 16, generator=random).double()
+    device = device_of_checks(model)
+    return small.to(device), torch.randn(1, BLOCK + 6, 16, generator=random).double().to(device)
 
 
 @torch.inference_mode(False)
@@ -190,8 +196,9 @@ def relative_error(found: Tensor, right: Tensor) -> float:
     return float((found - right).norm() / right.norm().clamp(min=1e-30))
 
 
-def warn_of_broken_laws(model: Any) -> None:
-    """Print a line for each law that the layers of this model.py break."""
+def warn_of_wrong_layers(model: Any) -> None:
+    """Print a line for each layer of this model.py whose steps are not minus the gradient of its
+    energy, and one if `attend` differs from `softmax_attention`."""
     try:
         for name, error in step_errors(model).items():
             if not error <= MOST_ERROR:  # true for NaN

@@ -51,7 +51,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import warn
-from model import BaseAttention, Transformer, make_positions
+from model import BaseAttention, Transformer, alibi_slopes, make_positions
 
 try:
     import triton
@@ -393,8 +393,8 @@ def window(q: Tensor, k: Tensor, n_head: int, scale: float, b: Tensor) -> tuple[
         norm = F.pad(norm, (0, 0, 0, n * WINDOW_TILE - J))
         norms.append(norm.unflatten(1, (n, WINDOW_TILE)).amax(2).mT)
     q_norm, k_norm = norms
-    m = 2.0 ** (-8 / max(8, n_head) * torch.arange(1, n_head + 1, device=q.device))[:, None]
     largest = q_norm * (k_norm.amax(-1, keepdim=True) + k_norm) * scale
+    m = alibi_slopes(n_head, largest)[:, None]
     reach = (NOTHING + largest - b.detach()[:, None]) / m
     # A block's first query is the one that reaches furthest back
     block = torch.arange(n, device=q.device)

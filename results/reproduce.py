@@ -127,7 +127,8 @@ def print_todo(runs: list[Run], root: str) -> None:
         if (run.size, run.model) not in counted:
             train, cfg = configs(options)
             with torch.device('meta'):
-                tokens = train.tokens or 20 * Transformer(cfg.llama()).num_params()
+                llama_params = Transformer(cfg.llama()).num_params()
+                tokens = train.tokens or train.tokens_per_param * llama_params
                 counted[run.size, run.model] = tokens * flops_per_token(Transformer(cfg))
         flops = counted[run.size, run.model]
         start, hours = 'torchrun --nproc_per_node=8', f'{flops / 1e14 / 3600:.2g} A100-hours'

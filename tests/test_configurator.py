@@ -101,6 +101,11 @@ def test_a_text_a_path_or_a_list_that_is_given_twice_is_refused() -> None:
     assert options_of(*options.split()) == {'tokens': 6, 'device': 'cuda', 'compile': False}
 
 
+def test_a_size_of_ones_own_has_its_width_of_the_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, '134m', SIZES['134m'] | {'d_mlp': 1024})
+    assert (ModelConfig().d_mlp, ModelConfig(d_model=96).d_mlp) == (1024, 256)
+
+
 def test_what_a_width_decides() -> None:
     """Heads no narrower than the size's 64, an MLP of 8/3 D, the next even number, and
     weights as wide as those of 768."""
@@ -150,19 +155,17 @@ def parse_flags(options: str) -> dict[str, Any]:
 
 
 def test_a_path_begins_at_the_home_folder_and_is_not_empty() -> None:
-    """Also as an item, and beside True and False."""
+    """Also as an item."""
     @dataclass
     class Config:
         """One option of each kind."""
         one: PathStr = 'a'  # a path
         some: tuple[PathStr, ...] = ()  # paths
-        either: bool | PathStr = False  # a path, or whether
 
     home = str(Path.home())
-    assert read_options(['--one=~/b', '--some=~/b,c', '--either=~/b'], Config) == {
-        'one': f'{home}/b', 'some': (f'{home}/b', 'c'), 'either': f'{home}/b'}
-    assert read_options(['--either'], Config) == {'either': True}
-    for name in ('one', 'some', 'either'):
+    assert read_options(['--one=~/b', '--some=~/b,c'], Config) == {
+        'one': f'{home}/b', 'some': (f'{home}/b', 'c')}
+    for name in ('one', 'some'):
         with pytest.raises(UserError, match=f'--{name}=: expected .*a name or path'):
             read_options([f'--{name}='], Config)
 

@@ -155,7 +155,7 @@ def test_gradients_of_gradients_are_torchs(seed: int) -> None:
     random.seed(seed)
     y = random_graph(leaves, Value.exp, Value.log, microcem.phi, microcem.total)
     random.seed(seed)
-    z = random_graph(theirs, Tensor.exp, Tensor.log, energy.Phi.apply,
+    z = random_graph(theirs, Tensor.exp, Tensor.log, energy.phi,
                      lambda x: x.sum().view(1, 1))
     for _ in range(3):
         same(y, z)
@@ -169,7 +169,7 @@ def test_gradients_of_gradients_are_torchs(seed: int) -> None:
 
 def test_phi_is_energy_pys() -> None:
     z = torch.linspace(-30, 30, 301, dtype=torch.float64).view(1, -1)
-    same(microcem.phi(Value(z.tolist())), energy.Phi.apply(z))
+    same(microcem.phi(Value(z.tolist())), energy.phi(z))
 
 
 def test_what_can_be_typed_gives_what_it_says() -> None:

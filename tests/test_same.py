@@ -188,7 +188,7 @@ def test_a_deep_copy_keeps_its_own_weights() -> None:
     assert same.outputs(model) == same.outputs(other)
 
 
-# Laws of layers: edits that break them, the options that show it, and the line that says so
+# Layers: edits that break them, the options that show it, and the line that says so
 MINUS_THE_GRADIENT = 'forward is not minus the gradient of energy any more'
 BROKEN = {
     'SiLU -> GELU': ('return F.silu(z)', 'return F.gelu(z)', {}, 'CEMMLP'),
@@ -217,7 +217,7 @@ def test_an_edit_after_which_a_step_does_not_descend_is_told(
     old, new, options, name = BROKEN[edit]
     model = edited_model(old, new, **options)
     assert same.step_errors(model)[name] > 5e-4
-    same.warn_of_broken_laws(model)
+    same.warn_of_wrong_layers(model)
     assert f'{name}: {MINUS_THE_GRADIENT}' in capsys.readouterr().err
 
 
@@ -235,25 +235,37 @@ def test_steps_are_minus_the_gradient(options: dict, capsys: pytest.CaptureFixtu
     expected = {name for name, kind in kinds.items() if kind == 'cem'}
     assert set(errors) == expected and max([0, *errors.values()]) < 1e-12
     assert same.attend_error(model) < 1e-12
-    same.warn_of_broken_laws(model)
+    same.warn_of_wrong_layers(model)
     assert capsys.readouterr().err == ''
 
 
 @pytest.mark.parametrize('options', [
     dict(), dict(positions='rope'), dict(attn='llama'), dict(attn='llama', positions='alibi')],
     ids=str)
+@pytest.mark.parametrize('on_gpu', [False, True])
 def test_scores_that_attend_does_not_use_are_told(
-        options: dict, capsys: pytest.CaptureFixture) -> None:
-    """With RoPE torch's attention stands for them; with ALiBi an edit of them is what runs."""
+        options: dict, on_gpu: bool, capsys: pytest.CaptureFixture,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """With RoPE, and on a GPU, torch's attention stands for them; else an edit of them runs."""
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', on_gpu)
     model = edited_model(*SOFT_CAP, **options)
-    fused = options.get('positions', 'alibi' if 'attn' not in options else 'rope') == 'rope'
+    positions = options.get('positions', 'alibi' if 'attn' not in options else 'rope')
+    fused = on_gpu or positions == 'rope'
     assert (same.attend_error(model) > 1e-4) == fused
-    same.warn_of_broken_laws(model)
+    same.warn_of_wrong_layers(model)
     assert ('attend does not give the sums of softmax_attention and scores any more' in
             capsys.readouterr().err) == fused
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_layers_are_checked_where_they_train() -> None:
+    """On a GPU `attend` may choose otherwise than on a CPU."""
+    model = edited_model(*SOFT_CAP)
+    assert same.attend_error(model) == 0 and same.attend_error(model.cuda()) > 1e-4
+
+
 def test_layers_that_cannot_be_checked_are_told(capsys: pytest.CaptureFixture) -> None:
     model = edited_model('return F.silu(z)', 'return z.item()')
-    same.warn_of_broken_laws(model)
+    same.warn_of_wrong_layers(model)
     assert 'this model.py cannot be checked (RuntimeError: ' in capsys.readouterr().err

@@ -15,8 +15,8 @@ from nanocem.data import (
     TokenDataset,
     checksums,
     evenly_spaced,
+    loss_sums,
     perplexity,
-    sum_losses,
     token_losses,
 )
 from nanocem.tokenizers import load_tokenizer
@@ -151,7 +151,7 @@ def test_measured_losses_are_sums_over_targets_that_count() -> None:
     expected = F.cross_entropy(logits.mT, targets, reduction='none').where(counts, 0)
     targets = targets.where(counts, NO_TARGET)
     torch.testing.assert_close(token_losses(logits, targets), expected, rtol=1e-6, atol=0)
-    sums = sum_losses(logits, targets, is_text).tolist()
+    sums = loss_sums(logits, targets, is_text).tolist()
     right = [int(counts.sum()), float(expected.sum()), float(expected[is_text].sum())]
     assert sums == pytest.approx(right, rel=1e-6)
     assert perplexity(math.log(7)) == pytest.approx(7)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from sklearn.gaussian_process.kernels import RBF, ExpSineSquared, Matern, RationalQuadratic
 
 import synthetic_gp as gp
-from energy import Phi
+from energy import phi
 from nanocem.files import read_csv as table
 from running import wait_for
 from synthetic_gp import KERNELS, PROTOCOLS, GPConfig
@@ -112,7 +112,7 @@ def test_recursion_is_gradient_descent_on_the_energy() -> None:
     x = h
     for _ in range(5):
         u = x.detach().requires_grad_()
-        energy = -((h @ w['W'].mT) * Phi.apply(u @ w['V'].mT)).sum()
+        energy = -((h @ w['W'].mT) * phi(u @ w['V'].mT)).sum()
         x = x - torch.autograd.grad(energy, u)[0]
     torch.testing.assert_close(gp.recursion(w, h, 5), x, atol=1e-9, rtol=1e-9)
 
