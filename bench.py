@@ -38,8 +38,9 @@ from nanocem.hardware import (
 from nanocem.triton_attention import use_kernels
 
 # The config files of each model. The defaults are all-CEM, one step
+ONE_TIE = 'CEM, one tie'
 MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config/cem_t2.py'],
-          'CEM that copies': ['config/cem_copies.py']}
+          'Llama, additions': ['config/llama_three.py'], ONE_TIE: ['config/cem_one_tie.py']}
 HF_LLAMA = 'Hugging Face Llama'
 if importlib.util.find_spec('transformers'):
     MODELS[HF_LLAMA] = []
@@ -76,6 +77,8 @@ def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module:
     if name != HF_LLAMA:
         options = read_options(MODELS[name], ModelConfig)
         sizes = dict(size=cfg.size, vocab_size=cfg.vocab_size, context_length=cfg.context_length)
+        if name == ONE_TIE:  # the weights that the tie saves go into the MLP
+            sizes['d_mlp'] = 3 * SIZES[cfg.size]['d_model']
         return Transformer(ModelConfig(**options, **sizes)).to(cfg.device)
     from transformers import LlamaConfig, LlamaForCausalLM
     size = SIZES[cfg.size]

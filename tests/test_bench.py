@@ -18,14 +18,17 @@ def test_a_row_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(rows) == list(bench.MODELS)
     for name, row in rows.items():
         files = bench.MODELS['Llama' if name == bench.HF_LLAMA else name]
+        wider = {'d_mlp': 96} if name == bench.ONE_TIE else {}
         cfg = ModelConfig(**read_options(files, ModelConfig), size='nano', vocab_size=257,
-                          context_length=32)
+                          context_length=32, **wider)
         model = Transformer(cfg)
         assert row['parameters'] == model.num_params()
         assert row['MFLOP/token'] == flops_per_token(model) / 1e6
         assert row['MFU'] == pytest.approx(flops_per_token(model) * row['tokens/s'] / 1e12)
         assert cfg.attn_steps == cfg.mlp_steps == (2 if 'T = 2' in name else 1)
         assert (cfg.attn == 'llama') == ('Llama' in name)
+    tied, llama = (rows[name]['parameters'] for name in (bench.ONE_TIE, 'Llama, additions'))
+    assert tied == pytest.approx(llama, rel=0.01)
 
 
 def test_the_table_has_a_column_for_each_value(capsys: pytest.CaptureFixture) -> None:
