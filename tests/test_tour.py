@@ -43,6 +43,10 @@ def test_it_runs_with_its_answers_and_prints_what_is_committed() -> None:
     for committed, found in code[:-1]:
         assert printed(found) == pytest.approx(printed(committed), rel=0.1, abs=1), found.source
     assert sum(len(printed(committed)) for committed, _ in code) > 50
+    # Section 10: Algorithm 1 leaves out more of the gradient than it keeps
+    (left_out,) = [found for _, found in code if 'the part that attention leaves out' in
+                   found.source]
+    assert min(printed(left_out)) > 1
 
 
 def test_outputs_are_committed() -> None:
