@@ -144,7 +144,7 @@ def measure(cfg: BenchConfig) -> Iterator[dict[str, Any]]:
             ratios.append(llama_seconds / seconds[-1])
         row['tokens/s'] = cfg.batch_size * cfg.context_length / statistics.median(seconds)
         row['/ Llama'] = statistics.median(ratios)
-        # Count FLOPs. Hugging Face's Llama has those of ours
+        # Count FLOPs. Hugging Face's Llama needs as many as ours
         flops = llama_flops if name == HF_LLAMA else flops_per_token(model)
         llama_flops = llama_flops or flops
         row['MFLOP/token'] = flops / 1e6

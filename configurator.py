@@ -37,9 +37,10 @@ NANOGPT = {'block_size': 'context_length', 'n_embd': 'd_model', 'dataset': 'data
            'max_iters': 'tokens, which are max_iters x batch_size x context_length',
            'lr_decay_iters': 'tokens: the rate falls until they are read',
            'warmup_iters': 'warmup, a fraction of the steps', 'min_lr': 'final_lr, a fraction',
-           'gradient_accumulation_steps': 'batch_size, of a step, and micro_batch_size, of a pass',
+           'gradient_accumulation_steps': 'batch_size (per step), micro_batch_size (per pass)',
            'eval_iters': 'eval_tokens', 'start': 'prompt', 'max_new_tokens': 'tokens',
-           'dropout': 'no option: each piece of text is read once', 'bias': 'no option: none has'}
+           'dropout': 'not an option: the paper names none',
+           'bias': 'not an option: no layer has one'}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          PathStr: 'a name or path'}
 
@@ -60,13 +61,13 @@ def check(ok: bool, message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Print a warning on stderr: what a script prints on stdout has none."""
+    """Print a warning on stderr, so that stdout stays free of warnings."""
     print(f'Warning: {message}', file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Raise the ValueErrors of model.py, which knows no UserError, as UserErrors."""
+    """Re-raise ValueErrors from model.py, which does not know UserError, as UserErrors."""
     try:
         yield
     except ValueError as error:
@@ -105,9 +106,9 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
 # Options
 
 def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
-    """Read config files in their order, then --key=value flags. Later ones override earlier ones,
-    but for flags of texts, paths and lists: both may have been meant. Return the given options,
-    which must be fields of `classes`. Raises UserError."""
+    """Read config files in order, then --key=value flags. Later ones override earlier ones, but two
+    flags for the same text, path or list are refused: both values may have been meant. Return the
+    given options, which must be fields of `classes`. Raises UserError."""
     if {'--help', '-h', '--help=all'} & {*argv}:
         print_help(classes, everything='--help=all' in argv)
     hints = type_hints(*classes)
@@ -144,8 +145,8 @@ def type_hints(*classes: type) -> dict[str, Any]:
 
 
 def merge(options: dict[str, Any], later: dict[str, Any], *classes: type) -> dict[str, Any]:
-    """Return `options` overridden by `later`. What a later option replaces goes, too, by EXCLUSIVE
-    and RESETS of the classes. UserError if `later` has both of an exclusive pair."""
+    """Return `options` overridden by `later`, without those that a later option replaces according
+    to EXCLUSIVE and RESETS of the classes. UserError if `later` has both of an exclusive pair."""
     given = {name for name, value in later.items() if value is not None}
     replaced: set[str] = set()
     for cls in classes:

@@ -50,8 +50,9 @@ from nanocem.tokenizers import Sequences, describe_source, read_sequences, token
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
 # Options in which runs must agree if their losses are to be compared
 MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *CHECKSUMS)
-NO_LLAMA = ('results/ have perplexities per token of Llama, whose tokenizer.model is not here '
-            '($LLAMA_TOKENIZER names it). Bits per byte need none.')
+NO_LLAMA = ('The tables in results/ give perplexity per Llama token. Computing it takes the '
+            'tokenizer.model of Llama, which is not here ($LLAMA_TOKENIZER can name it). Bits per '
+            'byte do not need it.')
 DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
 lowered: the share of tokens whose energy the first step lowers"""
 
@@ -63,8 +64,8 @@ class EvaluateConfig(Reading):
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # which part of the data
-    text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
-    tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
+    text: PathStr | None = None  # read all of this file or folder instead, as train.py --text does
+    tokens: int = 500_000  # maximum number of tokens of the shards, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # numbers of steps T to test, in place of the trained T
     energies: bool = False  # energies at steps 0 to 8, or to the largest of --steps
     compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
@@ -308,7 +309,7 @@ def differing_options(folders: Sequence[str],
 # The command line
 
 class Evaluated:
-    """A run, and what it is evaluated on, which is read when a report asks for it."""
+    """A run, and the sequences to evaluate it on: these are read when a report first needs them."""
     def __init__(self, cfg: EvaluateConfig):
         self.cfg = cfg
         self.path = cfg.out_dir or newest_run()

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     for name in ('prompt', 'title', 'about'):
         check(bool(cfg.page) or name not in given, f'{name} is for --page=FILE.html')
     model, state = load_model(cfg.out_dir or newest_run())
-    # Every form in which a model can leave has its lines here
+    # One block for each export format
     if cfg.page:
         write_page(cfg.page, model, state, cfg.prompt, cfg.title, cfg.about)
         megabytes = os.path.getsize(cfg.page) / 1e6

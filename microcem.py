@@ -6,9 +6,9 @@ state, a list of 16 numbers, and an energy says how badly the state fits the let
 is one step downhill, minus the energy's gradient, and autograd computes it. The first gradient
 turns out to be attention, the second a gated MLP. At the end the program compares both with the
 same layers written by hand. Autograd also trains the weights, through these gradients. This is
-Causal Energy Minimization (CEM, arXiv 2605.07588). Its attention has 512 weights instead of
-microgpt's 1,024, because keys double as values, and the query matrix as output matrix. It needs
-Python 3.10, and no packages. energy.py is the same idea in PyTorch.
+Causal Energy Minimization (CEM, arXiv 2605.07588). Its attention has 512 weights, half of
+microgpt's 1,024: keys double as values, and the query matrix doubles as the output matrix. This
+program needs Python 3.10 or later and no packages. energy.py is the same idea in PyTorch.
 
     python microcem.py              learn names of English towns, and invent some, in about a minute
     python microcem.py words.txt    learn your own words, one per line, from 2,800 random draws
@@ -56,7 +56,7 @@ class Value:
 
     def __matmul__(self, other: Value) -> Value:
         """Each row times each column: c[i][k] = sum_j a[i][j] b[j][k]. So the gradient of a[i][j]
-        is sum_k g[i][k] b[j][k], which is g times b transposed. For b it is the same."""
+        is sum_k g[i][k] b[j][k], or g times b transposed. That of b is a transposed times g."""
         assert self.shape[1] == other.shape[0], f'{self.shape} and {other.shape}'
         columns = other.T.rows
         rows = [[sum(map(mul, row, column)) for column in columns] for row in self.rows]

@@ -14,13 +14,14 @@ energy.py has the same energies, and lets autograd differentiate them. train.py 
 no longer matches `energy` (step_errors in nanocem/same.py).
 
 Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are shapes, or the formulas of Algorithm 1. What the paper does not
-have is marked "rope:" (Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw and
-three additions. key_shift changes `keys`, match_bias changes `bias`, and kq_diag=scaled adds to
-`bias` and to the update. docs/paper.md lists our choices where the paper is silent.
+Comments at the ends of lines are shapes, or the formulas of Algorithm 1. Whatever is not in the
+paper is marked "rope:" (Algorithm 1 has no RoPE) or "ours:". Our changes are the default
+residual=raw and three additions: key_shift changes `keys`, match_bias changes `bias`, and
+kq_diag=scaled adds to `bias` and to the update. docs/paper.md lists our choices where the paper is
+silent.
 
-This file needs torch alone, and can be copied into another project (docs/options.md). On a CPU a
-model computes nothing but the lines below. On a GPU train.py gives attention a `kernel`.
+This file needs only torch, and can be copied into another project (docs/options.md). On a CPU, a
+model runs only the code below; on a GPU, train.py can give attention a faster `kernel`.
 
 Shapes: B batch, I new and J attended positions (I < J with a cache), D = D_h the model's width,
 K heads of width R = D_r = D / K, G heads of keys and values (n_kv_head: K, or fewer), D_v the MLP's
@@ -71,7 +72,7 @@ class ModelConfig:
     size: Literal[tuple(SIZES)] | None = None  # preset of widths, layers and heads; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
-    n_head: int | None = None  # K, heads; default: as many as keep the size's width of a head
+    n_head: int | None = None  # K, heads; default: as many as fit, none narrower than the size's
     n_kv_head: int | None = None  # G, heads of keys and values; default: n_head
     d_mlp: int | None = None  # D_v, width of the MLP; default: the size's, or 8/3 of d_model
     vocab_size: int = 32_000  # in train.py the default is the data's
@@ -158,17 +159,17 @@ class Positions(NamedTuple):
     cache: 'Cache | None' = None  # what is kept of past tokens, while text is generated
 
     def part(self, queries: slice, keys: slice) -> 'Positions':
-        """Return what `scores` needs for some queries and keys: RoPE has been applied by then."""
+        """Cut out some queries and keys for `scores`. RoPE is done by then: cos and sin stay."""
         mask = None if self.mask is None else self.mask[..., queries, keys]
         return self._replace(distance=self.distance[queries, keys], mask=mask)
 
 
 class Cache:
-    """The KV cache, with which `generate` reads each token once: keys, values where they are not
-    the keys, and h where scores need it. CEM without options keeps G R numbers per token and
-    sublayer, and Llama 2 G R; without grouped queries G R is D. Sublayers append in the same order
-    in each forward pass. An edit that mixes tokens outside attention needs
-    generate(use_cache=False)."""
+    """The KV cache, which saves `generate` from running the model on past tokens again. It holds
+    keys, values unless they are the keys, and h if scores need it: for CEM without options G R
+    numbers per token and sublayer, for Llama 2 G R (without grouped queries G R is D). Sublayers
+    append in the same order in each forward pass. If you edit a model so that tokens mix outside
+    attention, call generate(use_cache=False)."""
     def __init__(self) -> None:
         self.length = 0  # how many tokens have been read
         self.buffers: list[Tensor] = []  # (..., J or more, width) each
@@ -409,8 +410,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tau: f
     which keep few scores in memory. A bias that is None is the causal mask."""
     R = q.shape[-1]
     if bias is not None:
-        bias = bias.to(q.dtype)  # which the kernels ask for, though bfloat16 rounds it
-        if q.is_cuda and R % 8 > 0:  # beside a bias a GPU's kernel takes multiples of 8
+        bias = bias.to(q.dtype)  # the kernels require q's dtype, though bfloat16 rounds the bias
+        if q.is_cuda and R % 8 > 0:  # with a bias, a GPU's kernel needs R to be a multiple of 8
             q, k, v = (F.pad(x, (0, -R % 8)) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, bias, scale=1 / tau, is_causal=bias is None)
     return o[..., :R]
@@ -618,8 +619,9 @@ class Preconditioner(nn.Module):
         # Without these parameters P is the identity
         self.diag = self.left = self.right = None
         if cfg.preconditioner != 'none':
-            # The paper's diagonal starts at 1, and P at softplus(1) I = 1.31 I. It is stored over
-            # sqrt(D), so that a step of Adam changes it by the same relative amount as a weight
+            # The paper's diagonal starts at 1, and so P at softplus(1) I = 1.31 I. The diagonal is
+            # stored divided by sqrt(D), so that a step of Adam changes it by the same relative
+            # amount as a weight
             self.diag = nn.Parameter(torch.full((n, D), D ** -0.5))  # n vectors: no weight decay
         if cfg.preconditioner == 'diag_lowrank':
             self.left = normal_param(n, D, rank, std=0.02)
@@ -639,9 +641,9 @@ class Preconditioner(nn.Module):
         return out
 
 
-# The layers that the options attn and mlp name. A custom layer is a class that is made from a
-# ModelConfig, and a name here. If it has norm, T, eta and energy, it takes the options of CEM's
-# layers, and train.py and evaluate.py measure its steps (docs/new_energy.py)
+# The layers that the options attn and mlp can name. To add one, write a class whose constructor
+# takes a ModelConfig, and give it a name here. If it has norm, T, eta and energy, it takes the
+# options of CEM's layers, and train.py and evaluate.py measure its steps (docs/new_energy.py)
 ATTENTION: dict[str, type] = {'llama': LlamaAttention, 'cem': CEMAttention}
 MLP: dict[str, type] = {'llama': LlamaMLP, 'cem': CEMMLP}
 
@@ -759,11 +761,11 @@ class Transformer(nn.Module):
             if idx.shape[1] - start > length:  # the context is full
                 start = idx.shape[1] - max(1, length // 2)
                 cache = Cache() if use_cache else None
-            # Read the ids that the cache does not have. It is a call of the module: FSDP gathers
-            # weights in it, and forward hooks run
+            # Read the ids that are not in the cache yet. Call the module, not next_logits: only
+            # then do forward hooks run, and does FSDP gather the weights
             unread = start if cache is None else start + cache.length
             logits, _ = self(idx[:, unread:], next_only=True, cache=cache)
-            if top_k is not None:  # keep the top_k largest logits, no more if some are equal
+            if top_k is not None:  # keep exactly top_k logits, even if some are equal
                 top = logits.topk(min(top_k, logits.shape[-1]))
                 logits = torch.full_like(logits, -torch.inf).scatter(-1, top.indices, top.values)
             # Choose or sample the next token, and append it
@@ -863,8 +865,8 @@ def require(ok: bool, message: str) -> None:
 
 
 def check_values(cfg: ModelConfig) -> None:
-    """ValueError unless each option has one of its words, True or False, or a number above 0.
-    Values of numpy's types become Python's."""
+    """ValueError unless each option is, as its type demands, one of its allowed words, a bool or a
+    number above 0. Values of NumPy's types are converted to Python's."""
     for name, kind in get_type_hints(type(cfg)).items():
         value = getattr(cfg, name)
         if type(None) in get_args(kind):  # X | None
@@ -915,8 +917,8 @@ def resolve_defaults(cfg: ModelConfig) -> None:
     cfg.size = next((size for size, preset in SIZES.items() if preset == shape), None)
 
 
-# Options that apply only to some models, after the setting that they need. A custom layer may use
-# all options of CEM's
+# Options that only some models use, each listed under the setting that it needs. A custom layer may
+# use all of CEM's options
 ONLY_FOR = {
     'attn=llama': ['tie'],
     'attn=cem': ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale', 'exact_update',
@@ -928,7 +930,7 @@ ONLY_FOR = {
 
 
 def unused_options(cfg: Any) -> dict[str, str]:
-    """Return the options that have no part in this model, and the setting in which each has one."""
+    """Return the options that this model does not use, each with the setting that would use it."""
     def holds(setting: str) -> bool:
         name, _, word = setting.partition('=')
         return getattr(cfg, name) == word or (word == 'cem' and getattr(cfg, name) != 'llama')

@@ -34,7 +34,7 @@ class SampleConfig:
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
     prompt: str = ''  # the text to continue
     prompt_file: PathStr | None = None  # continue the text in this file
-    tokens: int = 500  # tokens to generate at most: a text also stops where it ends
+    tokens: int = 500  # maximum number of tokens to generate; the model may end a text sooner
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
     top_k: int | None = None  # sample only from the k likeliest tokens
@@ -65,8 +65,8 @@ def main(argv: list[str]) -> None:
     for name in ('attn_steps', 'mlp_steps'):
         T, trained = getattr(cfg, name), getattr(model.cfg, name)
         if T and trained < T:
-            warn(f'{name}={T}: the model has learned to take {trained}. A step keeps its length, '
-                 'so that the total grows, and text gets worse (docs/options.md)')
+            warn(f'{name}={T}: the model was trained with {trained}. The step size stays the same, '
+                 'so the state moves further in total, and text gets worse (docs/options.md)')
     # Generate text and print it
     text = sample_text(model, tokenizer_of(checkpoint), cfg.prompt, cfg.tokens, cfg.temperature,
                        cfg.top_k, cfg.seed, cfg.num_samples, use_cache=cfg.use_cache)

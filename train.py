@@ -9,7 +9,8 @@ Train Llama and CEM language models: on a laptop, a GPU, or many.
 
 Later config files override earlier ones, and --key=value flags override files. A run's folder,
 out_dir, holds config.json, log.jsonl, checkpoints, TensorBoard events and, at the end, result.json,
-the test of the last weights. sample.py and evaluate.py take the weights of the best validation.
+the test results of the last weights. sample.py and evaluate.py use the weights with the lowest
+validation loss.
 """
 import atexit
 import math
@@ -138,8 +139,8 @@ def main(argv: list[str]) -> int:
     if rank > 0:
         sys.stdout = None  # print then does nothing
 
-    # Read the options, and what the run starts from: from scratch there are options alone, a run to
-    # resume adds its config.json and last checkpoint, and other weights are `pretrained`
+    # Read the options, and what the run starts from. From scratch there are only the options; a run
+    # to resume adds its config.json and last checkpoint; other weights are in `start.weights`
     given = read_options(argv, TrainConfig, ModelConfig)
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
         check(world_size == 1 or given['text'] != '-', 'a pipe is read by one process: '
@@ -200,7 +201,7 @@ def main(argv: list[str]) -> int:
         out_dir, _lock = runs.new_folder(out_dir, model_cfg)
     if world_size > 1:
         dist.init_process_group('nccl' if on_gpu else 'gloo', device_id=device if on_gpu else None)
-        # After an error exit without destructors, since NCCL's can wait for other processes forever
+        # If an error ends this process, skip destructors: NCCL's can wait for the others forever
         atexit.register(os._exit, 1)
 
     def sum_over_processes(values: Tensor) -> Tensor:
@@ -341,8 +342,9 @@ def main(argv: list[str]) -> int:
         loss = torch.zeros((), device=device)
         for n, indices in enumerate(micro_batches, 1):
             x, y = batch('train', indices)
-            # Seed an edit's random numbers, such as a dropout's, by the number of the micro-batch
-            # in the whole step: whoever resumes, with any number of processes, draws the same
+            # An edited model.py may draw random numbers, say for dropout. Seed them by the number
+            # of the micro-batch in the whole step, so that a resumed run draws the same ones, with
+            # any number of processes
             number = rank * len(micro_batches) + n
             seed = np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)
             torch.manual_seed(int(seed[0]))
@@ -507,8 +509,9 @@ def check_gradients(model: Transformer, world_size: int) -> None:
 
 def choose_precision(cfg: TrainConfig, device: torch.device,
                      flops: float) -> tuple[torch.dtype, bool]:
-    """Return the dtype of matrix products, and whether to compile, for a run of so many FLOPs. With
-    auto a GPU uses bfloat16 and compiles. A CPU compiles a long run, then in bfloat16 with AMX."""
+    """Return the dtype of matrix products, and whether to compile, for a run of `flops` FLOPs. By
+    default a GPU compiles, and uses bfloat16. A CPU compiles only a long run, and then uses
+    bfloat16 if it has AMX."""
     on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
     compiled, dtype = cfg.compile, cfg.dtype
     if compiled is None:

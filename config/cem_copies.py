@@ -1,6 +1,6 @@
-"""CEM attention in one step, which looks for what followed a token, beside Llama's MLP. With the
-paper's diagonal its steps follow the energy only roughly. Those of config/cem_three.py follow it
-exactly, and its loss is lower.
+"""CEM attention that takes one step and looks for what followed a token, with Llama's MLP. With the
+paper's diagonal the step follows the energy only roughly. The step of config/cem_three.py follows
+its energy exactly, and that model has a lower loss.
 
     python train.py config/cem_copies.py config/mini.py
 """

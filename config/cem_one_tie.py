@@ -1,9 +1,10 @@
 """The recommended model: CEM attention in which only the values are tied, to the keys. The output
 projection W_O is a matrix of its own, and each step is still exactly minus the gradient of an
-energy. One step is Llama's attention with tie=kv, so the MLP and the temperature are Llama's, too.
+energy. One step equals Llama's attention with tie=kv, so the MLP and the temperature are also
+Llama's.
 
-The tie saves d_model^2 weights per layer. With d_mlp = 3 d_model in place of 8/3 d_model the MLP
-has them, and the model has the size of config/llama_three.py:
+The tie saves d_model^2 weights per layer. With d_mlp = 3 d_model instead of 8/3 d_model, they go
+into the MLP, and the model is as large as that of config/llama_three.py:
 
     python train.py config/cem_one_tie.py config/mini.py --d_mlp=192
 """

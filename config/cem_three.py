@@ -1,6 +1,6 @@
-"""CEM attention with both of its ties, in one step, beside Llama's MLP. Three options that are not
-the paper's let a head look for what followed a token, and bring it. Each step is exactly minus the
-gradient of its energy. config/cem_one_tie.py has the first tie alone.
+"""CEM attention with both of its ties, in one step, with Llama's MLP. Three options that are not in
+the paper let a head look for what followed a token, and copy it. The step is exactly minus the
+gradient of the energy. config/cem_one_tie.py has only the first tie.
 
     python train.py config/cem_three.py config/mini.py
 """

@@ -1,4 +1,4 @@
-"""Llama with ALiBi that has what config/cem_copies.py gives CEM: what to compare it with."""
+"""Llama with ALiBi, key_shift and match_bias: the baseline for config/cem_copies.py."""
 attn = 'llama'
 mlp = 'llama'
 positions = 'alibi'

@@ -1,5 +1,5 @@
 r"""Size M of the study in results/tokens: 1.05 M weights in Llama's layers, 30 M tokens. Eighty
-minutes on one CPU core. The learning rate is Llama with RoPE's (others':
+minutes on one CPU core. The learning rate is the one for Llama with RoPE (for other models, see
 results/copies/models.csv). results/tokens describes the text.
 
     python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \

@@ -1,5 +1,5 @@
 r"""Size S of the study in results/tokens: 388 k weights in Llama's layers, 14.3 M tokens. Twenty
-minutes on one CPU core. The learning rate is Llama with RoPE's (others':
+minutes on one CPU core. The learning rate is the one for Llama with RoPE (for other models, see
 results/copies/models.csv). results/tokens describes the text.
 
     python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \

@@ -1,5 +1,5 @@
 r"""Size XS of the study in results/tokens: 83 k weights in Llama's layers, 5.6 M tokens. Six
-minutes on one CPU core. The learning rate is Llama with RoPE's (others':
+minutes on one CPU core. The learning rate is the one for Llama with RoPE (for other models, see
 results/tokens/runs.csv). results/tokens describes the text.
 
     python prepare_slimpajama.py --input=TEXT --held_out=0.05 --tokenizer=bpe2048 \

@@ -1,5 +1,5 @@
 """
-What scripts share, and no reader of the paper must open, in the order in which data flows.
+Code that the scripts share and that readers of the paper can skip, in the order of the data flow.
 
 Text becomes tokens
     documents.py           Find the files of an input, and read their documents one by one.

@@ -70,8 +70,8 @@ class TokenDataset:
             self.shards.append(mapped.numpy().view(dtype))
         # Find the index of the first sequence of each shard, and at the end their number
         self.first_sequence = np.cumsum([0, *((len(t) - 1) // length for t in self.shards)])
-        # What recognizes other data: the checksum of all blocks' checksums. Shards that another
-        # program wrote may have none, and are read once
+        # Identify the data by the checksum of all blocks' checksums. Shards that another program
+        # wrote may have none: theirs are computed here, by reading the whole shard
         sums = [shard.get('crc32') or checksums(os.path.join(folder, shard['file']))
                 for shard in self.described]
         self.identity = {name: self.meta.get(name) for name in TOKENIZER_KEYS} | {

@@ -23,11 +23,11 @@ PACKED = {'.gz': 'gzip', '.bz2': 'bz2', '.zst': 'zstd'}
 INSTALLED = {'node_modules', 'site-packages', 'dist-packages', '__pycache__'}
 OURS = ({'meta.json', 'train_00000.bin'}, {'config.json', 'log.jsonl'},
         {'config.json', 'model.safetensors'})
-NAMED = 8  # of a folder's suffixes a line names so many
-BLOCK = 1 << 15  # characters: texts are read in blocks of about so many
-ENOUGH_ROWS = 100_000  # If none of so many has the column, no more are read
-# Matches a text up to its last word that a space or line end follows. No token spans that place, so
-# the two parts can be encoded separately. (A user's model may differ.)
+NAMED = 8  # a message names at most this many of a folder's suffixes
+BLOCK = 1 << 15  # characters: texts are read in blocks of about this many
+ENOUGH_ROWS = 100_000  # If none of this many rows has the column, no more are read
+# Matches a text up to its last word that is followed by a space or a line end. No token spans that
+# place, so the two parts can be encoded separately. (A user's model may differ.)
 WHOLE_WORDS = re.compile('.*[^\\s\u2581](?=[ \\n])', re.DOTALL)
 
 
@@ -96,9 +96,10 @@ class Source(NamedTuple):
 
 
 def find_source(where: str, reading: Reading) -> Source:
-    """Find the files of an input. Of a folder, or of a dataset on the Hub, those of the given
-    suffixes are read, or else its rows, or if it has none its texts. UserError if there are none,
-    or if more bytes are left out than read and no suffixes are given."""
+    """Find the files of an input. In a folder, or a dataset on the Hub, these are the files with
+    the given suffixes. If no suffixes are given, they are the files of rows, or, if there are none,
+    the texts. UserError if nothing is found, or if more bytes are left out than read and no
+    suffixes are given."""
     if os.path.isfile(where):
         root, name = os.path.split(where)
         return Source(root, {name: state_of(where)}, {})
@@ -415,8 +416,8 @@ class TextFile:
 
 
 def begins_with_row(head: str) -> bool:
-    """Return whether the first line of a text is an object of JSON. `head` is the text's beginning;
-    if its first line does not end there, it is one if it begins so."""
+    """Return whether the first line of a text is a JSON object. `head` is the beginning of the
+    text; a long first line that does not end in `head` counts if it begins like an object."""
     line, end, _ = head.lstrip().partition('\n')
     try:
         return isinstance(json.loads(line), dict)

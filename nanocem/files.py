@@ -21,8 +21,8 @@ NEW_DISK = ('lost+found', 'System Volume Information', '$RECYCLE.BIN')  # what a
 
 @contextlib.contextmanager
 def name_in_errors(path: str) -> Iterator[None]:
-    """Add a path to each OSError that has none, such as that of a disk that gets full: open names
-    its file, and write does not."""
+    """Add a path to each OSError that has none: open() names the file in its errors, but write(),
+    which fails when the disk is full, does not."""
     try:
         yield
     except OSError as error:

@@ -49,8 +49,8 @@ def flops_per_token(model: Any) -> float:
     backward pass as two forward passes. Keys after a query do not count, though some are computed.
     NaN for a model.py of one's own that does not run on torch's meta device."""
     try:
-        # Torch counts the products of a forward pass of n tokens: a n + b n^2 + c. The squares are
-        # attention's. Folding P into weights is the constant
+        # For a forward pass of n tokens torch counts a n + b n^2 + c FLOPs: b n^2 is attention's
+        # part, and c is for folding P into the weights
         two, three, four = (count_products(model, n) for n in (2, 3, 4))
     except Exception:  # of any kind
         return math.nan
@@ -92,8 +92,8 @@ def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:
 
 
 def set_switch(config: Any, name: str, value: bool) -> None:
-    """Set a switch of torch's compiler, where this version of torch has it. They are private, and
-    change speed and memory alone."""
+    """Set a switch of torch's compiler, if this version of torch has it. These switches are
+    private, and affect only speed and memory."""
     if hasattr(config, name):
         setattr(config, name, value)
 

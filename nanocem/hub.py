@@ -39,7 +39,7 @@ LLAMA_SIZES = {  # our names of sizes -> those of LlamaConfig
     'vocab_size': 'vocab_size', 'd_model': 'hidden_size', 'd_mlp': 'intermediate_size',
     'n_layer': 'num_hidden_layers', 'n_head': 'num_attention_heads',
     'context_length': 'max_position_embeddings'}
-OURS_ALONE = ('size', 'init_std')  # what a plain Llama's config.json says of ours beside them
+OURS_ALONE = ('size', 'init_std')  # options that LlamaConfig lacks; our config.json keeps them
 # What another program changes for good reasons: it adds tokens, or trains on longer texts
 MAY_CHANGE = (*OURS_ALONE, 'vocab_size', 'context_length')
 
@@ -118,8 +118,8 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
 
 
 def check_file(model: Transformer, state: dict[str, Any], what: str) -> None:
-    """UserError unless model.py's file computes what this model does, whose classes a script may
-    have replaced, and what it did when the weights were trained."""
+    """UserError unless the file model.py computes what this model does (a script may have replaced
+    the classes), and what model.py did when the weights were trained."""
     check(not state.get('change'), f'{what} {state.get("change")}')
     # model.py as its file has it, without classes that a script has put in their place
     spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', ROOT / 'model.py')

@@ -37,8 +37,8 @@ WORDS = ('Zorblax', 'Quimby', 'Fendril', 'Morvath', 'Drumbolt', 'Skelnar', 'Wobr
          'Nimbrosk', 'Gravenol', 'Brizzock', 'Jalpent', 'Oskrim', 'Pelvadur', 'Triskett',
          'Humbrell', 'Vexaloo', 'Yarndip', 'Krellovar', 'Gumfort')
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
-LOGIT_ERROR = 1e-4  # of their norm; GELU in place of SiLU is 0.7%
-PROBE_PRODUCTS = 100_000_000  # so many a browser computes in less than a second
+LOGIT_ERROR = 1e-4  # relative to their norm; GELU in place of SiLU would cause 0.7%
+PROBE_PRODUCTS = 100_000_000  # a browser computes this many in less than a second
 # What the page computes: the words of options with a choice, and the options that are numbers
 CHOICES = {
     'attn': ('llama', 'cem'), 'mlp': ('llama', 'cem'), 'tie': ('none', 'kv', 'qo', 'both'),
@@ -98,8 +98,8 @@ def round_number(n: int) -> str:
 def set_links(page: str, repository: str, has_pages: bool) -> str:
     """Return a page with the address of the repository in its links to code, <a data-code="FILE">,
     and that of its GitHub Pages in links to pages, <a data-page="FILE">, and in og:image. Without
-    an address these are files of a clone, if the other pages are beside this one. If they are not,
-    the road through the pages, <nav>, is left out."""
+    an address, links point to files of a clone if the other pages are beside this one; if they are
+    not, the navigation, <nav>, is left out."""
     owner, _, name = repository.removeprefix('https://github.com/').partition('/')
     site = f'https://{owner}.github.io/{name}/' if repository else ''
     code = f'{repository}/blob/main/' if repository else '../'
@@ -183,9 +183,9 @@ def round_weights(model: Transformer) -> Transformer:
 
 @torch.no_grad()
 def pack_model(model: Transformer) -> dict[str, Any]:
-    """Return the options of a model whose weights are rounded, their names and shapes, and their
-    bfloat16 bits in base64; `probe` has a few ids, their last logits, and how far the page's may be
-    from these. UserError if these are not finite."""
+    """Return a model's options, and its weights, already rounded: their names and shapes, and their
+    bfloat16 bits in base64. `probe` has a few ids, the logits after the last one, and how far the
+    page's logits may be off. UserError if the logits are not finite."""
     weights = dict(model.named_parameters())
     bits = torch.cat([w.detach().bfloat16().view(torch.int16).flatten() for w in weights.values()])
     n_ids = min(model.cfg.context_length, max(6, PROBE_PRODUCTS // model.num_params()))

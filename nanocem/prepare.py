@@ -43,11 +43,11 @@ SPLITS = ('train', 'val', 'test')
 SPLIT_WORDS = {'train': 'train', 'training': 'train',
                'val': 'val', 'valid': 'val', 'validation': 'val', 'dev': 'val',
                'test': 'test', 'testing': 'test', 'eval': 'test', 'evaluation': 'test'}
-MANY = 2000  # Of so many texts a hash leaves val and test their share
-WHOLE = 20  # Of so many documents each goes to a split whole
-PLACES = 8  # of the text from which val and test each get a piece, if the documents are few
+MANY = 2000  # With at least this many texts, a hash gives val and test about their share
+WHOLE = 20  # With at least this many documents, each goes to one split as a whole
+PLACES = 8  # If documents are few, val and test each get pieces from about this many places
 SMALLEST_PIECE = 256  # characters
-LONGEST_WORD = 100  # characters; a text is cut before the next word that begins within so many
+LONGEST_WORD = 100  # characters; a text is cut at the next space if it is no further away
 BPE_TEXT = 32_000_000  # A tokenizer is trained on about this many bytes
 BATCH = 64  # Threads tokenize this many documents, or blocks of text files, at a time
 SHARD_TOKENS = 100_000_000  # tokens per file of the train split
@@ -118,8 +118,8 @@ def find_data(folder: str, text: str | None = None, tokenizer: str | None = None
 
 def prepare(o: PrepareConfig, source: Source | None = None) -> None:
     """Make the data folder o.out_dir unless it exists, from the files of o.input, which may have
-    been found already. It is filled from inside, with meta.json last: without that it is no data. A
-    second process waits for the first. Raises UserError, OSError."""
+    been found already. meta.json is moved into it last: a folder without that does not count as
+    data. A second process waits for the first. Raises UserError, OSError."""
     folder = Path(o.out_dir).resolve()
     if (folder / 'meta.json').exists() and is_prepared(o):  # It may be read-only.
         return
@@ -211,11 +211,12 @@ class Part(NamedTuple):
 class Division:
     """The documents of an input, divided among the splits.
 
-    The names of files decide, if each has the name of a split, and one that of train. A split that
-    no file is named after is held out of train's documents: a hash of each text, from 0 to 1, sends
-    it to a split, so that copies stay together. Of fewer than WHOLE documents, or if one is most of
-    the text, it is a hash of each piece. If a split of fewer than MANY texts would get less than
-    half its share, val and test get the texts of the lowest hashes."""
+    File names decide if each of them names a split, and at least one names train. A split that no
+    file is named after is held out from train's documents: a hash of each text, from 0 to 1,
+    chooses its split, so that copies stay together. With fewer than WHOLE documents, or if one of
+    them is most of the text, documents are cut into pieces, and each piece is hashed. With fewer
+    than MANY texts, if a split would get less than half its share, val and test get the texts with
+    the lowest hashes."""
     def __init__(self, o: PrepareConfig, source: Source):
         self.o = o
         self.source = source

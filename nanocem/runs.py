@@ -42,7 +42,7 @@ WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_
 # Options that a new run's folder is named for, where they are on
 IN_NAME = {'untied_output': 'untied', 'preconditioner': 'P', 'kq_diag': 'diagonal',
            'key_shift': 'half', 'match_bias': 'match'}
-# The text that the program began with. Whoever saves model.py while it runs, runs the earlier one
+# model.py as it was when the program began: saving another one during a run changes nothing in it
 MODEL_TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
 
 
@@ -203,8 +203,9 @@ def checkpoints(out_dir: str) -> list[str]:
 
 
 def save_checkpoint(path: str, state: dict[str, Any]) -> bool:
-    """Write a checkpoint completely or not at all. A numbered one deletes those before it but one.
-    If writing fails, print a warning and return False: earlier checkpoints stay."""
+    """Write a checkpoint completely or not at all. After a numbered one is written, all earlier
+    numbered ones but the last are deleted. If writing fails, print a warning and return False:
+    earlier checkpoints stay."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     try:
@@ -244,8 +245,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 
 def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
-    """Read a run's last checkpoint that is not damaged, of which each prints a warning. None if
-    there is no checkpoint, UserError if all are damaged."""
+    """Read a run's last intact checkpoint. Each damaged one that is passed over prints a warning.
+    None if there is no checkpoint, UserError if all are damaged."""
     numbered, best = checkpoints(out_dir)[::-1], glob.glob(f'{glob.escape(out_dir)}/best.pt')
     found = []
     for files in numbered, best:
@@ -296,9 +297,11 @@ def load_weights(model: Transformer, state: dict[str, Any], path: str) -> None:
 
 
 def describe_change(model: Transformer, state: dict[str, Any]) -> str:
-    """Return how this model.py computes something else than the one that made the checkpoint whose
-    weights the model has, or ''. A checkpoint of a loop of one's own may keep no logits."""
-    # An export says of which options its logits are: another program may change those it has
+    """Describe how this model.py computes something other than the one that made the checkpoint
+    whose weights `model` has, or return ''. A checkpoint from a custom training loop may have no
+    logits to compare."""
+    # An export also keeps the options that its logits were computed with: another program may
+    # change those in its config.json
     options = state.get('options', state['model_config'])
     unknown = [f'{name}={options[name]}' for name in options.keys()
                - {field.name for field in fields(ModelConfig)}]

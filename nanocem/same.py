@@ -45,8 +45,8 @@ def fixed_ids(model: Any) -> Tensor:
 
 @contextlib.contextmanager
 def exact_copy(model: Any) -> Iterator[tuple[Any, Tensor]]:
-    """Yield a copy of a model in float64, and fixed ids (1, J) for it. Inside there are no
-    gradients, and the same random numbers each time, which those outside do not notice."""
+    """Yield a copy of a model in float64, and fixed ids (1, J) for it. Inside, gradients are off,
+    and random numbers are the same each time; the random state outside stays as it was."""
     device = device_of_checks(model)
     gpus = [torch.cuda.current_device()] if device == 'cuda' else []
     with (torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(gpus),
@@ -100,8 +100,9 @@ def find_change(model: Any, kept: list[str]) -> str:
 
 
 def is_causal(model: Any) -> bool:
-    """Return whether logits stay if the text is cut after them. They do not after an edit that
-    forgets the mask: its losses are low, and say nothing of the text that it writes."""
+    """Return whether logits stay the same if the text is cut after them. They do not if model.py
+    was edited and the mask was lost: the model's losses are then low, and say nothing about the
+    text that it writes."""
     with contextlib.suppress(Exception), exact_copy(model) as (exact, idx):  # of an edit: any
         n = idx.shape[1] // 2
         return agree(exact(idx[:, :n])[0][0], exact(idx)[0][0, :n])

@@ -206,9 +206,9 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
                 top_k: int | None, seed: int, n: int = 1, go_on: bool = False,
                 use_cache: bool | None = None) -> str:
     """Return n texts that begin with `prompt`, joined by lines of ---. Each stops where the model
-    begins another document, by a BOS; with go_on the other documents follow, joined alike. By
-    default there is a cache if it gives the logits of the whole text. UserError if logits are not
-    finite."""
+    begins another document, by a BOS; with go_on the other documents follow, joined in the same
+    way. By default a cache is used if it gives the same logits as reading the whole text. UserError
+    if logits are not finite."""
     ids = [tokenizer.bos, *tokenizer.encode(prompt)]
     idx = torch.tensor([ids] * n, device=model.embedding.device)
     finite = bool(model(idx[:1, -model.cfg.context_length:])[0].isfinite().all())
@@ -217,8 +217,8 @@ def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperatur
     if use_cache is None:
         use_cache = cache_agrees(model, idx[0])
         if not use_cache:
-            warn('the cache of this model.py gives other logits than the whole text does, which is '
-                 'read again for each token: --use_cache=True uses the cache')
+            warn('with a cache this model.py gives other logits than without, so the whole text is '
+                 'read again for each token: --use_cache=True uses the cache anyway')
     idx = model.generate(idx, tokens, temperature, top_k, generator, use_cache)
     # Divide each row where the model begins a document: decode leaves out BOS
     texts: list[str] = []

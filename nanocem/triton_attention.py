@@ -1,10 +1,10 @@
 """
 Compute CEM attention on a GPU without its (B, K, J, J) scores: Triton kernels, both ways.
 
-flex_attention would need 18 lines. But its backward pass runs on CUDA alone, and it adds gradients
+flex_attention would need 18 lines. But its backward pass runs only on CUDA, and it adds gradients
 of captured tensors atomically: results differ from run to run, and some 200 million numbers are
-added to the biases of twelve heads. On an H100 it takes 130 times as long as these kernels, but
-without the biases' gradient no longer (docs/speed.md).
+added to the biases of twelve heads. On an H100 it takes 130 times as long as these kernels; without
+the biases' gradient it takes no longer than they do (docs/speed.md).
 
 For head k, with values = keys and everything causal (j <= i),
 
@@ -30,7 +30,7 @@ minus that for a token's own key. So with no bias and no match, a key further ba
     reach_ik = (20 + |q_i| (max_j |k_j| + |k_i|) / tau - b_k) / m_k
 
 weighs less than e^-20 of the row's largest weight, and all such keys together less than
-e^-20 / m_k < 1e-6. Kernels leave these tiles out. The bound is that of the numbers of each call.
+e^-20 / m_k < 1e-6. The kernels skip tiles of such keys. The bound is computed anew in each call.
 
 Nothing is added atomically, so results are the same to the bit: sums over rows are torch's. Scores
 are in base 2, because the hardware has exp2.
@@ -547,8 +547,8 @@ def attention(q: Tensor, k: Tensor, n_head: int, scale: float, du: Tensor | None
 
 def use_kernels(model: Transformer, dtype: torch.dtype) -> bool:
     """Set these kernels as `kernel` in all layers of a model, if they run on its device and in
-    dtype, and if the first layer then gives what its own lines give, up to the length of its
-    context. Return whether they are set. A warning says where they differ."""
+    dtype, and if the first layer gives the same results with them as without, for texts of several
+    lengths. Return whether they are set. If results differ, a warning names the first that does."""
     layers = [getattr(block, 'attn', None) for block in model.blocks]
     if not all(isinstance(attn, BaseAttention) and fits(attn)
                and runs_triton(attn.W_Q.device, dtype, attn.cfg.d_model // attn.K)
@@ -569,8 +569,8 @@ def use_kernels(model: Transformer, dtype: torch.dtype) -> bool:
 
 
 def fits(attn: BaseAttention) -> bool:
-    """Return whether the kernels compute this attention, and pay: they need values that are the
-    keys, a bias, and have room for one diagonal beside the match bias."""
+    """Return whether the kernels can compute this attention, and are worth using: the values must
+    be the keys, there must be a bias, and with a match bias there can be only one diagonal."""
     cfg = attn.cfg
     # With RoPE Llama's tied values are the keys before their rotation
     tied = cfg.attn == 'cem' or (cfg.ties('kv') and cfg.positions == 'alibi')

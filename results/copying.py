@@ -39,7 +39,7 @@ class CopyingConfig(Reading):
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
-    tokens: int = 500_000  # tokens of the shards at most, in evenly spaced sequences
+    tokens: int = 500_000  # maximum number of tokens of the shards, in evenly spaced sequences
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
 
     def __post_init__(self) -> None:
