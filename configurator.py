@@ -40,7 +40,7 @@ NANOGPT = {'block_size': 'context_length', 'n_embd': 'd_model', 'dataset': 'data
            'gradient_accumulation_steps': 'batch_size (per step), micro_batch_size (per pass)',
            'eval_iters': 'eval_tokens', 'start': 'prompt', 'max_new_tokens': 'tokens',
            'dropout': 'not an option: the paper names none',
-           'bias': 'not an option: no layer has one'}
+           'bias': 'not an option: no projection has one'}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          PathStr: 'a name or path'}
 

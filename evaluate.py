@@ -335,7 +335,7 @@ def main(argv: list[str]) -> None:
     if cfg.compare:
         allowed = {'compare', 'text', 'device', *READING}
         others = ', '.join(name for name in given if name not in allowed)
-        check(not others, f'--compare takes folders and a --text alone, and not {others}')
+        check(not others, f'--compare takes only folders and a --text, and not {others}')
         if cfg.text:
             print(f'Runs on {cfg.text}\n\n{compare_on_text(cfg)}', flush=True)
         else:

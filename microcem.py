@@ -1,12 +1,12 @@
 """
-A language model whose layers nobody wrote: microgpt with its two layers deleted.
+A language model whose layers nobody wrote: Karpathy's microgpt with its two layers deleted.
 
-The model contains no attention code and no MLP code, only two energies. Each letter of a word has a
-state, a list of 16 numbers, and an energy says how badly the state fits the letters so far. A layer
-is one step downhill, minus the energy's gradient, and autograd computes it. The first gradient
-turns out to be attention, the second a gated MLP. At the end the program compares both with the
-same layers written by hand. Autograd also trains the weights, through these gradients. This is
-Causal Energy Minimization (CEM, arXiv 2605.07588). Its attention has 512 weights, half of
+The model contains no softmax, no values and no MLP code, only two energies. Each letter of a word
+has a state, a list of 16 numbers, and an energy says how badly the state fits the letters so far. A
+layer is one step downhill, minus the energy's gradient, and autograd computes it. The first
+gradient turns out to be attention, the second a gated MLP. At the end the program compares both
+with the same layers written by hand. Autograd also trains the weights, through these gradients.
+This is Causal Energy Minimization (CEM, arXiv 2605.07588). Its attention has 512 weights, half of
 microgpt's 1,024: keys double as values, and the query matrix doubles as the output matrix. This
 program needs Python 3.10 or later and no packages. energy.py is the same idea in PyTorch.
 

@@ -189,10 +189,6 @@ class Cache:
         self.buffers[n][..., self.length:J, :] = new
         return self.buffers[n][..., :J, :]
 
-    def end_pass(self, n: int) -> None:
-        """Count n tokens as read, and let the next pass begin with the first buffer."""
-        self.length, self.next = self.length + n, 0
-
     def numbers_per_token(self) -> int:
         """Return how many numbers are kept per token, in all layers."""
         return sum(part[0].numel() // part.shape[-2] for part in self.buffers)
@@ -320,9 +316,18 @@ class BaseAttention(nn.Module):
         b = self.bias(pos, u, h)
         return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
 
+    def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+                          h: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K, J, R);
+        and diagonal_update, (B, I, D), or 0 where it is not part of the update."""
+        alpha = self.scores(q, k, pos, u, h).softmax(dim=-1)     # alpha_ijk <- softmax_j(a_ijk)
+        alpha = alpha.type_as(v)
+        update = self.diagonal_update(alpha, h) if self.whole_gradient else 0
+        return alpha @ v, update
+
     def bias(self, pos: Positions, u: Tensor, h: Tensor) -> Tensor | None:
         """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
-        broadcasts, for u (B, I, D) and h (B, J, D). None stands for the causal mask alone."""
+        broadcasts, for u (B, I, D) and h (B, J, D). None stands for only the causal mask."""
         # The causal mask: -inf for keys after the query
         b = pos.mask
         # ALiBi: -m_k (i - j), and learned biases of a token's own key and of all others
@@ -364,7 +369,8 @@ class BaseAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
                h: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return what softmax_attention returns, by the fastest implementation."""
+        """Return what softmax_attention returns, by the fastest implementation. Only
+        softmax_attention computes diagonal_update; where a step has none, it is 0."""
         # A GPU's kernel, which train.py sets, and compares with the lines below
         if self.kernel is not None and pos.cache is None:
             o = self.kernel(self, q, k, v, pos, u, h)            # None where it cannot
@@ -394,15 +400,6 @@ class BaseAttention(nn.Module):
             outputs.append(o)
             updates.append(update)
         return torch.cat(outputs, dim=2), torch.cat(updates, dim=1) if self.whole_gradient else 0
-
-    def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
-                          h: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K, J, R);
-        and diagonal_update, (B, I, D), or 0 where it is not part of the update."""
-        alpha = self.scores(q, k, pos, u, h).softmax(dim=-1)     # alpha_ijk <- softmax_j(a_ijk)
-        alpha = alpha.type_as(v)
-        update = self.diagonal_update(alpha, h) if self.whole_gradient else 0
-        return alpha @ v, update
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tau: float) -> Tensor:
@@ -445,11 +442,11 @@ class LlamaAttention(BaseAttention):
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
         # While text is generated, past tokens come before these
-        k, v, h = self.with_past(k, v, h, pos)                   # (B, G, J, R), h: (B, J, D)
+        k, v, h_all = self.with_past(k, v, h, pos)               # (B, G, J, R), h_all: (B, J, D)
         # With grouped queries, repeat keys and values for the heads that share them
         k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
         # Attend to the context
-        o, update = self.attend(q, k, v, pos, u, h)              # (B, K, I, R)
+        o, update = self.attend(q, k, v, pos, u, h_all)          # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
         W_O = self.W_Q if self.cfg.ties('qo') else self.W_O
         return x + self.merge_heads(o) @ W_O + update            # ours: update, of kq_diag=scaled
@@ -477,7 +474,7 @@ class CEMAttention(BaseAttention):
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
         # While text is generated, past tokens come before these
-        k, v, h = self.with_past(k, k, h, pos)                   # v_j <- k_j, j up to J
+        k, v, h_all = self.with_past(k, k, h, pos)               # v_j <- k_j, j up to J
         # With grouped queries, repeat the keys for the heads that share them
         k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
         # Fold the preconditioners into the output projection
@@ -488,7 +485,7 @@ class CEMAttention(BaseAttention):
             q = self.queries(u, h)                               # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
-            o, update = self.attend(q, k, v, pos, u, h)          # o_i <- sum_j softmax(a_ijk) v_j
+            o, update = self.attend(q, k, v, pos, u, h_all)      # o_i <- sum_j softmax(a_ijk) v_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
             # Merge the heads, project, and take one gradient step on the energy
             dx = self.merge_heads(o) @ W_O + update              # dx_i <- sum_k P_k W_k^O^T o_i
@@ -496,12 +493,11 @@ class CEMAttention(BaseAttention):
         return x
 
     def queries(self, u: Tensor, h: Tensor) -> Tensor:
-        """Return the queries W_k^Q u_i, (B, K, I, R), before RoPE, for u (B, I, D) and h (B, J, D),
-        whose last I tokens are those of u. With untied_output: W_k^Q h_i + W_k^O (u_i - h_i)."""
-        if not self.cfg.untied_output:
-            return self.split_heads(F.linear(u, self.W_Q))
-        h_i = h[:, -u.shape[1]:]
-        return self.split_heads(F.linear(h_i, self.W_Q) + F.linear(u - h_i, self.W_O))
+        """Return the queries W_k^Q u_i, (B, K, I, R), before RoPE, for u and h (B, I, D). With
+        untied_output: W_k^Q h_i + W_k^O (u_i - h_i)."""
+        if self.cfg.untied_output:
+            return self.split_heads(F.linear(h, self.W_Q) + F.linear(u - h, self.W_O))
+        return self.split_heads(F.linear(u, self.W_Q))
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
@@ -597,12 +593,12 @@ class CEMMLP(nn.Module):
         one shape. phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u)
         and phi = softplus."""
         require_one_shape(u, h)
-        gamma = F.linear(h, self.W)
-        z = F.linear(u, self.V)
+        gamma, z = F.linear(h, self.W), F.linear(u, self.V)
+        gamma, z = gamma.to(exact_dtype(gamma)), z.to(exact_dtype(z))
         if self.cfg.mlp_energy == 'sign_convex':
             z = z * straight_through_sign(gamma)
             return -(gamma.abs() * F.softplus(z)).sum(dim=-1)
-        return -(gamma * phi(z.to(exact_dtype(z)))).sum(dim=-1)
+        return -(gamma * phi(z)).sum(dim=-1)
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
@@ -694,7 +690,7 @@ class Transformer(nn.Module):
                 cache: Cache | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Without targets return the logits (B, I, vocabulary) of ids (B, I), with targets (B, I)
         their mean loss; the other of the two is None. Targets of -100 are ignored (nanoGPT: -1).
-        With next_only return next_logits alone, (B, vocabulary). With a cache the ids follow those
+        With next_only return only next_logits, (B, vocabulary). With a cache the ids follow those
         that it has. ValueError for targets of another shape."""
         if next_only:
             return self.next_logits(idx, cache), None
@@ -715,16 +711,20 @@ class Transformer(nn.Module):
             total = LossInParts.apply(x, self.head, targets, rows)
         else:
             total = sum_losses(F.linear(x, self.head), targets)
-        return total / (targets != -100).sum()
+        # Without a target that counts the mean is NaN, and gradients are 0, as in torch
+        n = (targets != -100).sum()
+        return torch.where(n > 0, total / n.clamp(min=1), torch.nan)
 
     def hidden(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Map ids (B, I), which follow those in the cache, to the head's input, (B, I, D)."""
         x = F.embedding(idx, self.embedding)
         pos = self.positions(x, cache)
+        if cache is not None:
+            cache.next = 0
         for block in self.blocks:
             x = block(x, pos)
         if cache is not None:
-            cache.end_pass(idx.shape[1])
+            cache.length += idx.shape[1]
         return self.norm(x)
 
     def positions(self, x: Tensor, cache: Cache | None = None) -> Positions:

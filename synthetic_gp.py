@@ -9,7 +9,7 @@ Reproduce the paper's table on recursion (its appendix): regression on Gaussian-
 The paper gives sizes and results but not the protocol. `inferred` is fitted to the paper's 30 rows:
 of all protocols that we tried, its table is the nearest. It evaluates each model after the epoch
 with the lowest test error, so its test RMSE underestimates the error at new points. `blind` was
-chosen with the five rows of the plain MLP alone, and evaluates the last step. results/gp compares
+chosen with only the five rows of the plain MLP, and evaluates the last step. results/gp compares
 the two.
 
 A row of the table is one model trained on one kernel, R times: every repeat has its own sample and
@@ -238,7 +238,7 @@ def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
 
 def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
     """Predict values (R, N, 1) at inputs (R, N, 10): Linear, LayerNorm, a residual block, Linear.
-    The names of the weights tell which model it is; T is for CEM alone. As in Algorithm 1, CEM's
+    The names of the weights tell which model it is; only CEM uses T. As in Algorithm 1, CEM's
     steps start from the normed h; unlike there, they have no norm, P = I and eta = 1."""
     def linear(name: str, x: Tensor) -> Tensor:
         return torch.baddbmm(w[name + '_bias'], x, w[name].mT)

@@ -162,12 +162,12 @@ def main(argv: list[str]) -> int:
     # Find the data. A text is prepared on first use; a resumed run has its data
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
-        of_tokenizer = state or (start.weights[1] if start.weights else None)
-        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, of_tokenizer, cfg)
+        saved = state or start.weights  # None from scratch
+        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, saved, cfg)
     meta = read_meta(data_dir)
     if start.weights:
         tokenizer_of = {name: meta.get(name) for name in TOKENIZER_KEYS}
-        runs.check_data(cfg.init_from, start.weights[1]['data'], tokenizer_of)
+        runs.check_data(cfg.init_from, start.weights['data'], tokenizer_of)
     tokenizer = load_tokenizer(data_dir)
     token_bytes = spelled_bytes(tokenizer, meta)
 
@@ -248,7 +248,7 @@ def main(argv: list[str]) -> int:
         else:
             precisions = state['precisions']
     elif start.weights:
-        runs.load_weights(raw_model, start.weights[1], cfg.init_from)
+        runs.load_weights(raw_model, start.weights, cfg.init_from)
     start = state = optimizer_state = None  # free their memory
     # Check that all processes are at the same step, and have weights with the same sum of bits
     sum_of_bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
@@ -257,7 +257,7 @@ def main(argv: list[str]) -> int:
           f'the processes have read different checkpoints, process {rank} one of step {step}: all '
           'need the same files')
 
-    # Write the options and the tokenizer, which sample.py reads, and begin the log, in rank 0 alone
+    # Write the options and the tokenizer, which sample.py reads, and begin the log, only in rank 0
     if rank == 0:
         config = {'train': asdict(cfg) | {'out_dir': out_dir, 'data': data_dir},
                   'model': asdict(model_cfg), 'data': data_identity, 'max_steps': max_steps}
@@ -281,7 +281,7 @@ def main(argv: list[str]) -> int:
                        disable=rank > 0 or None)  # None: unless stderr is a terminal
 
     def checkpoint(name: str) -> bool:
-        """Write the current state to a file in the run's folder, in rank 0 alone. Return False if
+        """Write the current state to a file in the run's folder, only in rank 0. Return False if
         that fails."""
         return rank > 0 or runs.save_checkpoint(f'{out_dir}/{name}', {
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],

@@ -178,7 +178,7 @@ def draw_more_steps(falls: dict[str, list[float]], steps: Sequence[int],
                   color=plt.cm.viridis_r(n / 7))
     for name, found in losses.items():
         right.plot(steps, found, 'o-', ms=3, label=name)
-    titles = ('attention: change of energy', 'MLP: change of energy', 'loss, nats a token')
+    titles = ('attention: change of energy', 'MLP: change of energy', 'loss, nats per token')
     for axes, title in zip((attention, mlp, right), titles, strict=True):
         axes.axvline(trained, color='gray', ls='--', lw=1)
         axes.set(title=title, xlabel='steps (dashed: as trained)')

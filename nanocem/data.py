@@ -115,7 +115,7 @@ class TokenDataset:
 
 class BatchSampler:
     """Choose the sequences of each step. Every epoch reads all of them once, in a random order. The
-    choice depends on the seed and the step alone, so that a resumed run reads the same data."""
+    choice depends only on the seed and the step, so that a resumed run reads the same data."""
     def __init__(self, n_sequences: int, batch_size: int, seed: int):
         self.n_sequences = n_sequences
         self.batch_size = batch_size

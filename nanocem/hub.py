@@ -273,7 +273,7 @@ def read_llama(config: dict[str, Any], path: str) -> dict[str, Any]:
     different = [f'{name}={found[name]} (here {value})' for name, value in expected.items()
                  if found.get(name) is not None and found[name] != value]
     check(not different, f'{path}: our model cannot compute {", ".join(different)}')
-    # Take our options alone: `nanocem` may have copies of the sizes, which transformers' fields set
+    # Take only our options: `nanocem` may have copies of the sizes, which transformers' fields set
     ours = {name: value for name, value in config.get('nanocem', {}).items() if name in OURS_ALONE}
     return {**ours, **sizes, 'n_kv_head': config.get('num_key_value_heads'),
             'attn': 'llama', 'mlp': 'llama', 'positions': 'rope',

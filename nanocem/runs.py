@@ -49,11 +49,11 @@ MODEL_TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
 # What a run starts from
 
 class Start(NamedTuple):
-    """What a run starts from. From scratch there are options alone."""
+    """What a run starts from. From scratch there are only options."""
     options: dict[str, Any]  # those given, over those of the run to resume or of the weights
     config: dict[str, Any] | None = None  # the config.json of the run to resume
     state: dict[str, Any] | None = None  # its last checkpoint; None: it has none yet
-    weights: tuple[Transformer, dict[str, Any]] | None = None  # load_model of other weights
+    weights: dict[str, Any] | None = None  # the checkpoint of other weights
     lock: Any = None  # of the folder of the run to resume, until the process ends
 
 
@@ -64,11 +64,11 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
     if init_from == 'scratch':
         return Start(given)
     if init_from != 'resume':
-        weights = load_model(init_from)
-        saved = vars(saved_config(weights[1]['model_config']))
+        weights = load_model(init_from)[1]
+        saved = vars(saved_config(weights['model_config']))
         check_options(init_from, saved, {name: given[name] for name in WEIGHTS if name in given})
         others = {name: value for name, value in given.items() if name not in WEIGHTS}
-        saved = without_unused(saved) | {'data': weights[1]['data_dir']}
+        saved = without_unused(saved) | {'data': weights['data_dir']}
         return Start(merge(saved, others, train, ModelConfig), weights=weights)
     out_dir = given.get('out_dir') or newest_run()
     config = read_config(out_dir)
@@ -83,7 +83,8 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
         with contextlib.suppress(OSError):  # of a process that was killed
             os.remove(half)
     state = last_checkpoint(out_dir)
-    weights = None if state or saved['init_from'] == 'scratch' else load_model(saved['init_from'])
+    from_scratch = saved['init_from'] == 'scratch'
+    weights = None if state or from_scratch else load_model(saved['init_from'])[1]
     return Start(saved, config, state, weights, lock)
 
 

@@ -23,10 +23,10 @@ from model import BLOCK, Cache
 N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced
 MOST_ERROR = 1e-6  # of a norm; in float64 machines differ by 1e-12
-# Options that small_model sets itself, or that leave a part of the gradient out
-SMALL_MODELS_OWN = {'size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size',
-                    'context_length', 'init_std', 'preconditioner', 'attn_rank', 'mlp_rank',
-                    'exact_update'}
+# Options that small_model does not copy: the shape, P, and exact_update
+NOT_COPIED = {'size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size',
+              'context_length', 'init_std', 'preconditioner', 'attn_rank', 'mlp_rank',
+              'exact_update'}
 
 
 def device_of_checks(model: Any) -> str:
@@ -142,7 +142,7 @@ def small_model(model: Any) -> tuple[Any, Tensor]:
     whole gradient of a diagonal; and an input of its layers. All weights are random."""
     cfg = model.cfg
     grouped = cfg.n_kv_head < cfg.n_head
-    options = {name: value for name, value in vars(cfg).items() if name not in SMALL_MODELS_OWN}
+    options = {name: value for name, value in vars(cfg).items() if name not in NOT_COPIED}
     small = type(model)(type(cfg)(
         **options, d_model=16, n_layer=1, n_head=2, n_kv_head=1 if grouped else 2, d_mlp=24,
         vocab_size=1, context_length=1,

@@ -14,7 +14,7 @@ For head k, with values = keys and everything causal (j <= i),
 The bias is a matrix product (B, n, J, J): n = 1 for a diagonal that all heads share, else n = K.
 With n = 1 it is kept for the backward pass, with n = K it is computed again. S is the match bias
 (B, J, J), a product that model.py computes once for all heads and steps; beside it n must be 1.
-b_k is the self bias minus the cross bias, because softmax depends on their difference alone.
+b_k is the self bias minus the cross bias, because softmax depends only on their difference.
 
 Backward, with p = softmax(s), delta_i = do_i . o_i and ds_ij = p_ij (do_i . k_j - delta_i):
 
@@ -595,7 +595,7 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
     if v is not k or own_mask or not runs_triton(q.device, q.dtype, q.shape[-1]):
         return None
     b = None
-    if attn.cfg.positions == 'alibi':  # softmax depends on the difference of the biases alone
+    if attn.cfg.positions == 'alibi':  # softmax depends only on the difference of the biases
         b = attn.b_self - attn.b_cross
     d_u = None
     if attn.kq_diag is not None:

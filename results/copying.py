@@ -135,7 +135,7 @@ def report(models: dict[str, Transformer], ids: Tensor, tokenizer: Any, source: 
         gain = math.expm1(losses['second'].mean() - losses['first'].mean())
         gains.append(f'{gain:+.1%} in {name}')
         found.append(losses)
-    header = ['run', 'targets', 'number', 'share', 'loss, nats a token', 'perplexity']
+    header = ['run', 'targets', 'number', 'share', 'loss, nats per token', 'perplexity']
     text = markdown_table(header, rows)
     text += f'\n\nA second reading changes perplexity by {", ".join(gains)}.'
     if len(found) == 1:
@@ -152,7 +152,7 @@ def report(models: dict[str, Transformer], ids: Tensor, tokenizer: Any, source: 
         text += f'\nA gap of less than {SMALLEST_GAP:.0%} is not divided.'
     elif gap['repeated'] * gap['other'] < 0:
         parts = (f'{kind} targets {value / n_targets:+.4f}' for kind, value in gap.items())
-        text += f'\nIn nats a token the gap is {" and ".join(parts)}.'
+        text += f'\nIn nats per token the gap is {" and ".join(parts)}.'
     else:
         text += f'\nOf the gap {gap["repeated"] / total:.0%} comes from repeated targets.'
     return text

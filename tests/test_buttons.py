@@ -99,7 +99,7 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     assert wide.text('#verdict') == 'It copied Zorblax: all 4 pieces were its first guess.'
     assert wide.text('#first') == 'The Zorblax is a rare fish.'
     assert wide.text('#off-is') == 'Switch off 49 of its 1,101,107 numbers'
-    assert ('it copies 8 whole. Of their 78 pieces, all together, it guesses 62 right with them on'
+    assert ('it copies 8 whole. Of their 78 pieces, all together, it guesses 62 right with those '
             in wide.text('#off-says'))
     assert wide.text('#tally') == '' and wide.run('location.hash') == ''  # nobody did anything
     # The check against model.py comes after the first words
@@ -130,7 +130,7 @@ def test_a_word_of_the_readers_is_taught_and_counted(wide: Browser, play: Path) 
     assert address(wide) == {'word': word, 'off': '1'}
     open_play(wide, play, '#word=Florbin&off=1')
     assert wide.run("$('off').checked && $('word').value == 'Florbin'")
-    assert wide.text('#verdict').startswith('With them off it guesses 0 of ')
+    assert wide.text('#verdict').startswith('With those numbers off it guesses 0 of ')
     assert wide.errors() == []
 
 
@@ -141,14 +141,15 @@ def test_the_switch_takes_the_copying_away_and_brings_it_back(wide: Browser, pla
     assert len(wide.run("[...document.querySelectorAll('#maps .found')]")) > 10
     wide.click('#off')
     wait_until_taught(wide)
-    assert wide.text('#verdict') == 'With them off it guesses 0 of 4 pieces. With them on: 4.'
+    assert wide.text('#verdict') == (
+        'With those numbers off it guesses 0 of 4 pieces. With those numbers on: 4.')
     assert [kind for kind, *_ in cards(wide)] == ['first'] + 4 * ['wrong']
     wait_until_read(wide)
     assert wide.run('text.means().bits') > surprise + 1  # inside it is off, too
     assert wide.run("document.querySelectorAll('#maps .found').length") < 8
     wide.click('#off')
     wait_until_taught(wide)
-    assert wide.text('#verdict').endswith('first guess. With them off: 0.')
+    assert wide.text('#verdict').endswith('first guess. With 49 numbers off: 0.')
     wait_until_read(wide)
     assert wide.run('text.means().bits') == surprise
     assert wide.text('#tally') == ''  # the word is the page's

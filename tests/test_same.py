@@ -262,7 +262,7 @@ def test_scores_that_attend_does_not_use_are_told(
 def test_layers_are_checked_where_they_train() -> None:
     """On a GPU `attend` may choose otherwise than on a CPU."""
     model = edited_model(*SOFT_CAP)
-    assert same.attend_error(model) == 0 and same.attend_error(model.cuda()) > 1e-4
+    assert same.attend_error(model) < 1e-12 and same.attend_error(model.cuda()) > 1e-4
 
 
 def test_layers_that_cannot_be_checked_are_told(capsys: pytest.CaptureFixture) -> None:
