@@ -61,9 +61,9 @@ BLOCK = 64  # the smallest block of queries, where attention takes one block aft
 @dataclass
 class ModelConfig:
     """Describe the architecture: first the fields that Llama shares, then CEM's options, then
-    variants. A field that is None gets the default that its comment names. To change a field
-    make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and others as derived
-    from the old values. ValueError for a bad value, or for CEM's options on Llama."""
+    variants, then what is ours. A field that is None gets the default that its comment names. To
+    change a field make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and others
+    as derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
     # For config files: a size drops the widths that an earlier file gave
     RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp'),)
     # The options that --help shows; --help=all shows all
@@ -95,14 +95,15 @@ class ModelConfig:
     residual: Literal['raw', 'normed'] = 'raw'  # steps are added to x, or to norm(x)
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), CEM's sqrt(D_h)
     exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
-    untied_output: bool = False  # ours: queries W_Q h + W_O (u - h), so that W_O is not W_Q
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
     tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
     attn_reuse: int = 1  # times that attention is applied in a row, each time with a new context
     mlp_reuse: int = 1  # times that the MLP is applied in a row, each time with a new context
+
     key_shift: Literal['none', 'half'] = 'none'  # ours: half of a key, from token j - 1
     match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare token i with j - 1
+    untied_output: bool = False  # ours: queries W_Q h + W_O (u - h), so that W_O is not W_Q
 
     def __post_init__(self) -> None:
         check_values(self)
