@@ -387,7 +387,7 @@ def test_an_exported_page_opens_its_prompt_and_writes(wide: Browser, tmp_path: P
     open_play(wide, path)
     wait_until_read(wide)
     assert given(wide) == 'See the ' and wide.run("$('lesson').hidden")
-    assert wide.run('text.tokens.length') > 20
+    wide.wait('text.tokens.length > 20')
 
 
 # train.html

@@ -278,7 +278,7 @@ def test_exports_side_by_side(place: Path, capsys: pytest.CaptureFixture) -> Non
     assert float(rows[0][3]) == pytest.approx(losses['hub/b'] / math.log(2), abs=1e-3)
     assert float(rows[0][4].strip('%')) == pytest.approx(100 * over, abs=0.06)
     assert rows[2][4] == '+0.0%'
-    with pytest.raises(SystemExit, match='takes folders and a --text alone, and not steps'):
+    with pytest.raises(SystemExit, match='takes only folders and a --text, and not steps'):
         evaluate.main(['--compare=hub/b,hub/a', '--steps=1'])
 
 
