@@ -1,8 +1,8 @@
 """
 A language model whose layers nobody wrote: Karpathy's microgpt with its two layers deleted.
 
-The model contains no softmax, no values and no MLP code, only two energies. Each letter of a word
-has a state, a list of 16 numbers, and an energy says how badly the state fits the letters so far. A
+Its layers have no softmax, no values and no MLP code, only two energies. Each letter of a word has
+a state, a list of 16 numbers, and an energy says how badly the state fits the letters so far. A
 layer is one step downhill, minus the energy's gradient, and autograd computes it. The first
 gradient turns out to be attention, the second a gated MLP. At the end the program compares both
 with the same layers written by hand. Autograd also trains the weights, through these gradients.

@@ -162,8 +162,7 @@ def main(argv: list[str]) -> int:
     # Find the data. A text is prepared on first use; a resumed run has its data
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
-        saved = state or start.weights  # None from scratch
-        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, saved, cfg)
+        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, state or start.weights, cfg)
     meta = read_meta(data_dir)
     if start.weights:
         tokenizer_of = {name: meta.get(name) for name in TOKENIZER_KEYS}
@@ -385,13 +384,14 @@ def main(argv: list[str]) -> int:
         mfu = flops * tokens_per_s / peak
         bar.set_postfix_str(f'loss {loss:.4f}, {tokens_per_s:,.0f} tok/s', refresh=False)
         bar.update()
-        if step % cfg.log_interval == 0 or is_last:
+        is_logged = step % cfg.log_interval == 0 or is_last
+        if is_logged:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
                 tokens_per_s=tokens_per_s, mfu=mfu if math.isfinite(mfu) else None, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
         # The first step may have compiled, which says nothing of the others
-        if step % cfg.log_interval == 0 or is_last or step == first_step + 1:
+        if is_logged or step == first_step + 1:
             last_logged, step_seconds = step, 0.0
         # Without a progress bar say early that it runs, and how long it takes
         left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))

@@ -1,6 +1,6 @@
 """The paper's full model: CEM attention and MLP, two steps each, diagonal-plus-low-rank
 preconditioners, shared diagonal. Algorithm 1 leaves out the diagonal's part of the gradient, and P
-turns the step, so this model follows its energy only roughly."""
+changes the step, so this model follows its energy only roughly."""
 attn = 'cem'
 mlp = 'cem'
 attn_steps = 2
