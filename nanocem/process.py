@@ -101,7 +101,7 @@ def note_signals() -> list[int]:
         signal.signal(number, signal.SIG_DFL)
         if sys.__stderr__:  # without it, 2 may be the number of any file
             with contextlib.suppress(OSError):
-                os.write(2, b'\nstopping after this step; a second signal ends the process\n')
+                os.write(2, b'\nstopping after this step; the same signal again ends the process\n')
 
     if threading.current_thread() is threading.main_thread():
         for number in signal.Signals:

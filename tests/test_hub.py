@@ -194,36 +194,39 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
     assert again.model.cfg.vocab_size == model.model.cfg.vocab_size == 300
 
 
-@pytest.mark.parametrize('line, other', [
-    ('(q / self.tau) @ k.mT', '(2 * q / self.tau) @ k.mT'),
-    ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)'),
-    # An MLP that looks back, which a cache cannot
-    ('g = gamma * F.silu(z)', 'g = gamma * F.silu(z + z.roll(1, 1))')])
-def test_an_edited_export_is_what_runs(line: str, other: str, tmp_path: Path,
-                                       capsys: pytest.CaptureFixture) -> None:
-    hub.export(model_of(), str(tmp_path / 'hub'), state_of(model_of()))
-    code = tmp_path / 'hub' / 'model.py'
-    edited = code.read_text().replace(line, other)
-    assert edited != code.read_text()
-    code.write_text(edited)
+def test_an_edited_export_is_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    edits = {'scores': ('(q / self.tau) @ k.mT', '(2 * q / self.tau) @ k.mT'),
+             'activation': ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)'),
+             # An MLP that looks back, which a cache cannot
+             'back': ('g = gamma * F.silu(z)', 'g = gamma * F.silu(z + z.roll(1, 1))')}
+    for name, (line, other) in edits.items():
+        hub.export(model_of(), str(tmp_path / name), state_of(model_of()))
+        code = tmp_path / name / 'model.py'
+        edited = code.read_text().replace(line, other)
+        assert edited != code.read_text()
+        code.write_text(edited)
     script = """
+import sys
 import torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained('hub', trust_remote_code=True)
-idx = torch.arange(6)[None]
-with torch.no_grad():
-    for new in model.generate(idx, do_sample=False, max_new_tokens=6, min_new_tokens=6)[0, 6:]:
-        right = model(idx).logits[0, -1, :256].argmax()  # BOS ends a text
-        assert new == right
-        idx = torch.cat([idx, right[None, None]], dim=1)
+for name in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    idx = torch.arange(6)[None]
+    with torch.no_grad():
+        for new in model.generate(idx, do_sample=False, max_new_tokens=6, min_new_tokens=6)[0, 6:]:
+            right = model(idx).logits[0, -1, :256].argmax()  # BOS ends a text
+            assert new == right
+            idx = torch.cat([idx, right[None, None]], dim=1)
 """
     (tmp_path / 'script.py').write_text(script)
-    done = running.run_script(tmp_path / 'script.py', cwd=tmp_path, HF_HUB_OFFLINE='1',
+    done = running.run_script(tmp_path / 'script.py', *edits, cwd=tmp_path, HF_HUB_OFFLINE='1',
                               HF_HOME=str(tmp_path / 'home'))
     assert done.returncode == 0, done.stderr
     # Here model.py's own classes run
-    load_model(str(tmp_path / 'hub'))
-    assert 'hub/model.py was edited, and is not the model.py here' in capsys.readouterr().err
+    for name in edits:
+        load_model(str(tmp_path / name))
+        assert f'{name}/model.py was edited, and is not the model.py here' in (
+            capsys.readouterr().err)
 
 
 def test_an_edited_llama_is_exported_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
