@@ -9,7 +9,7 @@ Config files assign plain values; they are parsed, never executed.
 Class attributes of a dataclass, all optional, say which options depend on one another, and which
 ones --help shows; --help=all shows all:
 
-    EXCLUSIVE = (('text', 'data'),)    only one of the two is given; it replaces an earlier other
+    EXCLUSIVE = (('text', 'data'),)    give only one; it replaces an earlier value of the other
     RESETS = (('size', 'width'),)      giving the first drops earlier values of the others
     FIRST = ('data', 'size')           the options that most people need
 """
@@ -75,9 +75,9 @@ def user_errors() -> Iterator[None]:
 
 
 def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
-    """Decorate a script's main: UserError, OSError (a missing file, a full disk), Ctrl-C or a
-    package of requirements.txt that is not there ends it with one line on stderr and exit code 1.
-    """
+    """Decorate a script's main: UserError, OSError (a missing file, a full disk), Ctrl-C, too
+    little memory, or a package of requirements.txt that is not there ends it with one line on
+    stderr and exit code 1."""
     @functools.wraps(main)
     def run(argv: list[str]) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the locale lacks
@@ -173,8 +173,8 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
         try:
             tree = ast.parse(file.read(), path)
         except (SyntaxError, ValueError) as error:  # ValueError: it is not UTF-8
-            fail(f'{path} is no config file, of lines of the form: name = plain value ({error}). '
-                 f'{others}')
+            fail(f'{path} is not a config file: expected lines of the form: name = plain value '
+                 f'({error}). {others}')
     given = {}
     statements = tree.body if ast.get_docstring(tree) is None else tree.body[1:]
     for node in statements:

@@ -173,8 +173,8 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
 
 def report_energies(run: 'Evaluated') -> str:
     """Format the mean energy at steps 0 to 8, or to the largest of `steps`, for each use of a CEM
-    sublayer, and whether its first step descends. The picture has the energies, from that at step
-    0. Of the tokens only some 4,096 are read."""
+    sublayer, and whether its first step descends. The picture shows each energy minus that at step
+    0. Only about 4,096 tokens are read."""
     steps = max(run.cfg.steps, default=8)
     ids, *_ = run.sequences
     x = ids[:max(1, 4096 // ids.shape[1]), :-1].long()
@@ -263,7 +263,7 @@ def compare_results(folders: Sequence[str],
              'test_loss', 'seconds')
     rows, notes = [], []
     for folder, config in zip(folders, configs, strict=True):
-        # Before a run ends it has no result, and its row is empty
+        # Before a run ends it has no result, and its row has only the number of parameters
         result = {}
         try:
             result = read_result(folder, config)

@@ -111,7 +111,7 @@ class ModelConfig:
         check_combination(self)
 
     def needs_h(self) -> bool:
-        """Return whether scores depend on the context h beside the keys."""
+        """Return whether scores depend on the context h other than through the keys."""
         return self.kq_diag != 'none' or self.match_bias != 'none'
 
     def ties(self, pair: str) -> bool:
@@ -125,8 +125,8 @@ class ModelConfig:
 
     def llama(self) -> 'ModelConfig':
         """Return the Llama of the same shape. Its parameter count sets the token budget."""
-        # Without n_kv_head, as without ties: a model with grouped queries reads as many tokens as
-        # the Llama that it is compared with
+        # Leave out n_kv_head and tie: a model with grouped queries or ties then reads as many
+        # tokens as the Llama that it is compared with
         names = ('d_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length')
         shape = {name: getattr(self, name) for name in names}
         # RoPE has no parameters, but needs heads of an even width
@@ -136,7 +136,7 @@ class ModelConfig:
 
 
 def normal_param(*shape: int, std: float) -> nn.Parameter:
-    """Return a matrix of weights. It is not an nn.Linear, since CEM uses each matrix twice, once
+    """Return a matrix of weights. It is not an nn.Linear, since CEM also uses W_Q and V
     transposed."""
     return nn.Parameter(torch.empty(shape).normal_(std=std))
 
@@ -377,7 +377,7 @@ class BaseAttention(nn.Module):
             o = self.kernel(self, q, k, v, pos, u, h)            # None where it cannot
             if o is not None:
                 return o, 0
-        # Torch's own attention, if it needs no bias, or on a GPU
+        # Torch's own attention, if there is no bias, or on a GPU if there is no diagonal_update
         if pos.mask is None or (q.is_cuda and not self.whole_gradient):
             return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
         # The scores of all queries at once, if there are few. (A graph of torch.export takes any
@@ -712,7 +712,7 @@ class Transformer(nn.Module):
             total = LossInParts.apply(x, self.head, targets, rows)
         else:
             total = sum_losses(F.linear(x, self.head), targets)
-        # Without a target that counts the mean is NaN, and gradients are 0, as in torch
+        # If no target counts, the mean is NaN and the gradients are 0, as in torch
         n = (targets != -100).sum()
         return torch.where(n > 0, total / n.clamp(min=1), torch.nan)
 
@@ -901,7 +901,7 @@ def default_values(cfg: ModelConfig) -> dict[str, Any]:
     return dict(
         d_model=D, n_layer=size['n_layer'],
         n_head=n_head, n_kv_head=cfg.n_head or n_head,
-        # For another width than the size's, the next even number to 8/3 D, as in all sizes
+        # For a width other than the size's, 8/3 D rounded up to an even number, as in all sizes
         d_mlp=size['d_mlp'] if size['d_model'] == D else 2 * math.ceil(4 * D / 3),
         init_std=0.02 * math.sqrt(768 / D),
         attn_step_size=1 / cfg.attn_steps, mlp_step_size=1 / cfg.mlp_steps,

@@ -143,8 +143,8 @@ def main(argv: list[str]) -> int:
     # to resume adds its config.json and last checkpoint; other weights are in `start.weights`
     given = read_options(argv, TrainConfig, ModelConfig)
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
-        check(world_size == 1 or given['text'] != '-', 'a pipe is read by one process: '
-              'prepare_slimpajama.py --input=- makes a data folder for more')
+        check(world_size == 1 or given['text'] != '-', 'only one process can read a pipe: '
+              'prepare_slimpajama.py --input=- makes a data folder that several can read')
         given['text'] = keep_piped(given['text'])
     start = runs.start_from(given, rank, TrainConfig)
     cfg = build(TrainConfig, start.options)
@@ -242,10 +242,9 @@ def main(argv: list[str]) -> int:
             optimizer.load_state_dict(optimizer_state)
         step, best, past_seconds = state['step'], state['best'], state['seconds']
         skipped, consecutive_skips = state['skipped'], state['consecutive_skips']
-        if state['precisions'][-1] != precision:
-            precisions = [*state['precisions'], precision]
-        else:
-            precisions = state['precisions']
+        precisions = state['precisions']
+        if precisions[-1] != precision:
+            precisions = [*precisions, precision]
     elif start.weights:
         runs.load_weights(raw_model, start.weights, cfg.init_from)
     start = state = optimizer_state = None  # free their memory
@@ -299,7 +298,8 @@ def main(argv: list[str]) -> int:
     @torch.no_grad()
     def evaluate(split: str, max_tokens: int) -> tuple[float, float | None]:
         """Return a split's mean loss in nats per token, and in bits per byte (None if the tokenizer
-        loses text), always over the same evenly spaced sequences. BOS counts as a token only."""
+        loses text), always over the same evenly spaced sequences. Bits per byte leave out the
+        loss of BOS."""
         raw_model.eval()
         sums = torch.zeros(4, dtype=torch.float64)  # tokens, nats, nats of text, bytes of text
         indices = evenly_spaced(len(data[split]), max_tokens // length)[rank::world_size]
@@ -390,7 +390,7 @@ def main(argv: list[str]) -> int:
                 tokens_per_s=tokens_per_s, mfu=mfu if math.isfinite(mfu) else None, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
                 seconds=past_seconds + time.monotonic() - started)
-        # The first step may have compiled, which says nothing of the others
+        # The first step may include compilation: its time says nothing about the others
         if is_logged or step == first_step + 1:
             last_logged, step_seconds = step, 0.0
         # Without a progress bar say early that it runs, and how long it takes
@@ -411,7 +411,7 @@ def main(argv: list[str]) -> int:
             log(step, val_loss=val_loss)
             if val_loss < best:
                 previous, best = best, val_loss
-                if not checkpoint('best.pt'):  # a later step may be written
+                if not checkpoint('best.pt'):  # compare later steps with the best on disk
                     best = previous
 
         # Write a checkpoint
@@ -434,8 +434,9 @@ def main(argv: list[str]) -> int:
         dist.barrier()  # rank 0 may still be writing a checkpoint
         dist.destroy_process_group()
         atexit.unregister(os._exit)
-    lost = (f'the weights after step {step:,} could not be written, and are lost: where there is '
-            f'room, --init_from=resume --out_dir={shlex.quote(out_dir)} goes on from what is there')
+    lost = (f'the weights after step {step:,} could not be written and are lost: once there is '
+            f'room, --init_from=resume --out_dir={shlex.quote(out_dir)} continues from the last '
+            'checkpoint, if there is one')
     if step < max_steps:
         # With no checkpoint at all there is nothing to go on with
         check(saved == step or bool(runs.checkpoints(out_dir)), lost)
@@ -484,16 +485,17 @@ def count_steps(cfg: TrainConfig, model_cfg: ModelConfig) -> int:
 
 def divide_batch(cfg: TrainConfig, length: int, world_size: int) -> int:
     """Divide the batch among the processes, and each share into micro-batches that fit into memory.
-    Return how many sequences of this length they have. UserError if a size does not divide."""
+    Return how many sequences of this length a micro-batch has. UserError if a division leaves a
+    remainder."""
     share, remainder = divmod(cfg.batch_size, world_size)  # sequences per process and step
     check(remainder == 0, f'batch_size={cfg.batch_size} does not divide among {world_size} '
-          f'processes; right would be batch_size={(share + 1) * world_size}')
+          f'processes; try batch_size={(share + 1) * world_size}')
     divisors = [m for m in range(1, share + 1) if share % m == 0]
     fitting = [m for m in divisors if m * length <= MICRO_BATCH_TOKENS]
     micro_batch_size = cfg.micro_batch_size or max(fitting, default=1)
     check(micro_batch_size in divisors,
           f'micro_batch_size={micro_batch_size} does not divide batch_size / processes = {share}; '
-          f'right would be one of {", ".join(map(str, divisors))}')
+          f'expected one of {", ".join(map(str, divisors))}')
     return micro_batch_size
 
 
@@ -521,7 +523,7 @@ def choose_precision(cfg: TrainConfig, device: torch.device,
                 torch.compile(torch.relu)(torch.ones(64, device=device))
         except Exception as error:  # such as a missing C++ compiler
             compiled, reason = False, str(error).strip().partition('\n')[0]
-            print(f'Not compiled, which takes longer and more memory: {reason}', flush=True)
+            print(f'Not compiled, so the run is slower and needs more memory: {reason}', flush=True)
     if dtype == 'auto':
         bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
                 or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))

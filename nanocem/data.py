@@ -24,7 +24,7 @@ def read_meta(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, 'meta.json')
     meta = read_json(path)
     others = other_files(folder)
-    check(meta is not None or not others, f'{path} is missing: {folder} is no data folder, and '
+    check(meta is not None or not others, f'{path} is missing: {folder} is not a data folder, and '
           f'holds {", ".join(others[:3])}. --text=FILE trains on a text, such as the input.txt of '
           "one of nanoGPT's folders")
     check(meta is not None,
@@ -50,16 +50,17 @@ class TokenDataset:
         self.length = length
         check(folder == folder.encode(errors='replace').decode(), f'{folder!r} is not UTF-8: give '
               'the folder another name')  # torch maps no such file
-        described = self.meta['splits'][split]['shards']
-        check(len(described) > 0, f'{folder}: no shard of the {split} split: prepare the '
+        all_shards = self.meta['splits'][split]['shards']
+        check(len(all_shards) > 0, f'{folder}: no shard of the {split} split: prepare the '
               'data again, with --held_out above 0')
         dtype = np.dtype(self.meta['dtype']).newbyteorder('<')
-        # Map the tokens of each shard, (n,), into memory. torch keeps no file open, NumPy does
-        self.described = [shard for shard in described if shard['tokens'] > length]
+        # Leave out shards that are too short for a sequence
+        self.described = [shard for shard in all_shards if shard['tokens'] > length]
         check(len(self.described) > 0, f'{folder}: no shard of the {split} split holds a sequence '
               f'of context_length + 1 = {length + 1} tokens (it has '
-              f'{sum(shard["tokens"] for shard in described):,}): expected a smaller '
+              f'{sum(shard["tokens"] for shard in all_shards):,}): expected a smaller '
               'context_length, a longer text or a larger --held_out')
+        # Map the tokens of each shard, (n,), into memory. torch keeps no file open, NumPy does
         self.shards = []
         for shard in self.described:
             path = os.path.join(folder, shard['file'])

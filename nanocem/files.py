@@ -112,7 +112,7 @@ def to_json(values: dict[str, Any], indent: int | None = None) -> bytes:
 
 def plain(value: Any) -> Any:
     """Return a value as JSON can hold it: a tensor or an array as its numbers, NaN and infinity as
-    None, since JSON has neither, and what is no number, text, list or dictionary as text."""
+    None, since JSON has neither, and anything but numbers, text, lists and dictionaries as text."""
     if hasattr(value, 'tolist'):  # of torch or NumPy
         value = value.tolist()
     if isinstance(value, dict):

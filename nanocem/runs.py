@@ -94,8 +94,8 @@ def check_options(path: str, saved: dict[str, Any], given: dict[str, Any]) -> No
                  if value is not None and name not in MAY_CHANGE
                  and as_path(name, saved.get(name, value)) != as_path(name, value)]
     recipe = ' '.join(f'--{name}={saved[name]}' for name in RECIPE if name in saved)
-    remedy = (f'. A new run trains its weights on: --init_from={shlex.quote(path)} --tokens=N '
-              f'{recipe}' if recipe else '')
+    remedy = (f'. A new run can train its weights further: --init_from={shlex.quote(path)} '
+              f'--tokens=N {recipe}' if recipe else '')
     check(not different, f'the run in {path} has {", ".join(different)}: expected the '
           f'same{remedy}')
 
@@ -156,7 +156,7 @@ def read_result(out_dir: str, config: dict[str, Any]) -> dict[str, Any]:
         return {}
     steps = config.get('max_steps', result['steps'])  # the config.json of an older run has none
     check(result['steps'] == steps, f'{out_dir}/result.json is that of {result["steps"]:,} steps, '
-          f'and config.json asks for {steps:,}: --init_from=resume ends the run')
+          f'and config.json asks for {steps:,}: --init_from=resume completes the run')
     return result
 
 
@@ -233,12 +233,12 @@ def read_checkpoint(path: str) -> dict[str, Any]:
     except OSError:
         raise
     except pickle.UnpicklingError:  # such as torch.save(model)
-        fail(f'{path} is no checkpoint of train.py: it holds other objects than tensors and plain '
-             'values, which could run any code')
+        fail(f'{path} is not a checkpoint of train.py: it holds objects other than tensors and '
+             'plain values, and loading such objects could run any code')
     except Exception as error:  # a damaged file can fail in any way
         fail(f'{path} is damaged ({" ".join(str(error).split()):.200})')
-    check(isinstance(state, dict) and {'model', 'model_config'} <= {*state}, f'{path} is no '
-          "checkpoint of train.py: expected one, which has the model's options beside its weights")
+    check(isinstance(state, dict) and {'model', 'model_config'} <= {*state}, f'{path} is not a '
+          "checkpoint of train.py: expected one, which has the model's options and its weights")
     # Remember the folder if it holds the tokenizer
     if os.path.exists(os.path.join(os.path.dirname(path), MODEL_FILE)):
         state['folder'] = os.path.dirname(path)
@@ -298,9 +298,9 @@ def load_weights(model: Transformer, state: dict[str, Any], path: str) -> None:
 
 
 def describe_change(model: Transformer, state: dict[str, Any]) -> str:
-    """Describe how this model.py computes something other than the one that made the checkpoint
-    whose weights `model` has, or return ''. A checkpoint from a custom training loop may have no
-    logits to compare."""
+    """Describe how what this model.py computes differs from what the model.py of a checkpoint
+    computed, or return ''. `model` has the checkpoint's weights. A checkpoint from a custom
+    training loop may have no logits to compare."""
     # An export also keeps the options that its logits were computed with: another program may
     # change those in its config.json
     options = state.get('options', state['model_config'])
@@ -309,7 +309,8 @@ def describe_change(model: Transformer, state: dict[str, Any]) -> str:
     lacks = f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
     if 'outputs' not in state:
         return lacks
-    change = find_change(model, state['outputs'])  # an unknown option that changes nothing is none
+    # Do not report an unknown option if the logits are the same: it changes nothing
+    change = find_change(model, state['outputs'])
     return change and change + (f'; {lacks}' if lacks else '')
 
 

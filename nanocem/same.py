@@ -7,7 +7,7 @@ Does a model compute what it should? These functions compare numbers, and never 
     step_errors     is each step of a CEM layer minus the gradient of its energy?
     attend_error    does `attend` give the sums that `softmax_attention` writes out?
 
-What no logit shows, such as a dropout, stands in the model.py that a run's folder keeps.
+What no logit shows, such as dropout, can be seen only in the model.py that a run's folder keeps.
 """
 import contextlib
 import copy
@@ -30,8 +30,9 @@ NOT_COPIED = {'size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'voc
 
 
 def device_of_checks(model: Any) -> str:
-    """Return the model's device, where `attend` chooses as in training. Apple's GPUs have no
-    float64: their models are checked on the CPU."""
+    """Return the type of device on which to check a model: its own, so that `attend` chooses the
+    same implementation as in training. But Apple's GPUs have no float64: their models are checked
+    on the CPU."""
     return 'cuda' if model.head.device.type == 'cuda' else 'cpu'
 
 
@@ -188,9 +189,9 @@ def attend_error(model: Any) -> float:
     if not (hasattr(attn, 'attend') and hasattr(attn, 'softmax_attention')):
         return 0.0
     q, k, v = (attn.split_heads(x.roll(n, dims=2)) for n in (1, 2, 3))
-    of = q, k, v, pos, x, x.flip(1)
-    o, right = attn.attend(*of)[0], attn.softmax_attention(*of)[0]
-    return relative_error(o, right)
+    inputs = q, k, v, pos, x, x.flip(1)
+    found, expected = attn.attend(*inputs)[0], attn.softmax_attention(*inputs)[0]
+    return relative_error(found, expected)
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:

@@ -95,8 +95,8 @@ def copying(model: Transformer, ids: Tensor, bos: int, n_before: int = 1) -> dic
         first       the first half of each sequence, less a token, after a BOS
         second      the same tokens once more, after these
 
-    The sequences (n, length + 1) are cut as training cuts them. BOS is no target. UserError if no
-    target is of one of these kinds, or if a loss is NaN."""
+    The sequences (n, length + 1) are cut as training cuts them. BOS is not a target. UserError if
+    no target is of one of these kinds, or if a loss is NaN."""
     check(ids.shape[1] > 4, f'copying: the sequences have {ids.shape[1] - 1} tokens: expected a '
           'text, and a context, of 4 or more')
     losses = target_losses(model, ids, bos)

@@ -258,7 +258,7 @@ def read_run(folder: str) -> tuple[Run, Result] | None:
     same = all(getattr(train, name) == getattr(named_train, name) for name in names)
     check(same and cfg == named_cfg, 'its config.json is that of another run')
 
-    # Ask the weights about another text of model.py: if it computes the same, it is no other model
+    # Ask the weights about another text of model.py: the same logits make it the same model
     path = Path(folder, 'model.py')
     if path.exists() and path.read_text(encoding='utf-8') != MODEL_TEXT:
         _, state = load_model(folder)

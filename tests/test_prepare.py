@@ -619,7 +619,7 @@ def test_another_programs_data_folder_is_told(tmp_path: Path) -> None:
     """As nanoGPT's. Its name is not given to prepare_slimpajama.py, which would refuse it."""
     for name in ('train.bin', 'val.bin', 'meta.pkl'):
         (tmp_path / name).write_bytes(b'1')
-    with pytest.raises(UserError, match=r'is no data folder, and holds meta\.pkl, train\.bin, val'
+    with pytest.raises(UserError, match=r'not a data folder, and holds meta\.pkl, train\.bin, val'
                        r'\.bin\. --text=FILE trains on a text'):
         read_meta(str(tmp_path))
     with pytest.raises(UserError, match=r'prepare_slimpajama\.py --out_dir=.*none makes'):

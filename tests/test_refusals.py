@@ -29,7 +29,7 @@ train               --size                                 --size=VALUE, no spac
 train               --out_dir=                             --out_dir=: expected a name or path
 train               config/none.py                         no config file config/none.py
 train               code.py                                code.py:1: only lines of the form
-train               a.txt --size=nano                      a.txt is no config file
+train               a.txt --size=nano                      a.txt is not a config file
 train               latin1.txt                             other files and folders: --data, --text
 bench               a.txt                                  other files and folders: none
 train               wrong.py                               attn_steps=[1]: expected a whole number
@@ -67,8 +67,8 @@ evaluate            --out_dir=llama --text=a.txt --split=val       a text is rea
 evaluate            --compare=llama --energies --tokens=5          --text, and not energies, tokens
 evaluate            --compare=llama,                       a comma-separated list, each a name
 evaluate            --compare llama,half                   --compare=VALUE, no space
-evaluate            --out_dir=weights.pt                   weights.pt is no checkpoint of train.py
-evaluate            --out_dir=whole.pt                     whole.pt is no checkpoint of train.py
+evaluate            --out_dir=weights.pt                   weights.pt is not a checkpoint of train
+evaluate            --out_dir=whole.pt                     whole.pt is not a checkpoint of train.py
 evaluate            --out_dir=half                         half/model.safetensors is damaged, or not
 evaluate            --out_dir=edited                       edited/config.json is damaged (
 evaluate            --tokens=5                             no run in out/: python train.py config/

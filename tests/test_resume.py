@@ -293,7 +293,7 @@ def test_one_more_epoch_keeps_the_recipe(data: Path, tmp_path: Path) -> None:
     assert train.main([*flags, steps(1), f'--out_dir={out}']) == 0
     with pytest.raises(SystemExit) as stop:
         train.main([RESUME, f'--out_dir={out}', steps(2)])
-    _, _, line = stop.value.code.partition('A new run trains its weights on: ')
+    _, _, line = stop.value.code.partition('A new run can train its weights further: ')
     given = [*line.replace('--tokens=N', steps(1)).split(), '--device=cpu', '--compile=False']
     assert train.main([*given, f'--out_dir={new}', '--sample_tokens=0']) == 0
     before, after = (json.loads((run / 'config.json').read_text()) for run in (out, new))

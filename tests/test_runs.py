@@ -170,7 +170,7 @@ def test_a_checkpoint_holds_plain_values_alone(tmp_path: Path) -> None:
     """Another one could run any code when it is read."""
     hostile = tmp_path / 'hostile.pt'
     torch.save({'model': {}, 'step': Touch(str(tmp_path / 'touched'))}, hostile)
-    with pytest.raises(UserError, match=r'hostile.pt is no checkpoint .* could run any code'):
+    with pytest.raises(UserError, match=r'hostile.pt is not a checkpoint .* could run any code'):
         read_checkpoint(str(hostile))
     assert not (tmp_path / 'touched').exists()
 

@@ -80,7 +80,7 @@ def test_accumulation_and_several_processes_give_one_processs_losses(
 
 
 @pytest.mark.parametrize('options, right', [
-    ('--batch_size=127', 'does not divide among 2 processes; right would be batch_size=128'),
+    ('--batch_size=127', 'does not divide among 2 processes; try batch_size=128'),
     ('--batch_size=16 --micro_batch_size=3', 'batch_size / processes = 8; .* one of 1, 2, 4, 8')])
 def test_what_divides_a_batch_is_named(
     options: str, right: str, data: Path, monkeypatch: pytest.MonkeyPatch
@@ -453,7 +453,7 @@ def test_last_weights_that_are_lost_are_told(
     run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', steps(4), f'--stop_step={stop}',
               '--checkpoint_interval=2', damage=partial(no_checkpoint, after, times)).wait()
     assert run.codes == [code], run.text
-    line = f'the weights after step {stop} could not be written, and are lost: where there is room'
+    line = f'the weights after step {stop} could not be written and are lost: once there is room'
     lost = times == 99
     assert (line in run.text) == lost, run.text
     assert ('Stopped after' in run.text) == (code == train.STOPPED and not lost)

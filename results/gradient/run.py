@@ -138,7 +138,7 @@ def options_of(model: dict[str, str], size: str, seed: str, variant: str) -> lis
 
 
 def targets(model: torch.nn.Module, ids: Tensor, bos: int) -> tuple[Tensor, Tensor]:
-    """Return the loss of each target, NaN where it is no text, and whether it is a repeated one."""
+    """Return the loss of each target, NaN where it is not text, and whether it is repeated."""
     losses = target_losses(model, ids, bos)
     return losses, repeated_targets(ids, model.cfg.vocab_size) & ~losses.isnan()
 
