@@ -110,8 +110,10 @@ class Browser:
 
 
 @contextlib.contextmanager
-def start_browser(width: int = 1200, height: int = 900, phone: bool = False) -> Iterator[Browser]:
-    """Start Chromium, or skip the test where it is not installed."""
+def start_browser(width: int = 1200, height: int = 900, phone: bool = False,
+                  still: bool = False) -> Iterator[Browser]:
+    """Start Chromium, or skip the test where it is not installed. A still one asks pages not to
+    move anything, as readers can."""
     chromium, driver = shutil.which('chromium'), shutil.which('chromedriver')
     if not chromium or not driver:
         pytest.skip('there is no Chromium here: apt-get install chromium chromium-driver')
@@ -119,6 +121,8 @@ def start_browser(width: int = 1200, height: int = 900, phone: bool = False) -> 
     with tempfile.TemporaryDirectory() as profile:
         options: dict[str, Any] = dict(binary=chromium, args=[
             *FLAGS, f'--user-data-dir={profile}', f'--window-size={width},{height}'])
+        if still:
+            options['args'].append('--force-prefers-reduced-motion')
         if phone:
             options['mobileEmulation'] = dict(deviceMetrics=dict(
                 width=width, height=height, pixelRatio=2, touch=True))

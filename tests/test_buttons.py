@@ -23,6 +23,12 @@ def wide() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope='module')
+def still() -> Iterator[Browser]:
+    with start_browser(1200, 900, still=True) as browser:
+        yield browser
+
+
+@pytest.fixture(scope='module')
 def phone() -> Iterator[Browser]:
     with start_browser(**PHONE) as browser:
         yield browser
@@ -55,7 +61,7 @@ def cards(browser: Browser) -> list[list[str]]:
 def look_inside(browser: Browser, prompt: str = '') -> None:
     """Open "Look inside", with a text of one's own or that of the lesson."""
     browser.run("$('inside').open = true")
-    browser.wait('text')
+    browser.wait('text != null')  # not the text itself, which would be sent
     if prompt:
         browser.run(f'(open({json.dumps(prompt)}), write(0))')
     wait_until_read(browser)
@@ -108,149 +114,149 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     assert wide.errors() == []
 
 
-def test_a_word_of_the_readers_is_taught_and_counted(wide: Browser, play: Path) -> None:
-    open_play(wide, play)
-    assert teach(wide, 'Morvath') == 'It copied Morvath: all 4 pieces were its first guess.'
-    assert wide.text('#tally') == 'Your words: 1 of 1 copied whole, 4 of 4 pieces.'
-    assert teach(wide, 'Quimby') == 'It guessed 1 of 3 pieces of Quimby.'
-    assert cards(wide)[2][0] == 'wrong' and cards(wide)[2][2].startswith('guessed ')
-    assert wide.text('#tally') == 'Your words: 1 of 2 copied whole, 5 of 7 pieces.'
+def test_a_word_of_the_readers_is_taught_and_counted(still: Browser, play: Path) -> None:
+    open_play(still, play)
+    assert teach(still, 'Morvath') == 'It copied Morvath: all 4 pieces were its first guess.'
+    assert still.text('#tally') == 'Your words: 1 of 1 copied whole, 4 of 4 pieces.'
+    assert teach(still, 'Quimby') == 'It guessed 1 of 3 pieces of Quimby.'
+    assert cards(still)[2][0] == 'wrong' and cards(still)[2][2].startswith('guessed ')
+    assert still.text('#tally') == 'Your words: 1 of 2 copied whole, 5 of 7 pieces.'
     for word, problem in (('two words', 'without a space'), ('', 'Type a word.'),
                           ('file', 'is a single piece for this model')):
-        wide.run(f"$('word').value = {json.dumps(word)}")
-        wide.click('#teach')
-        assert problem in wide.text('#note')
-        assert cards(wide)[0][1] == 'Q'  # the last lesson stays
-    wide.click('#other')
-    wait_until_taught(wide)
-    word = wide.run("$('word').value")
-    assert word in page.WORDS and word != 'Quimby' and wide.text('#note') == ''
+        still.run(f"$('word').value = {json.dumps(word)}")
+        still.click('#teach')
+        assert problem in still.text('#note')
+        assert cards(still)[0][1] == 'Q'  # the last lesson stays
+    still.click('#other')
+    wait_until_taught(still)
+    word = still.run("$('word').value")
+    assert word in page.WORDS and word != 'Quimby' and still.text('#note') == ''
     # The address restores word and switch
-    wide.click('#off')
-    assert address(wide) == {'word': word, 'off': '1'}
-    open_play(wide, play, '#word=Florbin&off=1')
-    assert wide.run("$('off').checked && $('word').value == 'Florbin'")
-    assert wide.text('#verdict').startswith('With those numbers off it guesses 0 of ')
-    assert wide.errors() == []
+    still.click('#off')
+    assert address(still) == {'word': word, 'off': '1'}
+    open_play(still, play, '#word=Florbin&off=1')
+    assert still.run("$('off').checked && $('word').value == 'Florbin'")
+    assert still.text('#verdict').startswith('With those numbers off it guesses 0 of ')
+    assert still.errors() == []
 
 
-def test_the_switch_takes_the_copying_away_and_brings_it_back(wide: Browser, play: Path) -> None:
-    open_play(wide, play)
-    look_inside(wide)
-    surprise = wide.run('text.means().bits')
-    assert len(wide.run("[...document.querySelectorAll('#maps .found')]")) > 10
-    wide.click('#off')
-    wait_until_taught(wide)
-    assert wide.text('#verdict') == (
+def test_the_switch_takes_the_copying_away_and_brings_it_back(still: Browser, play: Path) -> None:
+    open_play(still, play)
+    look_inside(still)
+    surprise = still.run('text.means().bits')
+    assert len(still.run("[...document.querySelectorAll('#maps .found')]")) > 10
+    still.click('#off')
+    wait_until_taught(still)
+    assert still.text('#verdict') == (
         'With those numbers off it guesses 0 of 4 pieces. With those numbers on: 4.')
-    assert [kind for kind, *_ in cards(wide)] == ['first'] + 4 * ['wrong']
-    wait_until_read(wide)
-    assert wide.run('text.means().bits') > surprise + 1  # inside it is off, too
-    assert wide.run("document.querySelectorAll('#maps .found').length") < 8
-    wide.click('#off')
-    wait_until_taught(wide)
-    assert wide.text('#verdict').endswith('first guess. With 49 numbers off: 0.')
-    wait_until_read(wide)
-    assert wide.run('text.means().bits') == surprise
-    assert wide.text('#tally') == ''  # the word is the page's
+    assert [kind for kind, *_ in cards(still)] == ['first'] + 4 * ['wrong']
+    wait_until_read(still)
+    assert still.run('text.means().bits') > surprise + 1  # inside it is off, too
+    assert still.run("document.querySelectorAll('#maps .found').length") < 8
+    still.click('#off')
+    wait_until_taught(still)
+    assert still.text('#verdict').endswith('first guess. With 49 numbers off: 0.')
+    wait_until_read(still)
+    assert still.run('text.means().bits') == surprise
+    assert still.text('#tally') == ''  # the word is the page's
 
 
-def test_a_model_without_a_match_bias_has_no_switch(wide: Browser, tmp_path: Path) -> None:
+def test_a_model_without_a_match_bias_has_no_switch(still: Browser, tmp_path: Path) -> None:
     """One without energies and with bytes, too."""
     path = tmp_path / 'page.html'
     model = make_model(attn='llama', mlp='llama', context_length=150)
     path.write_text(page.make_page(model, STATE), 'utf-8')
-    open_play(wide, path)
-    assert [piece for _, piece, _ in cards(wide)] == [*'Zorblax']
-    assert wide.run("$('switch').hidden")
-    look_inside(wide)
-    assert wide.run("$('energies').hidden")
-    wide.click('#one')
-    wait_until_read(wide)
-    assert wide.wait('document.body.dataset.checked') == 'true'
-    assert wide.errors() == []
+    open_play(still, path)
+    assert [piece for _, piece, _ in cards(still)] == [*'Zorblax']
+    assert still.run("$('switch').hidden")
+    look_inside(still)
+    assert still.run("$('energies').hidden")
+    still.click('#one')
+    wait_until_read(still)
+    assert still.wait('document.body.dataset.checked') == 'true'
+    assert still.errors() == []
 
 
-def test_the_tab_key_stops_twenty_times_at_most(wide: Browser, play: Path) -> None:
+def test_the_tab_key_stops_twenty_times_at_most(still: Browser, play: Path) -> None:
     """With everything open. The heads are one stop, from which arrow keys go on."""
-    open_play(wide, play)
-    look_inside(wide)
-    wide.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
-    wide.run("$('word').focus()")
+    open_play(still, play)
+    look_inside(still)
+    still.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    still.run("$('word').focus()")
     stops = []
     for _ in range(40):
-        stops.append(wide.run("document.activeElement.outerHTML.slice(0, 60)"))
-        wide.press('\ue004')
+        stops.append(still.run("document.activeElement.outerHTML.slice(0, 60)"))
+        still.press('\ue004')
         if stops[-1] in stops[:-1]:
             break
     stops = {stop for stop in stops if not stop.startswith('<body')}
     assert 15 < len(stops) <= 20, stops
     assert sum('<button title=' in stop for stop in stops) == 1, stops
-    wide.run("document.querySelector('#maps button[tabindex=\"0\"]').focus()")
-    wide.press('\ue014\ue015\ue013\ue015')  # right, down, up, down
-    assert wide.run("document.activeElement == headAt([1, 1])")
-    wide.press('\ue012\ue012\ue012')  # left of the first one there is none
-    assert wide.run("document.activeElement == headAt([1, 0])")
-    wide.press(' ')
-    assert 'Green in the text: layer 2, head 1.' in wide.text('#looks')
-    assert wide.run("document.activeElement == headAt([1, 0])")
+    still.run("document.querySelector('#maps button[tabindex=\"0\"]').focus()")
+    still.press('\ue014\ue015\ue013\ue015')  # right, down, up, down
+    assert still.run("document.activeElement == headAt([1, 1])")
+    still.press('\ue012\ue012\ue012')  # left of the first one there is none
+    assert still.run("document.activeElement == headAt([1, 0])")
+    still.press(' ')
+    assert 'Green in the text: layer 2, head 1.' in still.text('#looks')
+    assert still.run("document.activeElement == headAt([1, 0])")
 
 
-def test_look_inside_shows_the_lessons_word(wide: Browser, play: Path) -> None:
-    open_play(wide, play)
-    wide.click('#inside summary')
-    wait_until_read(wide)
-    assert given(wide) == 'The Zorblax is a rare fish. If the Zorblax is hungry,'
-    assert wide.text('#token').startswith('Token 20: b (91%, 0.1 bits)')
-    assert '14 of 49 heads (framed) look most at l, which followed the earlier b' in wide.text(
+def test_look_inside_shows_the_lessons_word(still: Browser, play: Path) -> None:
+    open_play(still, play)
+    still.click('#inside summary')
+    wait_until_read(still)
+    assert given(still) == 'The Zorblax is a rare fish. If the Zorblax is hungry,'
+    assert still.text('#token').startswith('Token 20: b (91%, 0.1 bits)')
+    assert '14 of 49 heads (framed) look most at l, which followed the earlier b' in still.text(
         '#looks')
-    assert wide.text('#surprise').startswith('Mean surprise of this text: 5.17 bits per token. En')
+    assert still.text('#surprise').startswith('Mean surprise of this text: 5.17 bits per token. En')
     # Another word is shown, too
-    teach(wide, 'Morvath')
-    wait_until_read(wide)
-    assert 'Morvath is a rare fish' in given(wide)
-    wide.run("$('prompt').value = ''")
-    wide.click('#again')
-    wide.run('write(0)')
-    wide.wait("/^1 token\\.|tokens/.test($('status').textContent)")
+    teach(still, 'Morvath')
+    wait_until_read(still)
+    assert 'Morvath is a rare fish' in given(still)
+    still.run("$('prompt').value = ''")
+    still.click('#again')
+    still.run('write(0)')
+    still.wait("/^1 token\\.|tokens/.test($('status').textContent)")
 
 
-def test_after_an_edit_the_old_text_is_not_continued(wide: Browser, play: Path) -> None:
-    open_play(wide, play)
-    look_inside(wide)
+def test_after_an_edit_the_old_text_is_not_continued(still: Browser, play: Path) -> None:
+    open_play(still, play)
+    look_inside(still)
     for button in '#go', '#one', '#again':
-        wide.type('#prompt', ' now')
-        prompt = wide.run("document.getElementById('prompt').value")
-        assert wide.text('#status') == 'Edited: each button begins anew.'
-        wide.click(button)
-        wide.run('write(0)')
-        assert given(wide) == prompt and prompt.endswith(' now')
-        wait_until_read(wide)
+        still.type('#prompt', ' now')
+        prompt = still.run("document.getElementById('prompt').value")
+        assert still.text('#status') == 'Edited: each button begins anew.'
+        still.click(button)
+        still.run('write(0)')
+        assert given(still) == prompt and prompt.endswith(' now')
+        wait_until_read(still)
     # Control and Enter write, too
-    wide.type('#prompt', '!')
-    wide.type('#prompt', '\ue009\ue007')
-    wide.wait('text.tokens.some(token => !token.given)')
-    assert given(wide) == prompt + '!'
+    still.type('#prompt', '!')
+    still.type('#prompt', '\ue009\ue007')
+    still.wait('text.tokens.some(token => !token.given)')
+    assert given(still) == prompt + '!'
     # While it writes, an edit stops it
-    wide.type('#prompt', '?')
-    assert wide.run('todo') == 0
+    still.type('#prompt', '?')
+    assert still.run('todo') == 0
 
 
-def test_more_steps_are_an_experiment(wide: Browser, play: Path) -> None:
+def test_more_steps_are_an_experiment(still: Browser, play: Path) -> None:
     """Of a text that the model has not read, the energies fall further, and the surprise rises."""
-    open_play(wide, play)
-    look_inside(wide, HELD_OUT[:400])
-    before = wide.run('text.means()')
-    assert wide.text('#question').endswith('Try more than in training.')
+    open_play(still, play)
+    look_inside(still, HELD_OUT[:400])
+    before = still.run('text.means()')
+    assert still.text('#question').endswith('Try more than in training.')
     for kind in 'attn', 'mlp':
-        wide.type(f'#{kind}', '\ue014' * 6)  # to the right
-    wide.wait('model.T.attn == 8 && model.T.mlp == 8')
-    wait_until_read(wide)
-    after = wide.run('text.means()')
+        still.type(f'#{kind}', '\ue014' * 6)  # to the right
+    still.wait('model.T.attn == 8 && model.T.mlp == 8')
+    wait_until_read(still)
+    after = still.run('text.means()')
     assert after['fall'] > before['fall'] + 5 and after['bits'] > before['bits'] + 1
-    assert f"{after['bits']:.2f} bits per token" in wide.text('#surprise')
-    assert wide.text('#attn-is') == '8 (2 in training)'
-    assert wide.text('#question') == (
+    assert f"{after['bits']:.2f} bits per token" in still.text('#surprise')
+    assert still.text('#attn-is') == '8 (2 in training)'
+    assert still.text('#question') == (
         f"With these steps energies fall by {after['fall']:.0f}, and with those of training by "
         f"{before['fall']:.0f}. The surprise is {after['bits']:.2f} bits per token, and was "
         f"{before['bits']:.2f}: worse guesses.")
@@ -294,41 +300,41 @@ def test_nothing_moves_while_pieces_turn(wide: Browser, phone: Browser, play: Pa
         assert not browser.run('document.documentElement.scrollWidth > innerWidth')
 
 
-def test_the_address_holds_what_is_seen(wide: Browser, play: Path) -> None:
-    open_play(wide, play)
-    look_inside(wide)
-    wide.run("$('prompt').value = 'The first argument'")
-    write_and_stop(wide)
-    wait_until_read(wide)
-    wide.type('#temperature', '\ue012\ue012')
-    wide.type('#mlp', '\ue014')
-    wait_until_read(wide)
-    wide.click('#text span:nth-child(7)')
-    held = address(wide)
+def test_the_address_holds_what_is_seen(still: Browser, play: Path) -> None:
+    open_play(still, play)
+    look_inside(still)
+    still.run("$('prompt').value = 'The first argument'")
+    write_and_stop(still)
+    wait_until_read(still)
+    still.type('#temperature', '\ue012\ue012')
+    still.type('#mlp', '\ue014')
+    wait_until_read(still)
+    still.click('#text span:nth-child(7)')
+    held = address(still)
     assert held['prompt'] == 'The first argument' and held['token'] == '6'
     assert (held['T'], held['T_mlp'], held['temperature']) == ('2', '3', '0.7')
     seen = '[chosen, text.tokens.map(token => token.id), model.T]'
-    before = wide.run(seen)
-    open_play(wide, play, wide.run('location.hash'))
-    wait_until_read(wide)
-    after = wide.run(seen)
+    before = still.run(seen)
+    open_play(still, play, still.run('location.hash'))
+    wait_until_read(still)
+    after = still.run(seen)
     # As many tokens, if not the same: T and the temperature were others when they were written
     assert (after[0], len(after[1]), after[2]) == (6, len(before[1]), {'attn': 2, 'mlp': 3})
-    assert wide.text('#token').startswith('Token 6: ')
+    assert still.text('#token').startswith('Token 6: ')
     # A text that was written with these settings is written again
-    wide.click('#one')
-    wait_until_read(wide)
-    address(wide)
-    before = wide.run('[text.tokens.map(token => token.id), location.hash]')
-    open_play(wide, play, before[1])
-    wait_until_read(wide)
-    assert wide.run('text.tokens.map(token => token.id)') == before[0]
+    still.click('#one')
+    wait_until_read(still)
+    address(still)
+    before = still.run('[text.tokens.map(token => token.id), location.hash]')
+    open_play(still, play, before[1])
+    wait_until_read(still)
+    assert still.run('text.tokens.map(token => token.id)') == before[0]
     # What no page wrote does no harm
-    open_play(wide, play, '#word=a+b&prompt=a&token=x&T=-1&T_mlp=1e9&temperature=&seed=no'
+    open_play(still, play, '#word=a+b&prompt=a&token=x&T=-1&T_mlp=1e9&temperature=&seed=no'
               '&more=-5')
-    wait_until_read(wide)
-    assert wide.run('[model.T, text.tokens.length]') == [{'attn': 2, 'mlp': 2}, 2]
-    assert wide.errors() == []
+    wait_until_read(still)
+    assert still.run('[model.T, text.tokens.length]') == [{'attn': 2, 'mlp': 2}, 2]
+    assert still.errors() == []
 
 
 def test_a_tap_brings_the_chart_into_view(phone: Browser, play: Path) -> None:
@@ -372,13 +378,13 @@ def test_a_finger_hits_a_token_of_one_letter(phone: Browser, play: Path) -> None
     assert not phone.run('document.documentElement.scrollWidth > innerWidth')
 
 
-def test_numbers_that_are_not_model_pys_are_said_to_be(wide: Browser, tmp_path: Path) -> None:
+def test_numbers_that_are_not_model_pys_are_said_to_be(still: Browser, tmp_path: Path) -> None:
     path = tmp_path / 'page.html'
     html = page.make_page(make_model(), STATE)
     path.write_text(html.replace('"logits": [', '"logits": [9', 1), 'utf-8')
-    open_play(wide, path)
-    assert wide.wait('document.body.dataset.checked') == 'false'
-    assert not wide.run("document.getElementById('wrong').hidden")
+    open_play(still, path)
+    assert still.wait('document.body.dataset.checked') == 'false'
+    assert not still.run("document.getElementById('wrong').hidden")
 
 
 def test_an_exported_page_opens_its_prompt_and_writes(wide: Browser, tmp_path: Path) -> None:
