@@ -189,7 +189,7 @@ def test_what_can_be_tried_works(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(microcem, 'LAYERS', layers)
         w = microcem.new_weights(N)
         words = [random_word() for _ in range(3)]
-        losses = list(microcem.train(words, w, steps=40))
+        losses = list(microcem.train(words, w, steps=25))
         assert sum(losses[-5:]) < sum(losses[:5]) - 2.5
         if squares in layers:
             u, h = microcem.randn(5, D), microcem.randn(5, D)

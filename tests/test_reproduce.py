@@ -64,7 +64,8 @@ def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_p
     write_data(tmp_path / 'data')
     monkeypatch.setitem(STUDY.options, 'XS', (
         '--n_layer=1 --d_model=8 --d_mlp=8 --n_head=1 --context_length=8 --batch_size=2 '
-        '--tokens=160 --data=data --vocab_size=257 --compile=False --tensorboard=False'))
+        '--tokens=160 --data=data --vocab_size=257 --compile=False --tensorboard=False '
+        '--eval_tokens=200 --test_tokens=200 --sample_tokens=0'))
     run = Run('XS', 'cem-1-twice', 0.014, 1)
     reproduce.print_todo([run], 'out/reproduce')
     line = capsys.readouterr().out.replace('python train.py', f'{sys.executable} {ROOT}/train.py')

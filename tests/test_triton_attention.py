@@ -46,9 +46,9 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.mark.parametrize('case', [
     # positions, heads, head width, heads with their own diagonal (0: none), ALiBi, match bias
     (2, 2, 16, 1, True), (130, 2, 56, 1, True), (67, 2, 72, 2, True), (67, 2, 84, 0, True),
-    (130, 2, 16, 2, False), (17, 1, 88, 0, False), (300, 1, 16, 1, True),
+    (130, 2, 16, 2, False), (17, 1, 88, 0, False), (200, 1, 16, 1, True),
     (2, 2, 16, 1, True, True), (130, 2, 56, 0, True, True), (128, 2, 16, 0, False, True),
-    (140, 1, 64, 1, False, True), (17, 12, 16, 1, True, True)], ids=str)
+    (140, 1, 64, 1, False, True), (17, 9, 16, 1, True, True)], ids=str)
 def test_kernels_equal_the_lines_of_the_model(case: tuple) -> None:
     """In float32, where the scores' own rounding counts, too."""
     assert triton_attention.find_error(layer(*case[1:]), torch.float32, case[0]) == ''
