@@ -114,30 +114,30 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     assert wide.errors() == []
 
 
-def test_a_word_of_the_readers_is_taught_and_counted(still: Browser, play: Path) -> None:
-    open_play(still, play)
-    assert teach(still, 'Morvath') == 'It copied Morvath: all 4 pieces were its first guess.'
-    assert still.text('#tally') == 'Your words: 1 of 1 copied whole, 4 of 4 pieces.'
-    assert teach(still, 'Quimby') == 'It guessed 1 of 3 pieces of Quimby.'
-    assert cards(still)[2][0] == 'wrong' and cards(still)[2][2].startswith('guessed ')
-    assert still.text('#tally') == 'Your words: 1 of 2 copied whole, 5 of 7 pieces.'
+def test_a_word_of_the_readers_is_taught_and_counted(wide: Browser, play: Path) -> None:
+    open_play(wide, play)
+    assert teach(wide, 'Morvath') == 'It copied Morvath: all 4 pieces were its first guess.'
+    assert wide.text('#tally') == 'Your words: 1 of 1 copied whole, 4 of 4 pieces.'
+    assert teach(wide, 'Quimby') == 'It guessed 1 of 3 pieces of Quimby.'
+    assert cards(wide)[2][0] == 'wrong' and cards(wide)[2][2].startswith('guessed ')
+    assert wide.text('#tally') == 'Your words: 1 of 2 copied whole, 5 of 7 pieces.'
     for word, problem in (('two words', 'without a space'), ('', 'Type a word.'),
                           ('file', 'is a single piece for this model')):
-        still.run(f"$('word').value = {json.dumps(word)}")
-        still.click('#teach')
-        assert problem in still.text('#note')
-        assert cards(still)[0][1] == 'Q'  # the last lesson stays
-    still.click('#other')
-    wait_until_taught(still)
-    word = still.run("$('word').value")
-    assert word in page.WORDS and word != 'Quimby' and still.text('#note') == ''
+        wide.run(f"$('word').value = {json.dumps(word)}")
+        wide.click('#teach')
+        assert problem in wide.text('#note')
+        assert cards(wide)[0][1] == 'Q'  # the last lesson stays
+    wide.click('#other')
+    wait_until_taught(wide)
+    word = wide.run("$('word').value")
+    assert word in page.WORDS and word != 'Quimby' and wide.text('#note') == ''
     # The address restores word and switch
-    still.click('#off')
-    assert address(still) == {'word': word, 'off': '1'}
-    open_play(still, play, '#word=Florbin&off=1')
-    assert still.run("$('off').checked && $('word').value == 'Florbin'")
-    assert still.text('#verdict').startswith('With those numbers off it guesses 0 of ')
-    assert still.errors() == []
+    wide.click('#off')
+    assert address(wide) == {'word': word, 'off': '1'}
+    open_play(wide, play, '#word=Florbin&off=1')
+    assert wide.run("$('off').checked && $('word').value == 'Florbin'")
+    assert wide.text('#verdict').startswith('With those numbers off it guesses 0 of ')
+    assert wide.errors() == []
 
 
 def test_the_switch_takes_the_copying_away_and_brings_it_back(still: Browser, play: Path) -> None:

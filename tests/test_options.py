@@ -48,11 +48,11 @@ def test_fine_tuning_trains(data: Path, tmp_path: Path) -> None:
 def test_options_take_a_step_or_are_refused_in_one_line(
     seed: int, tmp_path: Path
 ) -> None:
-    """Fifteen random sets of up to five options for each seed."""
+    """Twenty-five random sets of up to five options for each seed."""
     data = write_data(tmp_path / 'data', vocab_size=257)  # with all bytes: it can be sampled
     rng = random.Random(seed)
     taken = refused = 0
-    for n in range(15):
+    for n in range(25):
         names = rng.sample(sorted(VALUES), rng.randint(1, 5))
         options = [f'--{name}={rng.choice(VALUES[name].split())}' for name in names]
         try:

@@ -116,7 +116,7 @@ def test_a_compiled_run_stays_close_and_resumes_to_the_bit(tmp_path: Path) -> No
     if not compiler_works():
         pytest.skip('needs a C++ compiler')
     data = running.write_data(tmp_path / 'data', vocab_size=257)
-    common = [f'--data={data}', steps(4), '--test_tokens=72', '--sample_tokens=3']
+    common = [f'--data={data}', '--n_layer=2', steps(4), '--test_tokens=72', '--sample_tokens=3']
     plain = Run(tmp_path, *common, f'--out_dir={tmp_path / "plain"}').wait()
     fast = [*common, '--compile=True', '--dtype=bfloat16']
     straight = Run(tmp_path, *fast, f'--out_dir={tmp_path / "straight"}').wait()

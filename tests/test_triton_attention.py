@@ -87,6 +87,7 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
                     ] if every_term else [None] * 5
         tensors = [None if t is None else t.requires_grad_() for t in (q, k, *optional)]
         tensors += [None, None]  # no window
+        # The whole check takes long; test_a_training_step_is_one_graph traces one without terms
         tests = ('test_schema', 'test_faketensor')
         with_autograd = ('test_autograd_registration', 'test_aot_dispatch_dynamic')
         torch.library.opcheck(triton_attention.attention_op, (*tensors, 2, 0.25),
@@ -151,7 +152,7 @@ def test_a_window_leaves_out_keys_that_weigh_nothing(size: float) -> None:
     first, end = triton_attention.window(q, k, 3, 1 / attn.tau, attn.b_self - attn.b_cross)
     block = torch.arange(4)
     left = (block + 1 - first / 64).sum() / (3 * 10)
-    assert (left < 0.9) == (size < 9) and (end[..., -1] == 256).all()
+    assert (left < 0.88 if size < 9 else left > 0.9) and (end[..., -1] == 256).all()
     # The weights of all keys that a block leaves out
     pos = make_positions(attn.cfg, h)
     alpha = attn.scores(attn.split_heads(q), attn.split_heads(k), pos, h, h).softmax(dim=-1)
