@@ -87,15 +87,12 @@ def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
                     ] if every_term else [None] * 5
         tensors = [None if t is None else t.requires_grad_() for t in (q, k, *optional)]
         tensors += [None, None]  # no window
-        # The whole check takes long; test_a_training_step_is_one_graph traces one without terms
-        tests = ('test_schema', 'test_faketensor')
-        with_autograd = ('test_autograd_registration', 'test_aot_dispatch_dynamic')
-        torch.library.opcheck(triton_attention.attention_op, (*tensors, 2, 0.25),
-                              test_utils=tests + (with_autograd if every_term else ()))
+        torch.library.opcheck(triton_attention.attention_op, (*tensors, 2, 0.25))
         detached = [None if t is None else t.detach() for t in (do, *tensors)]
         once, again = (triton_attention.attention_op(*detached[1:], 2, 0.25) for _ in range(2))
         arguments = (*detached, *once, 2, 0.25)
-        torch.library.opcheck(triton_attention.backward_op, arguments, test_utils=tests)
+        torch.library.opcheck(triton_attention.backward_op, arguments,
+                              test_utils=('test_schema', 'test_faketensor'))
         assert torch.equal(once[0], again[0]) and (J > 1 or torch.allclose(once[0], k))
         for a, b in zip(*(triton_attention.backward_op(*arguments) for _ in range(2)), strict=True):
             assert torch.equal(a, b)
@@ -146,17 +143,17 @@ def test_a_window_leaves_out_keys_that_weigh_nothing(size: float) -> None:
     with torch.no_grad():
         attn.W_Q.mul_(size)
         attn.b_self.normal_()
-    assert triton_attention.find_error(attn, torch.float32, 200) == ''
-    h = torch.randn(1, 200, 48)
+    assert triton_attention.find_error(attn, torch.float32, 300) == ''
+    h = torch.randn(1, 300, 48)
     q, k = h @ attn.W_Q.mT, h @ attn.W_K.mT
     first, end = triton_attention.window(q, k, 3, 1 / attn.tau, attn.b_self - attn.b_cross)
-    block = torch.arange(4)
-    left = (block + 1 - first / 64).sum() / (3 * 10)
-    assert (left < 0.88 if size < 9 else left > 0.9) and (end[..., -1] == 256).all()
+    block = torch.arange(5)
+    left = (block + 1 - first / 64).sum() / (3 * 15)
+    assert (left < 0.85 if size < 9 else left > 0.9) and (end[..., -1] == 320).all()
     # The weights of all keys that a block leaves out
     pos = make_positions(attn.cfg, h)
     alpha = attn.scores(attn.split_heads(q), attn.split_heads(k), pos, h, h).softmax(dim=-1)
-    for n, head in itertools.product(range(4), range(3)):
+    for n, head in itertools.product(range(5), range(3)):
         rows = alpha[0, head, 64 * n:64 * (n + 1)]
         assert rows[:, :first[0, head, n]].sum() < 1e-6 * len(rows)
 
