@@ -633,7 +633,8 @@ path, (root, *scripts) = sys.path[:], sys.argv[1:]
 for script in scripts:
     sys.path[:] = path
     for name, module in list(sys.modules.items()):
-        if (getattr(module, '__file__', None) or '').startswith(root):
+        file = getattr(module, '__file__', None) or ''
+        if file.startswith(root) and 'site-packages' not in file:  # an environment may be below it
             del sys.modules[name]
     sys.argv[1:] = ['--help']
     with contextlib.redirect_stdout(io.StringIO()) as said:
