@@ -1,6 +1,6 @@
-"""CEM attention that takes one step and looks for what followed a token, with Llama's MLP. With the
-paper's diagonal the step follows the energy only roughly. The step of config/cem_three.py follows
-its energy exactly, and that model has a lower loss.
+"""CEM attention that takes one step and looks for what followed a token, with Llama's MLP. It has
+the paper's diagonal, whose part of the gradient is left out. The step of config/cem_three.py is the
+whole gradient, and that model has a lower loss.
 
     python train.py config/cem_copies.py config/mini.py
 """

@@ -73,8 +73,9 @@ def wait_until_read(browser: Browser) -> None:
 
 def given(browser: Browser) -> str:
     """Return the text's part that was the prompt."""
-    return browser.run("[...document.querySelectorAll('#text .given')].map(s => s.textContent)"
-                       ".join('')")
+    return browser.run("(nodes => nodes.slice(0, nodes.findLastIndex(node => "
+                       "node.classList?.contains('given')) + 1).map(node => node.textContent)"
+                       ".join(''))([...$('text').childNodes])")
 
 
 def write_and_stop(browser: Browser) -> None:
@@ -208,7 +209,7 @@ def test_look_inside_shows_the_lessons_word(still: Browser, play: Path) -> None:
     wait_until_read(still)
     assert given(still) == 'The Zorblax is a rare fish. If the Zorblax is hungry,'
     assert still.text('#token').startswith('Token 20: b (91%, 0.1 bits)')
-    assert '14 of 49 heads (framed) look most at l, which followed the earlier b' in still.text(
+    assert '14 of 49 heads (framed) look most at “l”, which followed the earlier “b”' in still.text(
         '#looks')
     assert still.text('#surprise').startswith('Mean surprise of this text: 5.17 bits per token. En')
     # Another word is shown, too
@@ -530,7 +531,7 @@ def test_the_sphere_plays_again(wide: Browser) -> None:
 def test_captions_follow_the_steps(wide: Browser) -> None:
     wide.open(DESCENT)
     assert uphill(wide) == 0
-    assert wide.text('#caption').endswith('Now untie the values: watch the energy go up.')
+    assert wide.text('#caption').endswith('Now untie the values, and watch some of them climb.')
     wide.run('go(0)')
     wide.click('#step')
     matched = wide.run('Math.max(...paths[choice][0].alpha)')
@@ -541,7 +542,8 @@ def test_captions_follow_the_steps(wide: Browser) -> None:
     wide.wait("t > 5 && ($('run').click(), true)")  # before it ends
     found = wide.run("[t, uphill(t), $('caption').textContent]")
     assert f'Step {found[0]} of 48' in found[2] and found[1] > 10
-    assert f'but is pushed aside. {found[1]} of 40 states are going uphill (red).' in found[2]
+    assert (f'but is pushed aside. {found[1]} of 40 states are going uphill (red triangles).'
+            in found[2])
 
 
 def test_the_sphere_as_in_a_trained_layer(wide: Browser) -> None:
@@ -550,7 +552,7 @@ def test_the_sphere_as_in_a_trained_layer(wide: Browser) -> None:
     assert uphill(wide) == 0
     assert wide.run('[T, now.eta, t]') == [1, 1, 1]
     assert wide.text('#eta-is') == '1'
-    wide.click('#reset')
+    wide.click('#trained')  # the button is now the way back
     assert uphill(wide) == 0
     assert wide.run('[T, Math.round(12 * now.eta), t]') == [48, 1, 48]
 
