@@ -422,6 +422,7 @@ def test_changes_are_those_of_perplexities() -> None:
 
 def test_titles_say_the_findings_of_the_page() -> None:
     page = (ROOT / 'results/figures/README.md').read_text(encoding='utf-8')
+    page = re.sub(r'\n(?=\w)', ' ', page)  # a line for each paragraph
     found = study.read_published()
     for figure, row in FIGURES.items():
         assert re.search(rf'\*\*{figure}\b.*\*\*.* {re.escape(row["finding"])}\n', page, re.I)
