@@ -54,7 +54,7 @@ QUESTIONS = {
     'gradient w2b': 'CEM attention with as many parameters is level with Llama (within 2%), both '
                     'with all three',
     'copies p1': 'the shifted key improves CEM attention that has the match bias by at least 2%',
-    'gradient w7': 'without the shifted key, CEM attention with the other two is level (within 2%)',
+    'gradient w7': 'CEM attention with all three is level (within 2%) without the shifted key',
     'gradient w6a': "the scaled diagonal instead of the paper's improves CEM attention with the "
                     'other two by at least 2%',
     'gradient w6b': 'the scaled diagonal improves Llama with the other two by at least 2%',
