@@ -13,12 +13,13 @@ Here the gradients are written out, and each CEM layer has its `energy` beside i
 energy.py has the same energies, and lets autograd differentiate them. train.py warns if `forward`
 no longer matches `energy` (step_errors in nanocem/same.py).
 
-Read LlamaAttention beside CEMAttention, and LlamaMLP beside CEMMLP: their difference is the paper.
-Comments at the ends of lines are shapes, or the formulas of Algorithm 1. Whatever is not in the
-paper is marked "rope:" (Algorithm 1 has no RoPE) or "ours:". Our changes are the default
-residual=raw and three additions: key_shift changes `keys`, match_bias changes `bias`, and
-kq_diag=scaled adds to `bias` and to the update. docs/paper.md lists our choices where the paper is
-silent.
+Read LlamaAttention.forward beside CEMAttention.forward, and LlamaMLP beside CEMMLP: their
+difference is the paper. BaseAttention, which stands before them, can wait. Comments at the ends of
+lines are shapes, or the formulas of Algorithm 1. Whatever is not in the paper is marked "rope:"
+(Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw, grouped queries (n_kv_head:
+`repeat_kv`) and four options: key_shift changes `keys`, match_bias changes `bias`, untied_output
+changes `queries`, and kq_diag=scaled adds to `bias` and to the update. docs/paper.md lists our
+choices where the paper is silent.
 
 This file needs only torch, and can be copied into another project (docs/options.md). On a CPU, a
 model runs only the code below; on a GPU, train.py can give attention a faster `kernel`.
@@ -55,7 +56,7 @@ EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 # A loss of more logits than the first number is computed chunk by chunk, of about as many logits as
 # the second: the chunks of a CPU fit into its cache
 FEW_LOGITS = {'cuda': (2 ** 26, 2 ** 26), 'cpu': (2 ** 22, 2 ** 20)}
-BLOCK = 64  # the smallest block of queries, where attention takes one block after the other
+FEW_QUERIES = 64  # attention to more queries than these is computed part by part
 
 
 @dataclass
@@ -64,16 +65,11 @@ class ModelConfig:
     variants, then what is ours. A field that is None gets the default that its comment names. To
     change a field make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and others
     as derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
-    # For config files: a size drops the widths that an earlier file gave
-    RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp'),)
-    # The options that --help shows; --help=all shows all
-    FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
-             'preconditioner', 'kq_diag')
     size: Literal[tuple(SIZES)] | None = None  # preset of widths, layers and heads; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
     n_head: int | None = None  # K, heads; default: as many as fit, none narrower than the size's
-    n_kv_head: int | None = None  # G, heads of keys and values; default: n_head
+    n_kv_head: int | None = None  # ours: G, heads of keys and values; default: n_head
     d_mlp: int | None = None  # D_v, width of the MLP; default: the size's, or 8/3 of d_model
     vocab_size: int = 32_000  # in train.py the default is the data's
     context_length: int = 2048  # J, tokens of a training sequence; layers take any number
@@ -90,7 +86,7 @@ class ModelConfig:
     preconditioner: Literal['none', 'diag', 'diag_lowrank'] = 'none'  # P, symmetric and learned
     attn_rank: int = 4  # rank of P's low-rank part, in each attention head
     mlp_rank: int = 16  # rank of P's low-rank part, in the MLP
-    kq_diag: Literal['none', 'shared', 'per_head', 'scaled'] = 'none'  # d_k; ours: scaled, g_k d
+    kq_diag: Literal['none', 'shared', 'per_head', 'scaled'] = 'none'  # diagonal d_k; ours: scaled
 
     residual: Literal['raw', 'normed'] = 'raw'  # steps are added to x, or to norm(x)
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), CEM's sqrt(D_h)
@@ -104,6 +100,12 @@ class ModelConfig:
     key_shift: Literal['none', 'half'] = 'none'  # ours: half of a key, from token j - 1
     match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare token i with j - 1
     untied_output: bool = False  # ours: queries W_Q h + W_O (u - h), so that W_O is not W_Q
+
+    # For config files: a size drops the widths that an earlier file gave
+    RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp'),)
+    # The options that --help shows; --help=all shows all
+    FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
+             'preconditioner', 'kq_diag')
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -208,8 +210,8 @@ def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None,
     end = past + x.shape[1]
     i = torch.arange(past, end, device=x.device)[:, None]
     distance = (i - torch.arange(end, device=x.device)).to(exact_dtype(x))
-    # Without a bias the mask is None: attend then asks torch for its own causal mask, which needs
-    # no memory. To edit the mask, begin with causal_mask(distance)
+    # Without a bias the mask is None: attend then asks torch for its own causal attention, which
+    # makes no mask. To edit the mask, begin with causal_mask(distance)
     mask = causal_mask(distance) if cfg.has_bias() or past > 0 else None
     cos = sin = None
     if cfg.positions == 'rope':
@@ -262,8 +264,8 @@ class BaseAttention(nn.Module):
             self.diag_weight = nn.Parameter(torch.zeros(K))  # g_k
         elif cfg.kq_diag != 'none':
             self.kq_diag = nn.Parameter(torch.zeros(1 if cfg.kq_diag == 'shared' else K, D))
-        # Whether a step has the diagonal's part of the gradient, which Algorithm 1 leaves out
-        self.whole_gradient = cfg.exact_update or cfg.kq_diag == 'scaled'
+        # Whether a step adds the diagonal's part of the gradient, which Algorithm 1 leaves out
+        self.adds_diagonal = cfg.exact_update or cfg.kq_diag == 'scaled'
         self.kernel: Any = None  # a faster attend to a whole text, from nanocem/triton_attention.py
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -295,36 +297,10 @@ class BaseAttention(nn.Module):
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
         return rotated.type_as(x).transpose(1, 2)
 
-    def with_past(self, k: Tensor, v: Tensor, h: Tensor, pos: Positions) -> tuple[Tensor, ...]:
-        """With a cache put the keys, the values and h of past tokens before these: I becomes J."""
-        if pos.cache is None:
-            return k, v, h
-        all_k = pos.cache.append(k)
-        all_v = all_k if v is k else pos.cache.append(v)
-        return all_k, all_v, pos.cache.append(h) if self.cfg.needs_h() else h
-
-    def repeat_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Repeat each head of keys and values, (B, G, J, R), for the K / G consecutive heads of
-        queries that share it: (B, K, J, R). Values that are the keys stay the keys."""
-        def repeat(x: Tensor) -> Tensor:
-            return x[:, :, None].expand(-1, -1, self.K // x.shape[1], -1, -1).flatten(1, 2)
-
-        all_k = repeat(k)
-        return all_k, all_k if v is k else repeat(v)
-
     def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
         """Return a_ijk = k_j . q_i / tau + bias_ijk, (B, K, I, J)."""
         b = self.bias(pos, u, h)
         return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
-
-    def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
-                          h: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K, J, R);
-        and diagonal_update, (B, I, D), or 0 where it is not part of the update."""
-        alpha = self.scores(q, k, pos, u, h).softmax(dim=-1)     # alpha_ijk <- softmax_j(a_ijk)
-        alpha = alpha.type_as(v)
-        update = self.diagonal_update(alpha, h) if self.whole_gradient else 0
-        return alpha @ v, update
 
     def bias(self, pos: Positions, u: Tensor, h: Tensor) -> Tensor | None:
         """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
@@ -353,20 +329,49 @@ class BaseAttention(nn.Module):
 
     def diagonal_scores(self, u: Tensor, h: Tensor) -> Tensor:
         """Return h_j . (d_k * u_i) / tau, (B, 1 or K, I, J). RoPE does not rotate them."""
-        a = self.scaled_diagonal(u) @ h[:, None].mT
+        a = self.diagonal_queries(u) @ h[:, None].mT
         if self.cfg.kq_diag == 'scaled':  # one product for all heads
             a = self.diag_weight[:, None, None] * a
         return a
 
-    def scaled_diagonal(self, u: Tensor) -> Tensor:
-        """Return d_k * u_i / tau, (B, 1 or K, I, D); for kq_diag=scaled d * u_i / tau."""
+    def diagonal_queries(self, u: Tensor) -> Tensor:
+        """Return d_k * u_i / tau, (B, 1 or K, I, D), whose products with h_j are added to the
+        scores. For kq_diag=scaled d * u_i / tau: `diagonal_scores` multiplies by g_k."""
         return u[:, None] * (self.kq_diag[:, None] / self.tau)
+
+    def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+                          h: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return o_i = sum_j alpha_ijk v_j, (B, K, I, R), for q (B, K, I, R), k and v (B, K, J, R);
+        and diagonal_update, (B, I, D), or 0 where it is not part of the update."""
+        alpha = self.scores(q, k, pos, u, h).softmax(dim=-1)     # alpha_ijk <- softmax_j(a_ijk)
+        alpha = alpha.type_as(v)
+        diagonal = self.diagonal_update(alpha, h) if self.adds_diagonal else 0
+        return alpha @ v, diagonal
 
     def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
         """Return the part of minus the gradient, (B, I, D), that kq_diag=scaled adds, for alpha
         (B, K, I, J): d * sum_j (sum_k g_k alpha_ijk) h_j, one product for all heads."""
         alpha = (self.diag_weight[:, None, None] * alpha).sum(dim=1)
         return self.kq_diag * (alpha.type_as(h) @ h)
+
+    # The rest is not in Algorithm 1: shared heads, past tokens, and faster ways to the same sums
+
+    def repeat_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Repeat each head of keys and values, (B, G, J, R), for the K / G consecutive heads of
+        queries that share it: (B, K, J, R). Values that are the keys stay the keys."""
+        def repeat(x: Tensor) -> Tensor:
+            return x[:, :, None].expand(-1, -1, self.K // x.shape[1], -1, -1).flatten(1, 2)
+
+        all_k = repeat(k)
+        return all_k, all_k if v is k else repeat(v)
+
+    def with_past(self, k: Tensor, v: Tensor, h: Tensor, pos: Positions) -> tuple[Tensor, ...]:
+        """With a cache put the keys, the values and h of past tokens before these: I becomes J."""
+        if pos.cache is None:
+            return k, v, h
+        all_k = pos.cache.append(k)
+        all_v = all_k if v is k else pos.cache.append(v)
+        return all_k, all_v, pos.cache.append(h) if self.cfg.needs_h() else h
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
                h: Tensor) -> tuple[Tensor, Tensor | int]:
@@ -378,29 +383,31 @@ class BaseAttention(nn.Module):
             if o is not None:
                 return o, 0
         # Torch's own attention, if there is no bias, or on a GPU if there is no diagonal_update
-        if pos.mask is None or (q.is_cuda and not self.whole_gradient):
+        if pos.mask is None or (q.is_cuda and not self.adds_diagonal):
             return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
         # The scores of all queries at once, if there are few. (A graph of torch.export takes any
         # number of queries)
-        if torch.compiler.is_exporting() or q.shape[2] <= BLOCK:
+        if torch.compiler.is_exporting() or q.shape[2] <= FEW_QUERIES:
             return self.softmax_attention(q, k, v, pos, u, h)
-        return self.attend_in_blocks(q, k, v, pos, u, h)
+        return self.attend_in_parts(q, k, v, pos, u, h)
 
-    def attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
-                         h: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return what softmax_attention returns, for one block of queries after the other. A block
-        leaves out the keys after it: four blocks compute 5/8 of all scores."""
+    def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
+                        h: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Return what softmax_attention returns, for one part of the queries after the other. Each
+        part leaves out the keys after it: four parts compute 5/8 of all scores."""
         I, past = q.shape[2], k.shape[2] - q.shape[2]
-        size = max(BLOCK, math.ceil(I / 4))
-        outputs, updates = [], []
+        size = max(FEW_QUERIES, math.ceil(I / 4))
+        outputs, diagonals = [], []
         for start in range(0, I, size):
             end = min(start + size, I)
             queries, keys = slice(start, end), slice(past + end)
-            o, update = self.softmax_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys],
-                                               pos.part(queries, keys), u[:, queries], h[:, keys])
+            o, diagonal = self.softmax_attention(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], pos.part(queries, keys),
+                u[:, queries], h[:, keys])
             outputs.append(o)
-            updates.append(update)
-        return torch.cat(outputs, dim=2), torch.cat(updates, dim=1) if self.whole_gradient else 0
+            diagonals.append(diagonal)
+        o = torch.cat(outputs, dim=2)
+        return o, torch.cat(diagonals, dim=1) if self.adds_diagonal else 0
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tau: float) -> Tensor:
@@ -435,7 +442,7 @@ class LlamaAttention(BaseAttention):
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Return x plus the attention output, (B, I, D)."""
         # Project the normed input to queries, keys and values
-        u = h = self.norm(x)
+        u = h = self.norm(x)                                     # in CEM h stays, and u moves on
         q = self.split_heads(F.linear(h, self.W_Q))              # (B, K, I, R)
         k = self.keys(h, pos)                                    # (B, G, I, R)
         v = k if self.cfg.ties('kv') else self.split_heads(F.linear(h, self.W_V))
@@ -447,10 +454,10 @@ class LlamaAttention(BaseAttention):
         # With grouped queries, repeat keys and values for the heads that share them
         k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
         # Attend to the context
-        o, update = self.attend(q, k, v, pos, u, h_all)          # (B, K, I, R)
+        o, diagonal = self.attend(q, k, v, pos, u, h_all)        # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
         W_O = self.W_Q if self.cfg.ties('qo') else self.W_O
-        return x + self.merge_heads(o) @ W_O + update            # ours: update, of kq_diag=scaled
+        return x + self.merge_heads(o) @ W_O + diagonal          # ours: diagonal; by default 0
 
 
 class CEMAttention(BaseAttention):
@@ -469,27 +476,30 @@ class CEMAttention(BaseAttention):
 
     def forward(self, x: Tensor, pos: Positions) -> Tensor:
         """Take the steps of Algorithm 1, MHA, for all i and k at once: (B, I, D) -> (B, I, D)."""
-        # Project the normed input to keys, which also serve as values and stay fixed for all steps
+        # Project the normed input to keys, which are also the values and stay fixed for all steps
         h = self.norm(x)                                         # h_j <- rms(x_j), (B, I, D)
         k = self.keys(h, pos)                                    # k_j <- W_k^K h_j, (B, G, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
+        v = k                                                    # v_j <- k_j: W_V is W_K
         # While text is generated, past tokens come before these
-        k, v, h_all = self.with_past(k, k, h, pos)               # v_j <- k_j, j up to J
-        # With grouped queries, repeat the keys for the heads that share them
+        k, v, h_all = self.with_past(k, v, h, pos)               # (B, G, J, R), h_all: (B, J, D)
+        # With grouped queries, repeat keys and values for the heads that share them
         k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
-        # Fold the preconditioners into the output projection
-        W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^O P_k
+        # The output matrix is W_Q again (ours: with untied_output W_O), with P folded in
+        W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
+        # Start from the residual stream, or as in Algorithm 1 from its norm
+        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i (ours, raw: x_i)
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i); at first u = h
             q = self.queries(u, h)                               # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
-            o, update = self.attend(q, k, v, pos, u, h_all)      # o_i <- sum_j softmax(a_ijk) v_j
+            o, diagonal = self.attend(q, k, v, pos, u, h_all)    # o_i <- sum_j softmax(a_ijk) v_j
             o = self.rotate(o, pos, inverse=True)                # rope: o_i <- Rot(i)^T o_i
-            # Merge the heads, project, and take one gradient step on the energy
-            dx = self.merge_heads(o) @ W_O + update              # dx_i <- sum_k P_k W_k^O^T o_i
+            # Merge the heads, project, and take one gradient step on the energy. The diagonal's
+            # part of the gradient is 0 by default
+            dx = self.merge_heads(o) @ W_O + diagonal            # dx_i <- sum_k P_k W_k^Q^T o_i
             x = x + self.eta * dx                                # x_i <- x_i + eta dx_i
         return x
 
@@ -570,7 +580,8 @@ class CEMMLP(nn.Module):
         # Project the normed input to gamma, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
-        x = h if self.cfg.residual == 'normed' else x            # normed: x_i <- h_i (raw: x_i)
+        # Start from the residual stream, or as in Algorithm 1 from its norm
+        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i (ours, raw: x_i)
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -603,7 +614,8 @@ class CEMMLP(nn.Module):
 
 
 def straight_through_sign(x: Tensor) -> Tensor:
-    """Return sign(x), with the gradient of x: that of a sign is 0, and W would get none."""
+    """Return sign(x), with the gradient of x (the paper's straight-through estimator): the sign's
+    own is 0, and gamma would get none through it."""
     return x.sign().detach() + (x - x.detach())
 
 
@@ -702,20 +714,6 @@ class Transformer(nn.Module):
             return F.linear(x, self.head), None
         return None, self.loss(x, targets)
 
-    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy for x from `hidden`, (B, I, D), and targets (B, I)."""
-        x, targets = x.flatten(0, 1), targets.flatten()
-        few, at_once = FEW_LOGITS['cuda' if x.is_cuda else 'cpu']
-        vocab_size = self.head.shape[0]
-        if x.shape[0] * vocab_size > few:
-            rows = max(1, at_once // vocab_size // 128) * 128  # 128 at least: whole tiles
-            total = LossInParts.apply(x, self.head, targets, rows)
-        else:
-            total = sum_losses(F.linear(x, self.head), targets)
-        # If no target counts, the mean is NaN and the gradients are 0, as in torch
-        n = (targets != -100).sum()
-        return torch.where(n > 0, total / n.clamp(min=1), torch.nan)
-
     def hidden(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Map ids (B, I), which follow those in the cache, to the head's input, (B, I, D)."""
         x = F.embedding(idx, self.embedding)
@@ -729,24 +727,36 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def positions(self, x: Tensor, cache: Cache | None = None) -> Positions:
-        """Return the positions of x (B, I, D), which follows the tokens in the cache."""
+        """Return the positions of x (B, I, D), which follows the tokens in the cache. RoPE's table
+        is made anew if x is longer, or has another device or dtype."""
         if self.table is not None:
-            self.table = self.fitting_table(x, x.shape[1] + (0 if cache is None else cache.length))
+            cos, _ = self.table
+            end = x.shape[1] + (0 if cache is None else cache.length)
+            fits = cos.device == x.device and cos.dtype == exact_dtype(x) and cos.shape[0] >= end
+            if not fits:
+                with torch.inference_mode(False):  # training may follow: no inference tensor
+                    self.table = rope_table(self.cfg, x, max(end, cos.shape[0]))
         return make_positions(self.cfg, x, cache, self.table)
-
-    @torch.inference_mode(False)  # training may follow, which cannot use an inference tensor
-    def fitting_table(self, x: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return the model's RoPE table, or a new one if x is longer, or has another device or
-        dtype."""
-        cos, _ = self.table
-        fits = cos.device == x.device and cos.dtype == exact_dtype(x) and cos.shape[0] >= length
-        return self.table if fits else rope_table(self.cfg, x, max(length, cos.shape[0]))
 
     def next_logits(self, idx: Tensor, cache: Cache | None = None) -> Tensor:
         """Return the logits of the token after ids (B, I), which follow those in the cache:
         (B, vocabulary)."""
         logits = F.linear(self.hidden(idx, cache)[:, -1], self.head)
-        return logits.to(exact_dtype(logits))
+        return logits.to(exact_dtype(logits))  # generate samples from them
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy for x from `hidden`, (B, I, D), and targets (B, I)."""
+        x, targets = x.flatten(0, 1), targets.flatten()
+        few, at_once = FEW_LOGITS['cuda' if x.is_cuda else 'cpu']
+        vocab_size = self.head.shape[0]
+        if x.shape[0] * vocab_size > few:
+            rows = max(1, at_once // vocab_size // 128) * 128  # 128 at least: whole tiles
+            total = LossInParts.apply(x, self.head, targets, rows)
+        else:
+            total = sum_losses(F.linear(x, self.head), targets)
+        # If no target counts, the mean is NaN and the gradients are 0, as in torch
+        n = (targets != -100).sum()
+        return torch.where(n > 0, total / n.clamp(min=1), torch.nan)
 
     @torch.no_grad()
     def generate(self, idx: Tensor, max_new_tokens: int, temperature: float = 1.0,
@@ -848,7 +858,7 @@ SERIES = [B / math.factorial(2 * n + 1) for n, B in enumerate(
 def phi(z: Tensor) -> Tensor:
     """The integral of SiLU: phi(z) = z L + Li2(-e^z), where L = log(1 + e^z) and
     Li2(-e^z) = -L - L^2 / 4 - sum_n B_2n L^(2n+1) / (2n + 1)!"""
-    m = torch.where(z > 0, -z, z)                    # -|z|: here L is small, and seven terms exact
+    m = torch.where(z > 0, -z, z)                    # -|z|: then L <= log 2; seven terms suffice
     L = m.exp().log1p()
     square, series = L ** 2, 0
     for coefficient in reversed(SERIES):             # the sum over n, divided by L^3

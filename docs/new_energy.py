@@ -41,7 +41,8 @@ class ReluMLP(nn.Module):
     @torch.inference_mode(False)  # the layer needs a gradient, also where others do without
     @torch.enable_grad()
     def forward(self, x: Tensor) -> Tensor:
-        x = x if x.requires_grad else x.clone().requires_grad_()  # weights may be frozen
+        # With frozen weights nothing else would make u require a gradient
+        x = x if x.requires_grad else x.clone().requires_grad_()
         h = self.norm(x)
         for _ in range(self.T):
             u = self.norm(x)

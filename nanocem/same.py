@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from configurator import warn
-from model import BLOCK, Cache
+from model import FEW_QUERIES, Cache
 
 N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced
@@ -152,7 +152,8 @@ def small_model(model: Any) -> tuple[Any, Tensor]:
     for p in small.parameters():  # zeros hide errors
         p.data = torch.randn(p.shape, generator=random).double() / 3
     device = device_of_checks(model)
-    return small.to(device), torch.randn(1, BLOCK + 6, 16, generator=random).double().to(device)
+    x = torch.randn(1, FEW_QUERIES + 6, 16, generator=random).double()
+    return small.to(device), x.to(device)
 
 
 @torch.inference_mode(False)

@@ -575,7 +575,7 @@ def fits(attn: BaseAttention) -> bool:
     # With RoPE Llama's tied values are the keys before their rotation
     tied = cfg.attn == 'cem' or (cfg.ties('kv') and cfg.positions == 'alibi')
     one_match = cfg.match_bias == 'none' or cfg.kq_diag != 'per_head'
-    return tied and cfg.has_bias() and one_match and not attn.whole_gradient
+    return tied and cfg.has_bias() and one_match and not attn.adds_diagonal
 
 
 def runs_triton(device: torch.device, dtype: torch.dtype, head_width: int) -> bool:
@@ -599,7 +599,7 @@ def attend(attn: Any, q: Tensor, k: Tensor, v: Tensor, pos: Any, u: Tensor,
         b = attn.b_self - attn.b_cross
     d_u = None
     if attn.kq_diag is not None:
-        d_u = attn.scaled_diagonal(u)
+        d_u = attn.diagonal_queries(u)
     match = w = None
     if attn.cfg.match_bias == 'token':
         match, w = attn.match(h, pos), attn.match_weight

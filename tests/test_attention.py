@@ -53,14 +53,14 @@ def test_attend_is_the_softmax_of_the_scores(
     """In blocks of queries, and fused, with all gradients, against the sums written out."""
     if gpu:
         request.getfixturevalue('as_on_a_gpu')
-    monkeypatch.setattr(model_py, 'BLOCK', 4)  # of 9 queries
+    monkeypatch.setattr(model_py, 'FEW_QUERIES', 4)  # of 9 queries
     attn, (K, R, D) = (randomize(Transformer(cfg), seed=9).blocks[0].attn,
                        (cfg.n_head, cfg.d_model // cfg.n_head, cfg.d_model))
     q, k, v = torch.randn(3, 2, K, 9, R, dtype=torch.float64, requires_grad=True)
     u, h = torch.randn(2, 2, 9, D, dtype=torch.float64, requires_grad=True)
     pos = make_positions(cfg, h)
     alpha = attn.scores(q, k, pos, u, h).softmax(dim=-1)
-    right = [alpha @ v, *([attn.diagonal_update(alpha, h)] if attn.whole_gradient else [])]
+    right = [alpha @ v, *([attn.diagonal_update(alpha, h)] if attn.adds_diagonal else [])]
     found = [x for x in attn.attend(q, k, v, pos, u, h) if torch.is_tensor(x)]
     torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
     inputs = [q, k, v, *attn.parameters(), *([u, h] if cfg.needs_h() else [])]

@@ -72,7 +72,7 @@ def test_rounding_is_no_change(residual: str) -> None:
         n_layer=24, residual=residual, match_bias='token'))), seed=4).float()
     kept = same.outputs(model)
     for block in model.blocks:  # the scores written out
-        block.attn.whole_gradient = True
+        block.attn.adds_diagonal = True
         block.attn.diagonal_update = lambda alpha, h: torch.zeros_like(h[:, :alpha.shape[2]])
     assert same.find_change(model, kept) == ''
     with torch.no_grad():

@@ -90,7 +90,7 @@ def patch(variant: str) -> None:
         # All other weights g_k stay at 0, and the last head has the flattest slope
         def one_score(self, u: Tensor, h: Tensor) -> Tensor:
             g = F.pad(self.diag_weight[-1:], (self.K - 1, 0))[:, None, None]
-            return g * (self.scaled_diagonal(u) @ h[:, None].mT)
+            return g * (self.diagonal_queries(u) @ h[:, None].mT)
 
         def one_update(self, alpha: Tensor, h: Tensor) -> Tensor:
             return self.kq_diag * ((self.diag_weight[-1] * alpha[:, -1]).type_as(h) @ h)
@@ -103,7 +103,7 @@ def patch(variant: str) -> None:
         if shared:
             self.shared_diag = nn.Parameter(torch.zeros(cfg.d_model))
         if name == 'scores alone':
-            self.whole_gradient = False
+            self.adds_diagonal = False
         elif name == 'd = 1' and self.kq_diag is not None:
             self.kq_diag.requires_grad_(False)
 
