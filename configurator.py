@@ -98,7 +98,7 @@ def command_line(main: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]
             # torch has OutOfMemoryError for a GPU, and these words for a CPU
             if type(error).__name__ != 'OutOfMemoryError' and 'allocate memory' not in str(error):
                 raise
-            message = 'out of memory: a smaller batch, micro-batch or context, or model, needs less'
+            message = 'out of memory: a smaller batch, micro-batch, context or model needs less'
         sys.exit(f'{os.path.basename(sys.argv[0])}: {message}')
     return run
 
@@ -124,13 +124,13 @@ def read_options(argv: list[str], *classes: type) -> dict[str, Any]:
             check(bool in (hint, *typing.get_args(hint)), f'--{key} needs a value: '
                   f'--{key}=VALUE, no space')
             text = 'True'
-        check(key not in flags or not may_be_several(hints[key]), f'--{key} is given twice: '
+        check(key not in flags or not is_text_or_list(hints[key]), f'--{key} is given twice: '
               f'expected one (a shell makes two of --{key}={{a,b}})')
         flags[key] = parse_option(key, text, hints, '--')
     return merge(given, flags, *classes)
 
 
-def may_be_several(hint: Any) -> bool:
+def is_text_or_list(hint: Any) -> bool:
     """Return whether an option of this type is a text, a path or a list."""
     kinds = (hint, *typing.get_args(hint))
     return any(kind in (str, PathStr) or typing.get_origin(kind) is tuple for kind in kinds)
@@ -167,7 +167,7 @@ def read_config_file(path: str, hints: dict[str, Any]) -> dict[str, Any]:
     paths = [f'--{key}' for key, hint in hints.items()
              if PathStr in (hint, *typing.get_args(hint))]
     others = f'Options for other files and folders: {", ".join(paths) or "none"}'
-    check(not os.path.isdir(path), f'{path} is a folder, and no config file. {others}')
+    check(not os.path.isdir(path), f'{path} is a folder, not a config file. {others}')
     check(os.path.isfile(found), f'no config file {path}; options are written --key=value')
     with open(found, encoding='utf-8-sig') as file:  # -sig: Notepad writes a byte-order mark
         try:

@@ -19,11 +19,11 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import command_line, read_options
 from nanocem.documents import keep_piped
 from nanocem.prepare import PrepareConfig, prepare
-from nanocem.process import process_of_a_run
+from nanocem.process import keep_console_and_signals
 
 
 @command_line
-@process_of_a_run()
+@keep_console_and_signals()
 def main(argv: list[str]) -> None:
     given = read_options(argv, PrepareConfig)
     if given.get('input'):

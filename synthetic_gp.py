@@ -42,7 +42,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 
 from configurator import PathStr, build, check, command_line, in_range, read_options
 from nanocem.files import csv_text, markdown_table, read_csv, short_name, write_atomic
-from nanocem.process import process_of_a_run
+from nanocem.process import keep_console_and_signals
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
@@ -419,7 +419,7 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
 
 
 @command_line
-@process_of_a_run()
+@keep_console_and_signals()
 def main(argv: list[str]) -> None:
     given = read_options(argv, GPConfig)
     cfg = build(GPConfig, given)

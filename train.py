@@ -54,13 +54,13 @@ from nanocem.hardware import (
 )
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
-from nanocem.process import check_launcher, note_signals, process_of_a_run, progress_bar
+from nanocem.process import check_launcher, keep_console_and_signals, note_signals, progress_bar
 from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_wrong_layers
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
-MIN_FLOPS_TO_COMPILE = 2e12  # a CPU does not compile a run of fewer FLOPs, about a minute
-MAX_SKIPPED = 10  # after more consecutive steps without finite loss and gradient the run ends
+MIN_FLOPS_TO_COMPILE = 2e12  # on a CPU a shorter run, under about a minute, is not compiled
+MAX_SKIPPED = 10  # a run ends after more steps in a row without a finite loss and gradient
 STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again later)
 
 
@@ -69,7 +69,8 @@ class TrainConfig(Reading):
     """The run. The defaults are the paper's recipe (Table 2)."""
     # configurator.py says what these three mean
     EXCLUSIVE = (('text', 'data'), ('tokens', 'tokens_per_param'))
-    RESETS = (('data', 'tokenizer', *READING), ('text', 'tokenizer'))  # those of an earlier text
+    # --data and --text drop what an earlier file said of its text
+    RESETS = (('data', 'tokenizer', *READING), ('text', 'tokenizer'))
     FIRST = ('data', 'text', 'out_dir', 'init_from', 'tokens', 'batch_size', 'optimizer',
              'learning_rate', 'device', 'compile')
     data: PathStr = 'data/slimpajama'  # folder of token shards
@@ -98,8 +99,8 @@ class TrainConfig(Reading):
     checkpoint_interval: int = 1000  # steps between checkpoints; the last two and best.pt are kept
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
-    kernels: bool = True  # attend by Triton kernels on a GPU that runs them (docs/speed.md)
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # precision of matrix products
+    kernels: bool = True  # use Triton kernels for attention on a GPU that runs them
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl if it is installed
     sample_tokens: int = 400  # length of the sample of text at the end; 0: no sample
@@ -113,8 +114,8 @@ class TrainConfig(Reading):
         in_range(self, 0, 0.9999, 'warmup beta1 beta2')
         in_range(self, 0, 1, 'final_lr')
         in_range(self, 0, 2**63 - 1, 'seed')
-        check(not self.tokenizer or bool(self.text), 'tokenizer is for --text=FILE: data has its '
-              'own')
+        check(not self.tokenizer or bool(self.text),
+              'tokenizer is for --text=FILE: data has its own')
         self.check_text(self.text)
 
 
@@ -130,7 +131,7 @@ def learning_rate(cfg: TrainConfig, step: int, steps: int) -> float:
 
 
 @command_line
-@process_of_a_run()
+@keep_console_and_signals()
 def main(argv: list[str]) -> int:
     """Train a model, and test it. Return the exit code: 0, or STOPPED for a run that can go on."""
     # torchrun starts a process for each GPU, and sets its rank. Only rank 0 prints
@@ -139,8 +140,8 @@ def main(argv: list[str]) -> int:
     if rank > 0:
         sys.stdout = None  # print then does nothing
 
-    # Read the options, and what the run starts from. From scratch there are only the options; a run
-    # to resume adds its config.json and last checkpoint; other weights are in `start.weights`
+    # Read the options, and what the run starts from: start.config and start.state are config.json
+    # and the last checkpoint of a run to resume, start.weights those of another run
     given = read_options(argv, TrainConfig, ModelConfig)
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
         check(world_size == 1 or given['text'] != '-', 'only one process can read a pipe: '
@@ -148,7 +149,8 @@ def main(argv: list[str]) -> int:
         given['text'] = keep_piped(given['text'])
     start = runs.start_from(given, rank, TrainConfig)
     cfg = build(TrainConfig, start.options)
-    resume, state = start.config is not None, start.state
+    state = start.state
+    resume = start.config is not None
 
     # Choose the device
     device = find_device(cfg.device)
@@ -159,14 +161,14 @@ def main(argv: list[str]) -> int:
         torch.set_float32_matmul_precision('high')  # float32 products by TF32
     keep_freed_memory()
 
-    # Find the data. A text is prepared on first use; a resumed run has its data
+    # Find the data. A text is prepared on first use; later its folder is `data` in config.json
     data_dir = cfg.data
     if not (resume and os.path.exists(f'{data_dir}/meta.json')):
         data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, state or start.weights, cfg)
     meta = read_meta(data_dir)
-    if start.weights:
-        tokenizer_of = {name: meta.get(name) for name in TOKENIZER_KEYS}
-        runs.check_data(cfg.init_from, start.weights['data'], tokenizer_of)
+    if start.weights:  # they know the ids of one tokenizer, on whatever text
+        runs.check_data(cfg.init_from, start.weights['data'],
+                        {name: meta.get(name) for name in TOKENIZER_KEYS})
     tokenizer = load_tokenizer(data_dir)
     token_bytes = spelled_bytes(tokenizer, meta)
 
@@ -181,12 +183,13 @@ def main(argv: list[str]) -> int:
 
     micro_batch_size = divide_batch(cfg, length, world_size)
 
-    # Compute the number of steps. A CEM model trains on as many tokens as the Llama of its size
+    # Compute the number of steps. A CEM model trains on as many tokens as the Llama of its shape
     tokens_per_step = cfg.batch_size * length
     max_steps = count_steps(cfg, model_cfg)
 
     # Go on with a run if its data is the same. One that has ended stays as it is
-    out_dir, _lock = cfg.out_dir, start.lock
+    out_dir = cfg.out_dir
+    _lock = start.lock  # held until main returns
     if resume:
         runs.check_data(out_dir, start.config['data'], data_identity)
         if state and state['step'] == max_steps and os.path.exists(f'{out_dir}/result.json'):
@@ -206,22 +209,27 @@ def main(argv: list[str]) -> int:
     def sum_over_processes(values: Tensor) -> Tensor:
         """Return the sum of these values over all processes."""
         if world_size > 1:
-            values = values.to(device)
+            values = values.to(device, copy=True)  # all_reduce writes into it
             dist.all_reduce(values)
         return values
 
-    # Make the model and its optimizers, choose the precision, and compile
+    # Make the model and its optimizers, and choose the precision
     torch.manual_seed(cfg.seed)
     raw_model = Transformer(model_cfg).to(device)
     flops = flops_per_token(raw_model)
-    dtype, compiled = choose_precision(cfg, device, max_steps * tokens_per_step * flops)
+    compiled = should_compile(cfg, device, max_steps * tokens_per_step * flops)
+    dtype = choose_dtype(cfg, device, compiled)
     precision = str(dtype).removeprefix('torch.') + (', compiled' if compiled else '')
     peak = peak_flops(device, dtype) * world_size  # NaN if it is unknown
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     optimizers = make_optimizers(raw_model, cfg, dtype)
+
+    # Warn if an edit of model.py sees later tokens, or steps off its energy
     if rank == 0:
         warn_if_not_causal(raw_model)
         warn_of_wrong_layers(raw_model)
+
+    # Attend by our Triton kernels where they run, compile, and average gradients over processes
     by_kernels = False
     if on_gpu and cfg.kernels:
         from nanocem.triton_attention import use_kernels
@@ -233,7 +241,7 @@ def main(argv: list[str]) -> int:
     # Load the checkpoint of the run to resume, or the weights to start from
     step = skipped = consecutive_skips = 0
     best, past_seconds = math.inf, 0.0  # best validation loss; training time before this start
-    precisions = [precision]  # in which the run has computed, one after the other
+    precisions = [precision]  # all that the run has used, in order
     if state:
         runs.load_weights(raw_model, state, out_dir)
         change = runs.describe_change(raw_model, state)
@@ -249,11 +257,12 @@ def main(argv: list[str]) -> int:
         runs.load_weights(raw_model, start.weights, cfg.init_from)
     start = state = optimizer_state = None  # free their memory
     # Check that all processes are at the same step, and have weights with the same sum of bits
-    sum_of_bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
-    local = torch.tensor([step, sum_of_bits])
-    check(torch.equal(sum_over_processes(local.clone()).cpu(), local * world_size),
-          f'the processes have read different checkpoints, process {rank} one of step {step}: all '
-          'need the same files')
+    if world_size > 1:
+        sum_of_bits = sum(int(p.detach().view(torch.int32).sum()) for p in raw_model.parameters())
+        local = torch.tensor([step, sum_of_bits])
+        check(torch.equal(sum_over_processes(local).cpu(), local * world_size),
+              f'the processes have read different checkpoints, process {rank} one of step {step}: '
+              'all need the same files')
 
     # Write the options and the tokenizer, which sample.py reads, and begin the log, only in rank 0
     if rank == 0:
@@ -283,7 +292,7 @@ def main(argv: list[str]) -> int:
         that fails."""
         return rank > 0 or runs.save_checkpoint(f'{out_dir}/{name}', {
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
-            'step': step, 'best': best, 'seconds': past_seconds + time.monotonic() - started,
+            'step': step, 'best': best, 'seconds': time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
             'precisions': precisions, 'model_config': asdict(model_cfg), 'data': data_identity,
             'data_dir': data_dir, **outputs_to_keep(raw_model)})
@@ -323,11 +332,11 @@ def main(argv: list[str]) -> int:
 
     # Train
     stop_step = min(max_steps, cfg.stop_step or max_steps)
-    started = time.monotonic()
-    first_step = last_logged = step
-    step_seconds = 0.0  # of the steps since the last line of the log
+    started = time.monotonic() - past_seconds  # as if the run had never been stopped
+    first_step = timed_from = step
+    timed_seconds = 0.0  # of the steps after timed_from, whose speed is shown
     val_loss, stopped = None, False
-    saved = step  # the last step whose weights are in a numbered checkpoint
+    saved = step  # the last step whose weights are safe: that of the start, or of a checkpoint
     while step < stop_step and not stopped:
         # Set the learning rate of this step
         t0 = time.monotonic()
@@ -341,11 +350,10 @@ def main(argv: list[str]) -> int:
         loss = torch.zeros((), device=device)
         for n, indices in enumerate(micro_batches, 1):
             x, y = batch('train', indices)
-            # An edited model.py may draw random numbers, say for dropout. Seed them by the number
-            # of the micro-batch in the whole step, so that a resumed run draws the same ones, with
-            # any number of processes
-            number = rank * len(micro_batches) + n
-            seed = np.random.SeedSequence([cfg.seed, step, number]).generate_state(1)
+            # For an edit of model.py that draws random numbers, such as dropout: a resumed run
+            # draws the same ones, in any number of processes if micro_batch_size is the same
+            place = rank * len(micro_batches) + n  # of the micro-batch in the step
+            seed = np.random.SeedSequence([cfg.seed, step, place]).generate_state(1)
             torch.manual_seed(int(seed[0]))
             if world_size > 1:
                 model.require_backward_grad_sync = n == len(micro_batches)
@@ -356,12 +364,10 @@ def main(argv: list[str]) -> int:
         if step == first_step:
             check_gradients(raw_model, world_size)
 
-        # Clip the gradient, average the loss, and stop if any process has received a signal
+        # Clip the gradient. Average the loss, and stop if any process has received a signal
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
-        n_signals = torch.tensor(float(len(signals)), device=device)
-        loss, n_signals = sum_over_processes(torch.stack([loss, n_signals])).tolist()
-        loss = loss / world_size
-        stopped = n_signals > 0
+        sums = sum_over_processes(torch.tensor([float(loss), len(signals)]))
+        loss, stopped = float(sums[0]) / world_size, bool(sums[1] > 0)
 
         # Update the weights, or in all processes skip the step if loss or gradient is not finite
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -376,38 +382,36 @@ def main(argv: list[str]) -> int:
             check(consecutive_skips <= MAX_SKIPPED, f'{consecutive_skips} consecutive steps, up to '
                   f'step {step + 1}, without finite loss and gradient: try a lower learning_rate')
         raw_model.zero_grad(set_to_none=True)
-        step, step_seconds = step + 1, step_seconds + time.monotonic() - t0
+        step, timed_seconds = step + 1, timed_seconds + time.monotonic() - t0
         is_last = step == max_steps
 
-        # Log the loss and the speed, with the share of the GPUs' peak (model FLOPs utilization)
-        tokens_per_s = (step - last_logged) * tokens_per_step / step_seconds
+        # Show the speed, with the share of the GPUs' peak (model FLOPs utilization)
+        tokens_per_s = (step - timed_from) * tokens_per_step / timed_seconds
         mfu = flops * tokens_per_s / peak
-        bar.set_postfix_str(f'loss {loss:.4f}, {tokens_per_s:,.0f} tok/s', refresh=False)
+        speed = f'{tokens_per_s:,.0f} tok/s' + (f', MFU {mfu:.1%}' if math.isfinite(mfu) else '')
+        left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
+        progress = f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | {speed} | ETA {left}'
+        bar.set_postfix_str(f'loss {loss:.4f}, {speed}', refresh=False)
         bar.update()
+        if bar.disable and step == first_step + 10:  # without a bar, an early sign of life
+            print(progress, flush=True)
+
+        # Write a line of the log
         is_logged = step % cfg.log_interval == 0 or is_last
         if is_logged:
             log(step, tokens=step * tokens_per_step, loss=loss, lr=lr, grad_norm=grad_norm,
                 tokens_per_s=tokens_per_s, mfu=mfu if math.isfinite(mfu) else None, skipped=skipped,
                 memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None,
-                seconds=past_seconds + time.monotonic() - started)
-        # The first step may include compilation: its time says nothing about the others
+                seconds=time.monotonic() - started)
+        # Time the next steps anew. The first may include compilation, and does not count
         if is_logged or step == first_step + 1:
-            last_logged, step_seconds = step, 0.0
-        # Without a progress bar say early that it runs, and how long it takes
-        left = timedelta(seconds=round((max_steps - step) * tokens_per_step / tokens_per_s))
-        if bar.disable and step == first_step + 10:
-            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | {tokens_per_s:,.0f} tok/s | '
-                  f'ETA {left}', flush=True)
+            timed_from, timed_seconds = step, 0.0
 
         # Validate, and keep the best weights
         if step % cfg.eval_interval == 0 or is_last:
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
-            speed = f'{tokens_per_s:,.0f} tok/s'
-            if math.isfinite(mfu):
-                speed += f', MFU {mfu:.1%}'
             bar.clear()
-            print(f'step {step:>6,}/{max_steps:,} | loss {loss:.4f} | validation '
-                  f'{in_bits(val_loss, val_bits)} | {speed} | ETA {left}', flush=True)
+            print(f'{progress} | validation {in_words(val_loss, val_bits)}', flush=True)
             log(step, val_loss=val_loss)
             if val_loss < best:
                 previous, best = best, val_loss
@@ -419,7 +423,7 @@ def main(argv: list[str]) -> int:
         if due and checkpoint(f'step_{step:08d}.pt'):
             saved = step
     bar.close()
-    seconds = past_seconds + time.monotonic() - started
+    seconds = time.monotonic() - started
 
     # Test the last weights, unless the run was stopped. Then disconnect the processes
     if step == max_steps:
@@ -434,20 +438,21 @@ def main(argv: list[str]) -> int:
         dist.barrier()  # rank 0 may still be writing a checkpoint
         dist.destroy_process_group()
         atexit.unregister(os._exit)
+    go_on = f'--init_from=resume --out_dir={shlex.quote(out_dir)}'
     lost = (f'the weights after step {step:,} could not be written and are lost: once there is '
-            f'room, --init_from=resume --out_dir={shlex.quote(out_dir)} continues from the last '
-            'checkpoint, if there is one')
+            f'room, {go_on} continues from the last checkpoint, or from the start')
     if step < max_steps:
-        # With no checkpoint at all there is nothing to go on with
-        check(saved == step or bool(runs.checkpoints(out_dir)), lost)
-        print(lost if saved < step else f'Stopped after step {step}; go on with --init_from=resume '
-              f'--out_dir={shlex.quote(out_dir)}', flush=True)
+        if saved == step:
+            print(f'Stopped after step {step}; go on with {go_on}', flush=True)
+        else:  # a run without any checkpoint, best.pt included, has failed
+            check(any(Path(out_dir).glob('*.pt')), lost)
+            warn(lost)
         return STOPPED
 
     # Write the results and a sample of text
     check(math.isfinite(test_loss), f'test loss {test_loss}: try a lower learning_rate or init_std')
     print(f'Finished in {timedelta(seconds=round(seconds))}: validation '
-          f'{in_bits(val_loss, val_bits)}, test {in_bits(test_loss, test_bits)}', flush=True)
+          f'{in_words(val_loss, val_bits)}, test {in_words(test_loss, test_bits)}', flush=True)
     if rank == 0:
         result = {
             'val_bits_per_byte': val_bits, 'test_bits_per_byte': test_bits,
@@ -455,7 +460,7 @@ def main(argv: list[str]) -> int:
             'val_loss': val_loss, 'val_perplexity': perplexity(val_loss),
             'parameters': raw_model.num_params(), 'steps': step,
             'tokens': step * tokens_per_step,
-            'flops_per_token': flops if math.isfinite(flops) else None, 'skipped': skipped,
+            'flops_per_token': flops, 'skipped': skipped,
             'precision': ' then '.join(precisions), 'seconds': seconds}
         write_atomic(f'{out_dir}/result.json', to_json(result, indent=1))
         if cfg.sample_tokens:
@@ -468,7 +473,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def in_bits(loss: float, bits: float | None) -> str:
+def in_words(loss: float, bits: float | None) -> str:
     """Return a loss in bits per byte and in nats per token, for people to read."""
     nats = f'{loss:.4f} nats per token'
     return nats if bits is None else f'{bits:.4f} bits per byte ({nats})'
@@ -500,8 +505,8 @@ def divide_batch(cfg: TrainConfig, length: int, world_size: int) -> int:
 
 
 def check_gradients(model: Transformer, world_size: int) -> None:
-    """Name the parameters that the loss does not depend on, if there are any, after the first
-    backward pass. UserError in several processes, whose gradients could not be averaged."""
+    """After the first backward pass, warn of parameters that the loss does not depend on. UserError
+    with several processes: averaging needs a gradient of each."""
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if unused:
         message = f'the loss does not depend on {", ".join(unused)}, which cannot learn'
@@ -509,26 +514,31 @@ def check_gradients(model: Transformer, world_size: int) -> None:
         warn(message)
 
 
-def choose_precision(cfg: TrainConfig, device: torch.device,
-                     flops: float) -> tuple[torch.dtype, bool]:
-    """Return the dtype of matrix products, and whether to compile, for a run of `flops` FLOPs. By
-    default a GPU compiles, and uses bfloat16. A CPU compiles only a long run, and then uses
-    bfloat16 if it has AMX."""
-    on_gpu, on_cpu = device.type == 'cuda', device.type == 'cpu'
-    compiled, dtype = cfg.compile, cfg.dtype
-    if compiled is None:
-        compiled = on_gpu or (on_cpu and flops > MIN_FLOPS_TO_COMPILE)
-        try:
-            if compiled:
-                torch.compile(torch.relu)(torch.ones(64, device=device))
-        except Exception as error:  # such as a missing C++ compiler
-            compiled, reason = False, str(error).strip().partition('\n')[0]
-            print(f'Not compiled, so the run is slower and needs more memory: {reason}', flush=True)
-    if dtype == 'auto':
-        bf16 = ((on_gpu and torch.cuda.is_bf16_supported(including_emulation=False))
-                or (on_cpu and compiled and torch.cpu._is_amx_tile_supported()))
-        dtype = 'bfloat16' if bf16 else 'float32'
-    return getattr(torch, dtype), compiled
+def should_compile(cfg: TrainConfig, device: torch.device, run_flops: float) -> bool:
+    """Return whether to compile. By default a GPU does, and a CPU only for a long run."""
+    if cfg.compile is not None:
+        return cfg.compile
+    if device.type != 'cuda' and not (device.type == 'cpu' and run_flops > MIN_FLOPS_TO_COMPILE):
+        return False
+    try:
+        torch.compile(torch.relu)(torch.ones(64, device=device))
+    except Exception as error:  # such as a missing C++ compiler
+        reason = str(error).strip().partition('\n')[0]
+        print(f'Not compiled, so the run is slower and needs more memory: {reason}', flush=True)
+        return False
+    return True
+
+
+def choose_dtype(cfg: TrainConfig, device: torch.device, compiled: bool) -> torch.dtype:
+    """Return the dtype of matrix products. By default it is bfloat16 on a GPU that has it, and on a
+    CPU with AMX if the run is compiled; otherwise float32."""
+    if cfg.dtype != 'auto':
+        return getattr(torch, cfg.dtype)
+    if device.type == 'cuda':
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        bf16 = device.type == 'cpu' and compiled and torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if bf16 else torch.float32
 
 
 if __name__ == '__main__':

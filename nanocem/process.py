@@ -68,7 +68,7 @@ class Console:
 
 
 @contextlib.contextmanager
-def process_of_a_run() -> Iterator[None]:
+def keep_console_and_signals() -> Iterator[None]:
     """Make stdout and stderr a Console each. At the end put both back, and all signal handlers."""
     streams, handlers = (sys.stdout, sys.stderr), {}
     if threading.current_thread() is threading.main_thread():

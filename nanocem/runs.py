@@ -108,7 +108,7 @@ def check_data(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
     """UserError if the data or the tokenizer are not those that were trained on."""
     different = [f'{name}={saved[name]} (now {value})' for name, value in now.items()
                  if saved.get(name, value) != value]
-    check(not different, f'the run in {path} has {", ".join(different)}: expected the same data')
+    check(not different, f'the run in {path} has {", ".join(different)}: expected the same')
 
 
 def keep_model_py(out_dir: str, step: int) -> None:

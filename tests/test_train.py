@@ -35,14 +35,14 @@ from nanocem.data import TokenDataset, evenly_spaced
 from nanocem.hardware import compile_for, peak_flops
 from nanocem.runs import checkpoints, load_model, read_checkpoint
 from running import RESUME, Run, log, losses, override, result, same, steps, write_data
-from train import TrainConfig, choose_precision, learning_rate
+from train import TrainConfig, choose_dtype, learning_rate, should_compile
 
 CPU = torch.device('cpu')
 SMALL = dict(d_model=8, n_layer=2, n_head=2, d_mlp=8, vocab_size=30, context_length=20)
 
 
 def compiler_works() -> bool:
-    return choose_precision(TrainConfig(), CPU, flops=1e13)[1]
+    return should_compile(TrainConfig(), CPU, run_flops=1e13)
 
 
 # What training computes
@@ -108,7 +108,9 @@ def test_precision_and_compiler(
 
     monkeypatch.setattr(torch.cpu, '_is_amx_tile_supported', lambda: amx)
     monkeypatch.setattr(torch, 'compile', (lambda function: function) if works else fails)
-    assert choose_precision(TrainConfig(dtype=dtype, compile=compiled), CPU, flops) == expected
+    cfg = TrainConfig(dtype=dtype, compile=compiled)
+    compiled = should_compile(cfg, CPU, flops)
+    assert (choose_dtype(cfg, CPU, compiled), compiled) == expected
     assert works or 'memory: Failed to find C compiler.\n' in capsys.readouterr().out
 
 
