@@ -95,7 +95,7 @@ def test_the_other_ties_have_the_effects_of_their_rows(page: str) -> None:
     expected = tuple(f'{float(pages.effect(f"ties {row}")["effect_%"]):+.1f}'
                      for row in ('p2', 'p3'))
     found = re.findall(r'the second tie(?:, \S+ = \S+)? changes it by (\S+)%(?: \([^)]*\))?, '
-                       r'and the third(?:, \S+ = \S+)? by (\S+)%', prose(page))
+                       r'and the third(?:, \S+ = \S+)? by (\S+)% \(', prose(page))
     assert found == [expected]
 
 
