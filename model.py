@@ -16,10 +16,10 @@ no longer matches `energy` (step_errors in nanocem/same.py).
 Read LlamaAttention.forward beside CEMAttention.forward, and LlamaMLP beside CEMMLP: their
 difference is the paper. BaseAttention, which stands before them, can wait. Comments at the ends of
 lines are shapes, or the formulas of Algorithm 1. Whatever is not in the paper is marked "rope:"
-(Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw, grouped queries (n_kv_head:
-`repeat_kv`) and four options: key_shift changes `keys`, match_bias changes `bias`, untied_output
-changes `queries`, and kq_diag=scaled adds to `bias` and to the update. docs/paper.md lists our
-choices where the paper is silent.
+(Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw, exact_update, grouped
+queries (n_kv_head: `repeat_kv`) and four options: key_shift changes `keys`, match_bias changes
+`bias`, untied_output changes `queries` and `output_weight`, and kq_diag=scaled adds to `bias` and
+to the update. docs/paper.md lists our choices where the paper is silent.
 
 This file needs only torch, and can be copied into another project (docs/options.md). On a CPU, a
 model runs only the code below; on a GPU, train.py can give attention a faster `kernel`.
@@ -56,13 +56,13 @@ EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 # A loss of more logits than the first number is computed chunk by chunk, of about as many logits as
 # the second: the chunks of a CPU fit into its cache
 FEW_LOGITS = {'cuda': (2 ** 26, 2 ** 26), 'cpu': (2 ** 22, 2 ** 20)}
-FEW_QUERIES = 64  # attention to more queries than these is computed part by part
+FEW_QUERIES = 64  # `attend` computes more queries than these in parts of as many or more
 
 
 @dataclass
 class ModelConfig:
     """Describe the architecture: first the fields that Llama shares, then CEM's options, then
-    variants, then what is ours. A field that is None gets the default that its comment names. To
+    variants, then our additions. A field that is None gets the default that its comment names. To
     change a field make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and others
     as derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
     size: Literal[tuple(SIZES)] | None = None  # preset of widths, layers and heads; default: 134m
@@ -90,7 +90,7 @@ class ModelConfig:
 
     residual: Literal['raw', 'normed'] = 'raw'  # steps are added to x, or to norm(x)
     score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), CEM's sqrt(D_h)
-    exact_update: bool = False  # add sum_j alpha_ijk d_k * h_j, which Algorithm 1 leaves out
+    exact_update: bool = False  # ours: add sum_j alpha_ijk d_k * h_j, left out by Algorithm 1
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
     tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q

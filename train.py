@@ -99,7 +99,7 @@ class TrainConfig(Reading):
     checkpoint_interval: int = 1000  # steps between checkpoints; the last two and best.pt are kept
     stop_step: int | None = None  # write a checkpoint and stop after this step
     device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # precision of matrix products
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of matrix products; auto: by hardware
     kernels: bool = True  # use Triton kernels for attention on a GPU that runs them
     compile: bool | None = None  # use torch.compile; default: on a GPU, or if it pays on a CPU
     tensorboard: bool = True  # write TensorBoard events beside log.jsonl if it is installed
@@ -336,7 +336,7 @@ def main(argv: list[str]) -> int:
     first_step = timed_from = step
     timed_seconds = 0.0  # of the steps after timed_from, whose speed is shown
     val_loss, stopped = None, False
-    saved = step  # the last step whose weights are safe: that of the start, or of a checkpoint
+    saved = step  # the step of the last numbered checkpoint, or else of the start
     while step < stop_step and not stopped:
         # Set the learning rate of this step
         t0 = time.monotonic()
@@ -366,8 +366,8 @@ def main(argv: list[str]) -> int:
 
         # Clip the gradient. Average the loss, and stop if any process has received a signal
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
-        sums = sum_over_processes(torch.tensor([float(loss), len(signals)]))
-        loss, stopped = float(sums[0]) / world_size, bool(sums[1] > 0)
+        sums = sum_over_processes(torch.tensor([float(loss), len(signals)])).tolist()
+        loss, stopped = sums[0] / world_size, sums[1] > 0
 
         # Update the weights, or in all processes skip the step if loss or gradient is not finite
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -439,8 +439,8 @@ def main(argv: list[str]) -> int:
         dist.destroy_process_group()
         atexit.unregister(os._exit)
     go_on = f'--init_from=resume --out_dir={shlex.quote(out_dir)}'
-    lost = (f'the weights after step {step:,} could not be written and are lost: once there is '
-            f'room, {go_on} continues from the last checkpoint, or from the start')
+    lost = (f'the checkpoint of step {step:,} could not be written: once there is room, {go_on} '
+            'continues from the last one, or from the start')
     if step < max_steps:
         if saved == step:
             print(f'Stopped after step {step}; go on with {go_on}', flush=True)

@@ -50,7 +50,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attend_is_the_softmax_of_the_scores(
         cfg: ModelConfig, gpu: bool, request: pytest.FixtureRequest,
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks of queries, and fused, with all gradients, against the sums written out."""
+    """In parts of the queries, and fused, with all gradients, against the sums written out."""
     if gpu:
         request.getfixturevalue('as_on_a_gpu')
     monkeypatch.setattr(model_py, 'FEW_QUERIES', 4)  # of 9 queries

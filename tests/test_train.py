@@ -443,19 +443,21 @@ def no_checkpoint(after: int, times: int) -> None:
     runs.write_atomic = write_or_fail
 
 
-@pytest.mark.parametrize('after, times, stop, code', [
-    (1, 99, 4, 1), (4, 99, 4, 1), (4, 1, 4, 0), (1, 99, 3, 1), (3, 99, 3, train.STOPPED),
-    (3, 1, 3, train.STOPPED), (2, 1, 4, 0)], ids=str)
-def test_last_weights_that_are_lost_are_told(
-    after: int, times: int, stop: int, code: int, data: Path, tmp_path: Path
+@pytest.mark.parametrize('after, times, stop, evals, code', [
+    (1, 99, 4, 10, 1), (4, 99, 4, 10, 1), (4, 1, 4, 10, 0), (1, 99, 3, 10, 1),
+    (3, 99, 3, 10, train.STOPPED), (3, 1, 3, 10, train.STOPPED), (2, 1, 4, 10, 0),
+    (1, 99, 3, 1, train.STOPPED)], ids=str)  # the last goes on from best.pt
+def test_a_last_checkpoint_that_cannot_be_written_is_told(
+    after: int, times: int, stop: int, evals: int, code: int, data: Path, tmp_path: Path
 ) -> None:
-    """They are written once more at the end. A run that could not is no success, but one that stops
+    """It is written once more at the end. A run that could not is no success, but one that stops
     can go on from what is there."""
     out = tmp_path / 'o'
     run = Run(tmp_path, f'--data={data}', f'--out_dir={out}', steps(4), f'--stop_step={stop}',
-              '--checkpoint_interval=2', damage=partial(no_checkpoint, after, times)).wait()
+              '--checkpoint_interval=2', f'--eval_interval={evals}',
+              damage=partial(no_checkpoint, after, times)).wait()
     assert run.codes == [code], run.text
-    line = f'the weights after step {stop} could not be written and are lost: once there is room'
+    line = f'the checkpoint of step {stop} could not be written: once there is room'
     lost = times == 99
     assert (line in run.text) == lost, run.text
     assert ('Stopped after' in run.text) == (code == train.STOPPED and not lost)
