@@ -43,7 +43,7 @@ MODELS = {'Llama': ['config/llama.py'], 'CEM, T = 1': [], 'CEM, T = 2': ['config
           'Llama, additions': ['config/llama_three.py'], ONE_TIE: ['config/cem_one_tie.py']}
 HF_LLAMA = 'Hugging Face Llama'
 if importlib.util.find_spec('transformers'):
-    MODELS[HF_LLAMA] = []
+    MODELS[HF_LLAMA] = []  # transformers' own class: no config file
 # The table's columns, and the format of their values
 COLUMNS = {'model': '', 'parameters': ',', 'tokens/s': ',.0f', '/ Llama': '.2f',
            'MFLOP/token': ',.1f', 'MFU': '.1%', 'GB': '.1f'}

@@ -4,12 +4,13 @@ Evaluate a trained model.
     python evaluate.py                         bits per byte, loss and perplexity of the newest run
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
-    python evaluate.py --energies              energies along the steps; does the first one descend?
-    python evaluate.py --compare=out/a,out/b   a table of the results of runs, and their losses;
-                                               with --text=FILE their losses on it, of exports too
+    python evaluate.py --energies              energies along the steps: does the first one descend?
+    python evaluate.py --compare=out/a,out/b   the results of runs, and the options that differ;
+                                               with --text=FILE their bits per byte on it
 
-Tables are printed. The picture of --energies goes into out/results. results/copying.py
-asks how well a model repeats its context, and docs/attention.py draws its attention.
+Tables are printed. --compare takes exports, too. The picture of --energies goes into out/results.
+results/copying.py asks how well a model repeats its context, and docs/attention.py draws its
+attention.
 """
 import math
 import os
@@ -38,23 +39,13 @@ from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, loss_sums, p
 from nanocem.documents import READING, Reading
 from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
-from nanocem.runs import (
-    load_model,
-    newest_run,
-    read_config,
-    read_result,
-)
+from nanocem.runs import load_model, newest_run, read_config, read_result
 from nanocem.same import step_errors
 from nanocem.tokenizers import Sequences, describe_source, read_sequences, tokenizer_of
 
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
 # Options in which runs must agree if their losses are to be compared
 MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *CHECKSUMS)
-NO_LLAMA = ('The tables in results/ give perplexity per Llama token. Computing it takes the '
-            'tokenizer.model of Llama, which is not here ($LLAMA_TOKENIZER can name it). Bits per '
-            'byte do not need it.')
-DESCENT = """cosine: between the first step and minus the energy's gradient, mean over tokens
-lowered: the share of tokens whose energy the first step lowers"""
 
 
 @dataclass
@@ -69,23 +60,44 @@ class EvaluateConfig(Reading):
     steps: tuple[int, ...] = ()  # numbers of steps T to test, in place of the trained T
     energies: bool = False  # energies at steps 0 to 8, or to the largest of --steps
     compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
-    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
+    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
         super().__post_init__()
         in_range(self, 1, 10**15, 'tokens')
         self.check_text(self.text)
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
-        check(all(self.compare), 'compare: expected folders of runs, as --compare=out/a,out/b')
-        self.compare = tuple(map(os.path.expanduser, self.compare))
 
 
-def cem_layers(model: Transformer) -> dict[str, list[tuple[int, Any]]]:
-    """Return the sublayers that take steps down an energy, each with the number of its block: a
-    list for attn and one for mlp, if there are any."""
-    layers = {kind: [(n, getattr(block, kind)) for n, block in enumerate(model.blocks, 1)
-                     if hasattr(getattr(block, kind), 'energy')] for kind in ('attn', 'mlp')}
-    return {kind: found for kind, found in layers.items() if found}
+class Evaluated:
+    """A run, and the sequences to evaluate it on: these are read when a report first needs them."""
+    def __init__(self, options: EvaluateConfig):
+        self.options = options
+        self.path = options.out_dir or newest_run()
+        self.model, self.state = load_model(self.path, options.device)
+        self.tokenizer = tokenizer_of(self.state)
+
+    @property
+    def subject(self) -> str:
+        source = describe_source(self.options, self.state)
+        return f'{self.path}, step {self.state["step"]}; {source}'
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        length = self.model.cfg.context_length
+        return read_sequences(self.options, self.state, self.tokenizer, length)
+
+
+def cem_layers(model: Transformer) -> list[tuple[str, int, Any]]:
+    """Return the sublayers that take steps down an energy, attention first: the kind of each (attn
+    or mlp), the number of its block, and the sublayer."""
+    found = []
+    for kind in ('attn', 'mlp'):
+        for n, block in enumerate(model.blocks, 1):
+            sublayer = getattr(block, kind)
+            if hasattr(sublayer, 'energy'):
+                found.append((kind, n, sublayer))
+    return found
 
 
 # Loss
@@ -96,19 +108,20 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     summed loss of those that are not BOS."""
     device = model.embedding.device
     sums = torch.zeros(3, dtype=torch.float64)
-    for block in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1])):
-        x, y = block[:, :-1].long().clamp(min=0), block[:, 1:].long()
+    for batch in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1])):
+        x, y = batch[:, :-1].long().clamp(min=0), batch[:, 1:].long()
         sums += loss_sums(model(x.to(device))[0], y.to(device), is_text=y != bos)
     return sums.tolist()
 
 
-def report_loss(run: 'Evaluated') -> str:
+def report_loss(run: Evaluated) -> str:
     """Format the loss with T as trained, or at each T of `steps`, as a table."""
     model, bos = run.model, run.tokenizer.bos
     ids, text_bytes, llama_tokens = run.sequences
+    kinds = {kind for kind, *_ in cem_layers(model)}
     rows = []
-    for T in run.cfg.steps or (None,):
-        model.set_steps(**{f'{kind}_steps': T for kind in cem_layers(model)})
+    for T in run.options.steps or (None,):
+        model.set_steps(**{f'{kind}_steps': T for kind in kinds})
         n_targets, nats, text_nats = evaluate_loss(model, ids, bos)
         loss = nats / n_targets
         row = {'T': str(T or 'as trained'), 'tokens': f'{n_targets:,.0f}',
@@ -118,9 +131,10 @@ def report_loss(run: 'Evaluated') -> str:
         if llama_tokens:
             row['perplexity per Llama token'] = f'{perplexity(text_nats / llama_tokens):.6g}'
         rows.append(row)
-    text = markdown_table([*row], [[*row.values()] for row in rows])
-    if text_bytes and run.cfg.text and not llama_tokens:
-        text += f'\n\n{NO_LLAMA}'
+    text = markdown_table([*rows[0]], [[*row.values()] for row in rows])
+    if text_bytes and run.options.text and not llama_tokens:
+        text += ("\n\nFor perplexity per Llama token, as in results/, let $LLAMA_TOKENIZER name "
+                 "Llama's tokenizer.model.")
     return text
 
 
@@ -130,7 +144,7 @@ def report_loss(run: 'Evaluated') -> str:
 def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     """Measure on ids x (B, J) whether CEM sublayers descend. Return for each use of a sublayer,
     attention first, its name and what measure_steps returns."""
-    # Run the model, and record the inputs of each use: reuse uses a sublayer again
+    # Run the model, and record the inputs of each use: a sublayer may be used several times
     uses: dict[Any, list[tuple]] = defaultdict(list)
     hook = register_module_forward_pre_hook(lambda module, inputs: uses[module].append(inputs))
     try:
@@ -138,11 +152,10 @@ def descent(model: Transformer, x: Tensor, steps: int = 1) -> list[tuple]:
     finally:
         hook.remove()
     found = []
-    for kind, layers in cem_layers(model).items():
-        for n, sublayer in layers:
-            for use, inputs in enumerate(uses[sublayer], 1):
-                name = f'{kind} {n}, use {use}' if len(uses[sublayer]) > 1 else f'{kind} {n}'
-                found.append((name, *measure_steps(sublayer, inputs, steps)))
+    for kind, n, sublayer in cem_layers(model):
+        for use, inputs in enumerate(uses[sublayer], 1):
+            name = f'{kind} {n}, use {use}' if len(uses[sublayer]) > 1 else f'{kind} {n}'
+            found.append((name, *measure_steps(sublayer, inputs, steps)))
     return found
 
 
@@ -150,7 +163,7 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     """Return the cosine between a token's first step and minus the gradient of the energy, mean
     over tokens; the share of tokens whose energy the first step lowers; and the mean energies at
     steps 0 to `steps`."""
-    # Take the steps: states x_0 to x_steps, (B, J, D) each
+    # Take the steps: the state x_t, (B, J, D), is the sublayer's output with T = t
     trained_T = sublayer.T
     states = []
     try:
@@ -171,11 +184,11 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     return float(cosine), float(share), energies.mean(dim=(1, 2)).tolist()
 
 
-def report_energies(run: 'Evaluated') -> str:
+def report_energies(run: Evaluated) -> str:
     """Format the mean energy at steps 0 to 8, or to the largest of `steps`, for each use of a CEM
     sublayer, and whether its first step descends. The picture shows each energy minus that at step
     0. Only about 4,096 tokens are read."""
-    steps = max(run.cfg.steps, default=8)
+    steps = max(run.options.steps, default=8)
     ids, *_ = run.sequences
     x = ids[:max(1, 4096 // ids.shape[1]), :-1].long()
     x = x[(x != NO_TARGET).all(dim=1)]  # leave out the last sequence of a text if it is padded
@@ -185,7 +198,8 @@ def report_energies(run: 'Evaluated') -> str:
     for name, cosine, share, energies in found:
         cells = [f'{energy:.4g}' for energy in energies]
         rows.append([name, *cells, f'{cosine:.2f}', f'{share:.0%}'])
-    lines = [DESCENT]
+    lines = ["cosine: between the first step and minus the energy's gradient, averaged over tokens",
+             'lowered: the share of tokens whose energy the first step lowers']
     for name, error in step_errors(run.model).items():
         lines.append(f'{name}: in a small layer with random weights and no P, a step differs from '
                      f'minus the gradient by {error:.1g} of its norm')
@@ -193,12 +207,12 @@ def report_energies(run: 'Evaluated') -> str:
     return '\n'.join([markdown_table(header, rows), '', *lines])
 
 
-def draw_energies(run: 'Evaluated', found: dict[str, list[float]]) -> str:
-    """Draw the energies of each sublayer, if matplotlib is installed. Return the picture's path."""
+def draw_energies(run: Evaluated, found: dict[str, list[float]]) -> str:
+    """Draw the energies of each sublayer. Return the picture's path, or what it needs."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return 'pip install matplotlib draws them, too'
+        return 'No picture: pip install matplotlib'
     figure = Figure((9, 3.5), layout='constrained')
     panels = dict(zip(('attn', 'mlp'), figure.subplots(1, 2), strict=True))
     for name, energies in found.items():
@@ -222,14 +236,16 @@ def compare_on_text(cfg: EvaluateConfig) -> str:
         bits.append(text_nats / math.log(2) / text_bytes if text_bytes else math.nan)
         rows.append([folder, f'{run.model.num_params():,}', f'{n_targets:,.0f}',
                      f'{bits[-1]:.4f}'])
+    last = bits[-1]
     for row, of_run in zip(rows, bits, strict=True):
-        row.append(f'{of_run / bits[-1] - 1:+.1%}')
+        row.append(f'{of_run / last - 1:+.1%}')
     header = ['run', 'parameters', 'tokens', 'bits per byte', f'over {cfg.compare[-1]}']
     return markdown_table(header, rows)
 
 
-def read_run(folder: str) -> dict[str, Any]:
-    """Return the config.json of a run, or what an export knows of it. Raises UserError."""
+def config_of(folder: str) -> dict[str, Any]:
+    """Return the config.json of a run, or what an export knows of it: its `train` is empty. Raises
+    UserError."""
     if not os.path.isfile(f'{folder}/{WEIGHTS_FILE}'):
         return read_config(folder)
     state = read_export(folder)
@@ -239,7 +255,7 @@ def read_run(folder: str) -> dict[str, Any]:
 def compare_runs(folders: Sequence[str]) -> str:
     """Format the results of runs and the options in which they differ. A line names what makes the
     losses incomparable. UserError if a folder has no run."""
-    configs = [read_run(folder) for folder in folders]
+    configs = [config_of(folder) for folder in folders]
     results, notes = compare_results(folders, configs)
     parts = [results]
     different = differing_options(folders, configs)
@@ -250,17 +266,18 @@ def compare_runs(folders: Sequence[str]) -> str:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
     data = [config.get('data', {}) for config in configs]
     if len({tuple(of_run.get(name) for name in TOKENIZER_KEYS) for of_run in data}) > 1:
-        notes.append('Bits per byte of different tokenizers can be compared, if the runs were '
+        notes.append('Bits per byte of different tokenizers can be compared if the runs were '
                      'tested on the same text.')
     return '\n\n'.join([*parts, *notes])
 
 
 def compare_results(folders: Sequence[str],
                     configs: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
-    """Format the results of runs, which have these config.json. Return the table, and notes on
-    results that do not count."""
-    names = ('parameters', 'tokens', 'val_bits_per_byte', 'test_bits_per_byte', 'val_loss',
-             'test_loss', 'seconds')
+    """Format the results of runs, given their config.json. Return the table, and notes on results
+    that do not count."""
+    columns = {'parameters': ',', 'tokens': ',', 'val_bits_per_byte': ',.7g',
+               'test_bits_per_byte': ',.7g', 'val_loss': ',.7g', 'test_loss': ',.7g',
+               'seconds': ',.7g'}
     rows, notes = [], []
     for folder, config in zip(folders, configs, strict=True):
         # Before a run ends it has no result, and its row has only the number of parameters
@@ -269,7 +286,8 @@ def compare_results(folders: Sequence[str],
             result = read_result(folder, config)
         except UserError as error:
             notes.append(f'No result of {folder}: {error}.')
-        cells = [f'{result[name]:,.7g}' if result.get(name) else '' for name in names]
+        cells = [format(result[name], spec) if result.get(name) else ''
+                 for name, spec in columns.items()]
         if not cells[0]:
             with torch.device('meta'):
                 model = Transformer(build(ModelConfig, config['model']))
@@ -277,13 +295,13 @@ def compare_results(folders: Sequence[str],
         rows.append([folder, *cells])
         if not config['train']:
             notes.append(f'{folder} is an export, without results: --text=FILE measures its loss.')
-    return markdown_table(['run', *names], rows), notes
+    return markdown_table(['run', *columns], rows), notes
 
 
 def differing_options(folders: Sequence[str],
                       configs: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the options in which runs with these config.json differ, each with its value in every
-    run. The checksums of the data, and the text of model.py, count as options."""
+    """Return the options in which runs differ, given their config.json: each with its value in
+    every run. The checksums of the data, and the text of model.py, count as options."""
     # Collect the options of each run
     all_options, texts = [], {}
     for folder, config in zip(folders, configs, strict=True):
@@ -308,43 +326,26 @@ def differing_options(folders: Sequence[str],
 
 # The command line
 
-class Evaluated:
-    """A run, and the sequences to evaluate it on: these are read when a report first needs them."""
-    def __init__(self, cfg: EvaluateConfig):
-        self.cfg = cfg
-        self.path = cfg.out_dir or newest_run()
-        self.model, self.state = load_model(self.path, cfg.device)
-        self.tokenizer = tokenizer_of(self.state)
-
-    @property
-    def subject(self) -> str:
-        source = describe_source(self.cfg, self.state)
-        return f'{self.path}, step {self.state["step"]}; {source}'
-
-    @cached_property
-    def sequences(self) -> Sequences:
-        return read_sequences(self.cfg, self.state, self.tokenizer, self.model.cfg.context_length)
-
-
 @command_line
 def main(argv: list[str]) -> None:
     given = read_options(argv, EvaluateConfig)
     cfg = build(EvaluateConfig, given)
-    on = {'text', 'data', 'split', 'tokens'} & given.keys()
-    check(not cfg.text or on == {'text'}, 'a text is read whole: no split, no tokens')
+    check(not cfg.text or not {'split', 'tokens'} & given.keys(),
+          'a text is read whole: no split, no tokens')
     if cfg.compare:
         allowed = {'compare', 'text', 'device', *READING}
         others = ', '.join(name for name in given if name not in allowed)
-        check(not others, f'--compare takes only folders and a --text, and not {others}')
+        check(not others, f'--compare takes only folders and --text, not {others}')
         if cfg.text:
-            print(f'Runs on {cfg.text}\n\n{compare_on_text(cfg)}', flush=True)
+            print(f'Bits per byte on {cfg.text}\n\n{compare_on_text(cfg)}', flush=True)
         else:
             print(f'Runs\n\n{compare_runs(cfg.compare)}', flush=True)
         return
     run = Evaluated(cfg)
-    check(bool(cem_layers(run.model)) or not (cfg.steps or cfg.energies),
-          f'{run.path} is all Llama: steps and energies are those of CEM sublayers')
-    if cfg.energies:
+    if cfg.steps or cfg.energies:
+        check(bool(cem_layers(run.model)),
+              f'{run.path} is all Llama: --steps and --energies are for CEM sublayers')
+    if cfg.energies:  # before the losses: report_loss changes the model's T
         print(f'{run.subject}\n\n{report_energies(run)}', flush=True)
     if cfg.steps or not cfg.energies:
         print(f'{run.subject}\n\n{report_loss(run)}', flush=True)

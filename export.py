@@ -1,13 +1,13 @@
 """
-Take a trained model to another program.
+Export a trained model to other programs.
 
     python export.py --to=DIR                                      the newest run
     python export.py --out_dir=out/RUN --to=DIR --dtype=bfloat16   another one, in half the bytes
     python export.py --page=my_model.html --about="It has read eleven novels."   a page to play with
 
-Hugging Face's transformers loads the folder DIR, by the lines in DIR/README.md. The scripts here
-read it as they read a run. The page is one file, which runs the model in a browser: it needs no
-network, and its weights are bfloat16.
+Hugging Face's transformers loads the folder DIR: DIR/README.md has the lines for it. The scripts
+here read it as they read a run. The page is one file, which runs the model in a browser: it needs
+no network, and its weights are bfloat16.
 """
 import os
 import sys
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     for name in ('prompt', 'title', 'about'):
         check(bool(cfg.page) or name not in given, f'{name} is for --page=FILE.html')
     model, state = load_model(cfg.out_dir or newest_run())
-    # One block for each export format
+    # Write what was asked for
     if cfg.page:
         write_page(cfg.page, model, state, cfg.prompt, cfg.title, cfg.about)
         megabytes = os.path.getsize(cfg.page) / 1e6

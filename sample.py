@@ -33,7 +33,7 @@ class SampleConfig:
     EXCLUSIVE = (('prompt', 'prompt_file'),)
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
     prompt: str = ''  # the text to continue
-    prompt_file: PathStr | None = None  # continue the text in this file
+    prompt_file: PathStr | None = None  # continue the text in this file; -: standard input
     tokens: int = 500  # maximum number of tokens to generate; the model may end a text sooner
     num_samples: int = 1  # number of texts, generated as one batch
     temperature: float = 0.8  # divides the logits; 0: always take the likeliest token
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
         file = '/dev/stdin' if cfg.prompt_file == '-' else cfg.prompt_file
         cfg.prompt = ''.join(TextFile(file))
     # Load the model, and set its numbers of gradient steps
-    model, checkpoint = load_model(cfg.out_dir or newest_run(), cfg.device)
+    model, state = load_model(cfg.out_dir or newest_run(), cfg.device)
     with user_errors():
         model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     for name in ('attn_steps', 'mlp_steps'):
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
             warn(f'{name}={T}: the model was trained with {trained}. The step size stays the same, '
                  'so the state moves further in total, and text gets worse (docs/options.md)')
     # Generate text and print it
-    text = sample_text(model, tokenizer_of(checkpoint), cfg.prompt, cfg.tokens, cfg.temperature,
+    text = sample_text(model, tokenizer_of(state), cfg.prompt, cfg.tokens, cfg.temperature,
                        cfg.top_k, cfg.seed, cfg.num_samples, use_cache=cfg.use_cache)
     print(f'{text}\n---', flush=True)
 

@@ -41,7 +41,7 @@ class AttentionConfig:
     layer: int | None = None  # draw this layer alone, counted from 1
     attn_steps: int | None = None  # T of CEM attention; default: as trained
     mlp_steps: int | None = None  # T of the CEM MLP; default: as trained
-    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
+    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
         in_range(self, 1, 10**15, 'layer attn_steps mlp_steps')

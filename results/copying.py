@@ -40,7 +40,7 @@ class CopyingConfig(Reading):
     split: Literal['train', 'val', 'test'] = 'test'  # of the data
     text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
     tokens: int = 500_000  # maximum number of tokens of the shards, in evenly spaced sequences
-    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is one
+    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -64,7 +64,7 @@ evaluate            --compare=llama,gone                  no run in gone
 sample              llama                                  other files and folders: --out_dir
 evaluate            --out_dir=llama --separator=x          separator is for --text=FILE
 evaluate            --out_dir=llama --text=a.txt --split=val       a text is read whole
-evaluate            --compare=llama --energies --tokens=5          --text, and not energies, tokens
+evaluate            --compare=llama --energies --tokens=5          --text, not energies, tokens
 evaluate            --compare=llama,                       a comma-separated list, each a name
 evaluate            --compare llama,half                   --compare=VALUE, no space
 evaluate            --out_dir=weights.pt                   weights.pt is not a checkpoint of train
