@@ -167,7 +167,7 @@ def main(argv: list[str]) -> int:
         data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, state or start.weights, cfg)
     meta = read_meta(data_dir)
     if start.weights:  # they know the ids of one tokenizer, on whatever text
-        runs.check_data(cfg.init_from, start.weights['data'],
+        runs.check_same(cfg.init_from, start.weights['data'],
                         {name: meta.get(name) for name in TOKENIZER_KEYS})
     tokenizer = load_tokenizer(data_dir)
     token_bytes = spelled_bytes(tokenizer, meta)
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> int:
     out_dir = cfg.out_dir
     _lock = start.lock  # held until main returns
     if resume:
-        runs.check_data(out_dir, start.config['data'], data_identity)
+        runs.check_same(out_dir, start.config['data'], data_identity)
         if state and state['step'] == max_steps and os.path.exists(f'{out_dir}/result.json'):
             print(f'{out_dir} has ended, and result.json has its test: python evaluate.py '
                   f'--out_dir={shlex.quote(out_dir)} measures more', flush=True)

@@ -77,11 +77,14 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
     kept = {name: value for name, value in given.items() if name in MAY_CHANGE}
     saved = without_unused(saved) | {'stop_step': None, **kept, 'out_dir': out_dir,
                                   'init_from': saved['init_from']}  # where the run itself started
-    # Lock it first: the process that trains there may be about to write a checkpoint
-    lock = lock_folder(out_dir) if rank == 0 else None
-    for half in glob.glob(f'{glob.escape(out_dir)}/*.pt.tmp') if rank == 0 else ():
-        with contextlib.suppress(OSError):  # of a process that was killed
-            os.remove(half)
+    lock = None
+    if rank == 0:
+        # Lock it first: the process that trains there may be about to write a checkpoint
+        lock = lock_folder(out_dir)
+        # Delete what a process that was killed has half written
+        for half in glob.glob(f'{glob.escape(out_dir)}/*.pt.tmp'):
+            with contextlib.suppress(OSError):
+                os.remove(half)
     state = last_checkpoint(out_dir)
     from_scratch = saved['init_from'] == 'scratch'
     weights = None if state or from_scratch else load_model(saved['init_from'])[1]
@@ -89,26 +92,25 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
 
 
 def check_options(path: str, saved: dict[str, Any], given: dict[str, Any]) -> None:
-    """UserError, which names them, if some options are not those of the run in `path`."""
-    different = [f'{name}={saved[name]} (now {value})' for name, value in given.items()
-                 if value is not None and name not in MAY_CHANGE
-                 and as_path(name, saved.get(name, value)) != as_path(name, value)]
+    """UserError if a given option that may not change is not that of the run in `path`."""
+    fixed = {name: value for name, value in given.items()
+             if value is not None and name not in MAY_CHANGE}
     recipe = ' '.join(f'--{name}={saved[name]}' for name in RECIPE if name in saved)
     remedy = (f'. A new run can train its weights further: --init_from={shlex.quote(path)} '
-              f'--tokens=N {recipe}' if recipe else '')
+              f'--tokens=N {recipe}' if recipe else '')  # weights to start from have no recipe
+    check_same(path, saved, fixed, remedy)
+
+
+def check_same(path: str, saved: dict[str, Any], now: dict[str, Any], remedy: str = '') -> None:
+    """UserError, which names them, if some values are not those of the run in `path`."""
+    different = [f'{name}={saved[name]} (now {value})' for name, value in now.items()
+                 if as_path(name, saved.get(name, value)) != as_path(name, value)]
     check(not different, f'the run in {path} has {", ".join(different)}: expected the '
           f'same{remedy}')
 
 
 def as_path(name: str, value: Any) -> Any:
     return os.path.abspath(value) if name == 'text' and value else value  # b.txt is ./b.txt
-
-
-def check_data(path: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """UserError if the data or the tokenizer are not those that were trained on."""
-    different = [f'{name}={saved[name]} (now {value})' for name, value in now.items()
-                 if saved.get(name, value) != value]
-    check(not different, f'the run in {path} has {", ".join(different)}: expected the same')
 
 
 def keep_model_py(out_dir: str, step: int) -> None:
@@ -187,12 +189,12 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> tuple[str, Any]:
 
 def lock_folder(out_dir: str) -> Any:
     """Lock a run's folder until the returned lock is deleted. UserError if another process trains
-    there. None on a file system without locks."""
+    there. None, with a warning, where the folder cannot be locked."""
     try:
         return FileLock(f'{out_dir}/.lock').acquire(timeout=0)
     except Timeout:
         fail(f'out_dir={out_dir}: another process is training there; give another --out_dir')
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # the latter: filelock 3.13 without flock
         warn(f'{out_dir} cannot be locked ({error}): start no second run there')
 
 
@@ -215,9 +217,13 @@ def save_checkpoint(path: str, state: dict[str, Any]) -> bool:
         warn(f'{path} not written ({error.strerror}); the run goes on, earlier checkpoints are '
              'intact')
         return False
-    # Do not count those of later steps: they are damaged, since the run was resumed before them
-    numbered, name = checkpoints(os.path.dirname(path)), os.path.basename(path)
-    for old in [old for old in numbered if os.path.basename(old) <= name][:-2]:
+    folder, name = os.path.split(path)
+    if name == 'best.pt':  # it replaces only itself
+        return True
+    # Keep this one and the one before it. Those of later steps are damaged, since the run was
+    # resumed before them, and do not count
+    numbered = [old for old in checkpoints(folder) if os.path.basename(old) <= name]
+    for old in numbered[:-2]:
         with contextlib.suppress(OSError):  # the next checkpoint tries again
             os.remove(old)
     return True
@@ -250,14 +256,15 @@ def last_checkpoint(out_dir: str) -> dict[str, Any] | None:
     None if there is no checkpoint, UserError if all are damaged."""
     numbered, best = checkpoints(out_dir)[::-1], glob.glob(f'{glob.escape(out_dir)}/best.pt')
     found = []
-    for files in numbered, best:
+    for files in numbered, best:  # best.pt may be of a later step than the last numbered one
         for file in files:
             try:
                 found.append(read_checkpoint(file))
                 break
             except UserError as error:
                 warn(f'{error}; it is passed over')
-    check(bool(found) or not (best or numbered), f'no intact checkpoint in {out_dir}')
+    if (numbered or best) and not found:
+        fail(f'no intact checkpoint in {out_dir}')
     return max(found, key=lambda state: state['step'], default=None)
 
 
@@ -304,14 +311,14 @@ def describe_change(model: Transformer, state: dict[str, Any]) -> str:
     # An export also keeps the options that its logits were computed with: another program may
     # change those in its config.json
     options = state.get('options', state['model_config'])
-    unknown = [f'{name}={options[name]}' for name in options.keys()
-               - {field.name for field in fields(ModelConfig)}]
+    known = {field.name for field in fields(ModelConfig)}
+    unknown = [f'{name}={value}' for name, value in options.items() if name not in known]
     lacks = f'its model has {", ".join(unknown)}, unlike this model.py' if unknown else ''
     if 'outputs' not in state:
         return lacks
     # Do not report an unknown option if the logits are the same: it changes nothing
     change = find_change(model, state['outputs'])
-    return change and change + (f'; {lacks}' if lacks else '')
+    return f'{change}; {lacks}' if change and lacks else change
 
 
 class Log:
@@ -331,9 +338,11 @@ class Log:
     def __call__(self, step: int, **values: Any) -> None:
         """Write a line of numbers, tensors, text, or lists of these. Numbers, and tensors that are
         one number, go to TensorBoard as well."""
+        where = 'the log'
         try:
             with open(self.path, 'ab') as file:
                 file.write(to_json({'step': step, **values}) + b'\n')
+            where = "TensorBoard's events"
             if self.writer:
                 for name, value in values.items():
                     number = value.tolist() if hasattr(value, 'tolist') else value
@@ -341,4 +350,4 @@ class Log:
                         self.writer.add_scalar(name, number, step)
                 self.writer.flush()
         except Exception as error:  # TensorBoard raises errors of many types
-            warn(f'step {step} is not in the log ({error}); the run goes on')
+            warn(f'step {step} is not in {where} ({error}); the run goes on')

@@ -59,9 +59,12 @@ def exact_copy(model: Any) -> Iterator[tuple[Any, Tensor]]:
 
 
 def agree(found: Tensor, right: Tensor, most_error: float = MOST_ERROR) -> bool:
-    """Return whether two tensors are equal, but for an error of this share of their norm."""
-    found, right = found.nan_to_num(1e9), right.nan_to_num(1e9)  # two NaN are equal
-    return float((found - right).norm()) <= most_error * float(right.norm())
+    """Return whether two tensors are equal, but for an error of this share of their norm. NaN and
+    infinite numbers must be in the same places, and the others are compared."""
+    finite = right.isfinite()
+    same_places = (torch.equal(found.isfinite(), finite)
+                   and torch.equal(found.isnan(), right.isnan()))
+    return same_places and relative_error(found[finite], right[finite]) <= most_error
 
 
 def outputs(model: Any) -> list[str]:
@@ -90,8 +93,8 @@ def find_change(model: Any, kept: list[str]) -> str:
         found, expected = (
             torch.tensor([[*map(float, line.split())] for line in lines], dtype=torch.float64)
             for lines in (outputs(model), kept))
-    except Exception as error:
-        return f'it does not run ({type(error).__name__}: {error})'
+    except Exception as error:  # of an edit, which may raise any
+        return f'it does not run ({first_line(error)})'
     n = min(len(found), len(expected))  # a longer context has more
     if agree(found[:n], expected[:n]):
         return ''
@@ -168,9 +171,11 @@ def step_errors(model: Any) -> dict[str, float]:
         if not hasattr(layer, 'energy'):
             continue
         states = []
-        for layer.T in range(3):
+        for T in range(3):
+            layer.T = T
             states.append(layer(*inputs).detach())
-        h, expected = layer.norm(x), []
+        h = layer.norm(x)
+        expected = []
         for state in states[:2]:
             u = layer.norm(state).detach().requires_grad_()
             gradient, = torch.autograd.grad(layer.energy(u, h).sum(), u)
@@ -205,12 +210,12 @@ def warn_of_wrong_layers(model: Any) -> None:
     try:
         for name, error in step_errors(model).items():
             if not error <= MOST_ERROR:  # true for NaN
-                warn(f'{name}: forward is not minus the gradient of energy any more (off by '
-                     f'{error:.2g} of its norm): edit both, or rename energy')
+                warn(f'{name}: a step differs from minus the gradient of energy by {error:.2g} of '
+                     'its norm: change forward and energy together, or rename energy')
         error = attend_error(model)
         if not error <= MOST_ERROR:
-            warn('attend does not give the sums of softmax_attention and scores any more '
-                 f'(off by {error:.2g} of their norm): edit both')
+            warn('attend does not give the sums that softmax_attention and scores write out (off '
+                 f'by {error:.2g} of their norm): change all three together')
     except Exception as error:  # of an edit, which may raise any
         warn(f'this model.py cannot be checked ({first_line(error)}): whether its steps are minus '
              'the gradients of its energies is not known')

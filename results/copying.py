@@ -24,7 +24,7 @@ from model import Transformer
 from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, token_losses
 from nanocem.documents import Reading
 from nanocem.files import markdown_table
-from nanocem.runs import check_data, load_model, newest_run
+from nanocem.runs import check_same, load_model, newest_run
 from nanocem.tokenizers import describe_source, read_sequences, tokenizer_of
 
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
@@ -170,7 +170,7 @@ def load_beside(path: str, of: str, model: Transformer, data: dict, device: str)
     check(not same_model(other, model), f'{path} has the weights of {of}: expected another run, or '
           f'{of} alone')
     # Losses of other tokens cannot be set side by side
-    check_data(path, state['data'], {name: data[name] for name in TOKENIZER_KEYS})
+    check_same(path, state['data'], {name: data[name] for name in TOKENIZER_KEYS})
     length, own_length = other.cfg.context_length, model.cfg.context_length
     check(length == own_length, f'{path} has a context of {length} tokens, and {of} one of '
           f'{own_length}: expected the same')

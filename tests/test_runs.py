@@ -327,4 +327,10 @@ def test_a_log_that_cannot_be_written_says_so_and_goes_on(
     log = Log(str(tmp_path), 0, False)
     (tmp_path / 'log.jsonl').mkdir()
     log(1, loss=1.0)
-    assert 'Warning: step 1 is not in the log' in capsys.readouterr().err
+    assert 'Warning: step 1 is not in the log (' in capsys.readouterr().err
+    # If only TensorBoard fails, the line is there
+    (tmp_path / 'log.jsonl').rmdir()
+    log.writer = 'no writer'
+    log(2, loss=1.0)
+    assert "Warning: step 2 is not in TensorBoard's events (" in capsys.readouterr().err
+    assert '"step": 2' in (tmp_path / 'log.jsonl').read_text()

@@ -91,6 +91,20 @@ def test_damaged_weights_and_nan_are_told() -> None:
     assert 'does not run (TypeError' in same.find_change(model, kept)
 
 
+@pytest.mark.parametrize('number', [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_hides_no_other_difference(number: float) -> None:
+    """Such as the logits of ids that an edit never predicts."""
+    right = torch.randn(5, 9, generator=torch.Generator().manual_seed(6))
+    right[:, -1] = number
+    found = right.clone()
+    assert same.agree(found, right)
+    found[2, 3] += 1e-3
+    assert not same.agree(found, right)
+    found = right.clone()
+    found[2, -1] = 1.0
+    assert not same.agree(found, right) and not same.agree(right, found)
+
+
 def test_a_checkpoint_of_an_edit_that_cannot_be_copied_keeps_no_logits(
         capsys: pytest.CaptureFixture) -> None:
     model = Transformer(ModelConfig(**OPTIONS))
@@ -195,7 +209,7 @@ def test_a_deep_copy_keeps_its_own_weights() -> None:
 
 
 # Layers: edits that break them, the options that show it, and the line that says so
-MINUS_THE_GRADIENT = 'forward is not minus the gradient of energy any more'
+MINUS_THE_GRADIENT = 'a step differs from minus the gradient of energy by'
 BROKEN = {
     'SiLU -> GELU': ('return F.silu(z)', 'return F.gelu(z)', {}, 'CEMMLP'),
     'GELU beside P': ('return F.silu(z)', 'return F.gelu(z)',
@@ -259,7 +273,7 @@ def test_scores_that_attend_does_not_use_are_told(
     fused = on_gpu or positions == 'rope'
     assert (same.attend_error(model) > 1e-4) == fused
     same.warn_of_wrong_layers(model)
-    assert ('attend does not give the sums of softmax_attention and scores any more' in
+    assert ('attend does not give the sums that softmax_attention and scores write out' in
             capsys.readouterr().err) == fused
 
 
