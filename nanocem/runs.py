@@ -194,7 +194,7 @@ def lock_folder(out_dir: str) -> Any:
         return FileLock(f'{out_dir}/.lock').acquire(timeout=0)
     except Timeout:
         fail(f'out_dir={out_dir}: another process is training there; give another --out_dir')
-    except (OSError, NotImplementedError) as error:  # the latter: filelock 3.13 without flock
+    except OSError as error:
         warn(f'{out_dir} cannot be locked ({error}): start no second run there')
 
 

@@ -11,6 +11,7 @@ What no logit shows, such as dropout, can be seen only in the model.py that a ru
 """
 import contextlib
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,11 +61,11 @@ def exact_copy(model: Any) -> Iterator[tuple[Any, Tensor]]:
 
 def agree(found: Tensor, right: Tensor, most_error: float = MOST_ERROR) -> bool:
     """Return whether two tensors are equal, but for an error of this share of their norm. NaN and
-    infinite numbers must be in the same places, and the others are compared."""
+    infinite numbers must be in the same places."""
+    kinds = torch.isnan, torch.isposinf, torch.isneginf
     finite = right.isfinite()
-    same_places = (torch.equal(found.isfinite(), finite)
-                   and torch.equal(found.isnan(), right.isnan()))
-    return same_places and relative_error(found[finite], right[finite]) <= most_error
+    return (all(torch.equal(kind(found), kind(right)) for kind in kinds)
+            and relative_error(found[finite], right[finite]) <= most_error)
 
 
 def outputs(model: Any) -> list[str]:
@@ -99,8 +100,8 @@ def find_change(model: Any, kept: list[str]) -> str:
     if agree(found[:n], expected[:n]):
         return ''
     error = relative_error(found[:n], expected[:n])
-    return (f'its logits are not those that were kept (off by {error:.1g} of their norm): model.py '
-            'or the weights have changed')
+    by = f' (off by {error:.1g} of their norm)' if math.isfinite(error) else ''
+    return f'its logits are not those that were kept{by}: model.py or the weights have changed'
 
 
 def is_causal(model: Any) -> bool:
@@ -109,7 +110,7 @@ def is_causal(model: Any) -> bool:
     text that it writes."""
     with contextlib.suppress(Exception), exact_copy(model) as (exact, idx):  # of an edit: any
         n = idx.shape[1] // 2
-        return agree(exact(idx[:, :n])[0][0], exact(idx)[0][0, :n])
+        return agree(exact(idx[:, :n])[0][0, :n], exact(idx)[0][0, :n])
     return True  # it does not run here, which other checks report
 
 
@@ -201,7 +202,9 @@ def attend_error(model: Any) -> float:
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:
-    return float((found - right).norm() / right.norm().clamp(min=1e-30))
+    """Return the norm of the difference relative to that of `right`. NaN if a number is not
+    finite."""
+    return float((found - right).norm()) / max(float(right.norm()), 1e-30)
 
 
 def warn_of_wrong_layers(model: Any) -> None:
@@ -215,7 +218,7 @@ def warn_of_wrong_layers(model: Any) -> None:
         error = attend_error(model)
         if not error <= MOST_ERROR:
             warn('attend does not give the sums that softmax_attention and scores write out (off '
-                 f'by {error:.2g} of their norm): change all three together')
+                 f'by {error:.2g} of their norm): change attend as well')
     except Exception as error:  # of an edit, which may raise any
         warn(f'this model.py cannot be checked ({first_line(error)}): whether its steps are minus '
              'the gradients of its energies is not known')

@@ -87,6 +87,7 @@ def test_damaged_weights_and_nan_are_told() -> None:
         model.embedding[7919 % 300] = math.nan
     assert 'are not those that were kept' in same.find_change(model, kept)
     assert same.find_change(model, same.outputs(model)) == ''  # NaN as before
+    assert 'nan' not in same.find_change(model, kept)
     model.blocks[0].mlp.W = None
     assert 'does not run (TypeError' in same.find_change(model, kept)
 
@@ -101,8 +102,9 @@ def test_what_is_not_finite_hides_no_other_difference(number: float) -> None:
     found[2, 3] += 1e-3
     assert not same.agree(found, right)
     found = right.clone()
-    found[2, -1] = 1.0
-    assert not same.agree(found, right) and not same.agree(right, found)
+    for other in 1.0, -math.inf if number == math.inf else math.inf:
+        found[2, -1] = other
+        assert not same.agree(found, right) and not same.agree(right, found)
 
 
 def test_a_checkpoint_of_an_edit_that_cannot_be_copied_keeps_no_logits(
