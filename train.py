@@ -518,7 +518,8 @@ def should_compile(cfg: TrainConfig, device: torch.device, run_flops: float) -> 
     """Return whether to compile. By default a GPU does, and a CPU only for a long run."""
     if cfg.compile is not None:
         return cfg.compile
-    if device.type != 'cuda' and not (device.type == 'cpu' and run_flops > MIN_FLOPS_TO_COMPILE):
+    pays = device.type == 'cuda' or (device.type == 'cpu' and run_flops > MIN_FLOPS_TO_COMPILE)
+    if not pays:
         return False
     try:
         torch.compile(torch.relu)(torch.ones(64, device=device))

@@ -225,5 +225,6 @@ def warn_of_wrong_layers(model: Any) -> None:
 
 
 def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message, for a warning of one line."""
     reason = (str(error).strip() or 'no reason given').splitlines()[0]
     return f'{type(error).__name__}: {reason:.150}'

@@ -52,6 +52,7 @@ from torch import Tensor
 
 from configurator import warn
 from model import BaseAttention, Transformer, alibi_slopes, make_positions
+from nanocem.same import first_line
 
 try:
     import triton
@@ -637,8 +638,7 @@ def find_error(attn: BaseAttention, dtype: torch.dtype, length: int) -> str:
             ours = results(layer, *(x.to(device) for x in (q, k, u, h)))
             right = results(exact, *(x.double() for x in (q, k, u, h)))
     except Exception as error:  # of many types
-        reason = (str(error).strip() or 'no reason given').splitlines()[0]
-        return f'does not run ({type(error).__name__}: {reason})'
+        return f'does not run ({first_line(error)})'
     eps = torch.finfo(dtype).eps  # of float32 more is allowed: rounding of long sums is no error
     limit = MOST_ERROR * (100 * eps if eps < 1e-6 else eps)
     for name, expected in right.items():

@@ -552,9 +552,11 @@ def test_the_sphere_as_in_a_trained_layer(wide: Browser) -> None:
     assert uphill(wide) == 0
     assert wide.run('[T, now.eta, t]') == [1, 1, 1]
     assert wide.text('#eta-is') == '1'
-    wide.click('#trained')  # the button is now the way back
-    assert uphill(wide) == 0
-    assert wide.run('[T, Math.round(12 * now.eta), t]') == [48, 1, 48]
+    for back in '#trained', '#reset':  # the button itself is the way back
+        wide.click(back)
+        assert uphill(wide) == 0
+        assert wide.run('[T, Math.round(12 * now.eta), t]') == [48, 1, 48]
+        wide.click('#trained')
 
 
 def test_untied_values_go_uphill_and_reset_ties_them(wide: Browser) -> None:
