@@ -37,7 +37,7 @@ LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 an
 # The default tokenizer of train.py --text, for texts below each size in bytes
 TEXT_TOKENIZERS = {1e6: 'byte', 5e6: 'bpe1024', 20e6: 'bpe2048', 1e9: 'bpe4096',
                    math.inf: 'bpe32000'}
-RULE = 3  # the version of the rule by which texts are read and divided
+RULE = 4  # the version of the rule by which texts are read and divided
 SPLITS = ('train', 'val', 'test')
 # The words that Hugging Face's datasets knows in the names of files and folders
 SPLIT_WORDS = {'train': 'train', 'training': 'train',
@@ -223,7 +223,8 @@ class Division:
         self.split_of_file = splits_of_names([*source.files])
         self.held_out = [split for split in ('test', 'val')
                          if o.held_out > 0 and split not in self.split_of_file.values()]
-        self.bounds = {'test': o.held_out, 'val': 2 * o.held_out}  # of hashes
+        # Upper bounds of hashes: the lowest ones go to test, the next to val
+        self.bounds = {split: (n + 1) * o.held_out for n, split in enumerate(self.held_out)}
         self.piece = 0  # characters; 0: documents stay whole
         if self.held_out:
             self.decide()

@@ -208,7 +208,8 @@ def test_the_names_of_splits(name: str, split: str | None) -> None:
 
 
 @pytest.mark.parametrize('names', [
-    ('train', 'validation', 'test'), ('training/a', 'dev/a', 'eval/a'), ('train', 'val', None)])
+    ('train', 'validation', 'test'), ('training/a', 'dev/a', 'eval/a'), ('train', 'val', None),
+    ('train', None, 'test')])
 def test_files_are_read_for_the_split_of_their_name(
     tmp_path: Path, names: tuple[str | None, ...]
 ) -> None:
@@ -218,13 +219,18 @@ def test_files_are_read_for_the_split_of_their_name(
         if name:
             write(tmp_path / f'in/{name}.jsonl', texts)
     made = prepare(tmp_path / 'in', tmp_path / 'out', '--held_out=0.2')
-    test = expected(rows[0], 0.2)['test.bin']
-    train = [text for text in rows[0] if train_of([text]) not in test]
-    right = rows if names[2] else (train, rows[1], [text for text in rows[0] if text not in train])
+    if None in names:  # the texts with the lowest hashes are held out
+        lowest = expected(rows[0], 0.2)['test.bin']
+        held = [text for text in rows[0] if train_of([text]) in lowest]
+        train = [text for text in rows[0] if text not in held]
+        right = [train, *(texts if name else held
+                          for name, texts in zip(names[1:], rows[1:], strict=True))]
+    else:
+        right = rows
     assert made['shards'] == {FILES[split]: train_of(texts)
                               for split, texts in zip(FILES, right, strict=True)}
-    assert ('Split by the names of files; ' if names[2] else 'Split by the names of files and a '
-            'hash of each document; ') in made['printed']
+    assert ('Split by the names of files and a hash of each document; ' if None in names else
+            'Split by the names of files; ') in made['printed']
 
 
 @pytest.mark.parametrize('names, words', [
