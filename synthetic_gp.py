@@ -33,16 +33,14 @@ if __name__ == '__main__':  # pictures go into files, whatever backend a noteboo
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import PathStr, build, check, command_line, in_range, read_options
 from nanocem.files import csv_text, markdown_table, read_csv, short_name, write_atomic
-from nanocem.process import keep_console_and_signals
+from nanocem.process import keep_console_and_signals, progress_bar
 
 INPUTS, D = 10, 64
 FLOP_ROWS = 200  # the paper counts the FLOPs of a forward pass over 200 rows
@@ -344,16 +342,25 @@ def run_table(cfg: GPConfig) -> dict[Key, Row]:
                        for kernel in cfg.kernels}
             data = {kernel: future.result() for kernel, future in samples.items()}
             rows = [pool.submit(train_row, cfg, model, data[kernel]) for kernel, model in keys]
-            return {key: future.result() for key, future in zip(keys, tqdm(rows, unit='row'),
-                                                                strict=True)}
+            with progress_bar(total=len(keys), unit='row') as bar:
+                table = {}
+                for key, row in zip(keys, rows, strict=True):
+                    table[key] = row.result()
+                    bar.update()
+            return table
         except BaseException:  # the pool would first finish what it has begun
             for process in active_children():
                 process.terminate()
             raise
 
 
-def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> None:
-    """Plot each model's RMSE and the paper's: a panel for each kernel."""
+def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path: str) -> str:
+    """Plot each model's RMSE and the paper's: a panel for each kernel. Return the picture's path,
+    or what it needs."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return 'no picture: pip install matplotlib'
     height = math.ceil((len(cfg.kernels) + 1) / 2)  # the last panel holds the legend
     figure = Figure((8.3, 2.8 * height), layout='constrained')  # a page shows it 830 pixels wide
     *panels, last = figure.subplots(height, 2).flat
@@ -373,6 +380,7 @@ def draw_figure(cfg: GPConfig, rows: dict[Key, Row], paper: dict[Key, Row], path
         axes.set_axis_off()
     last.legend(*panels[0].get_legend_handles_labels(), loc='center')
     figure.savefig(path, dpi=200)
+    return path
 
 
 def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
@@ -414,8 +422,8 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
     print(text, flush=True)
     write_atomic(f'{cfg.out_dir}/table{suffix}.md', f'{text}\n'.encode())
     write_atomic(f'{cfg.out_dir}/table{suffix}.csv', csv_text(csv_rows).encode())
-    draw_figure(cfg, rows, paper, f'{cfg.out_dir}/figure{suffix}.png')
-    print(f'Written to {cfg.out_dir}: table{suffix}.md, and its CSV and figure', flush=True)
+    picture = draw_figure(cfg, rows, paper, f'{cfg.out_dir}/figure{suffix}.png')
+    print(f'Written to {cfg.out_dir}: table{suffix}.md and its CSV; {picture}', flush=True)
 
 
 @command_line

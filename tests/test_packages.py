@@ -48,10 +48,11 @@ def test_training_sampling_and_evaluating_need_no_other(tmp_path: Path) -> None:
     tiny = override(TINY, '--tensorboard=True', '--sample_tokens=5', '--tokens=400')
     done = run(tmp_path, '|'.join(['train', 'config/mini.py', *tiny, '--out_dir=out/a']),
                'train|--init_from=resume', 'sample|--tokens=5', 'evaluate|--tokens=99',
-               'evaluate|--energies|--steps=2', 'evaluate|--compare=out/a,out/a')
+               'evaluate|--energies|--steps=2', 'evaluate|--compare=out/a,out/a',
+               'synthetic_gp|--kernels=rbf|--models=Plain|--steps=1|--points=128|--test_points=9')
     assert done.returncode == 0 and done.stderr == '', done.stderr
-    for words in ('Finished in', 'out/a has ended', 'bits per byte', 'cosine', 'pip install matplo',
-                  'Runs\n'):
+    for words in ('Finished in', 'out/a has ended', 'bits per byte', 'cosine', 'Runs\n',
+                  'No picture: pip install matplotlib', '; no picture: pip install matplotlib'):
         assert words in done.stdout, done.stdout
     assert not [*(tmp_path / 'out/a').glob('events*')]
 
