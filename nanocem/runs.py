@@ -39,9 +39,10 @@ RECIPE = ('batch_size', 'optimizer', 'learning_rate', 'warmup', 'final_lr', 'bet
 WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_size', 'attn',
            'mlp', 'tie', 'positions', 'match_bias', 'kq_diag', 'preconditioner', 'attn_rank',
            'mlp_rank', 'mlp_match', 'untied_output')
-# Options that a new run's folder is named for, where they are on
-IN_NAME = {'untied_output': 'untied', 'preconditioner': 'P', 'kq_diag': 'diagonal',
-           'key_shift': 'half', 'match_bias': 'match'}
+# Options that a new run's folder is named for, where they are not the default
+IN_NAME = {'tie': 'tie_{}', 'residual': '{}', 'mlp_energy': '{}', 'untied_output': 'untied',
+           'preconditioner': 'P', 'kq_diag': 'diagonal', 'key_shift': 'half',
+           'match_bias': 'match'}
 # model.py as it was when the program began: saving another one during a run changes nothing in it
 MODEL_TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
 
@@ -167,10 +168,10 @@ def new_folder(out_dir: str | None, cfg: ModelConfig) -> tuple[str, Any]:
     out/NAME-2, ..., where NAME describes the model. UserError if `out_dir` holds a run."""
     if not out_dir:
         size = cfg.size or f'{cfg.n_layer}x{cfg.d_model}'
-        attn = 'llama' if cfg.attn == 'llama' else f'cem{cfg.attn_steps}'
-        mlp = 'llama' if cfg.mlp == 'llama' else f'cem{cfg.mlp_steps}'
-        options = [word for option, word in IN_NAME.items()
-                   if getattr(cfg, option) not in ('none', False)]
+        attn = 'llama' if cfg.attn == 'llama' else f'{cfg.attn}{cfg.attn_steps}'
+        mlp = 'llama' if cfg.mlp == 'llama' else f'{cfg.mlp}{cfg.mlp_steps}'
+        options = [word.format(getattr(cfg, option)) for option, word in IN_NAME.items()
+                   if getattr(cfg, option) != getattr(ModelConfig, option)]
         if cfg.n_kv_head < cfg.n_head:
             options.append(f'gqa{cfg.n_kv_head}')
         name = 'out/' + '-'.join([size, attn, mlp, cfg.positions, *options])

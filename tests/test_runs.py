@@ -293,6 +293,8 @@ def test_new_folders_and_the_newest(
     assert runs.new_folder(None, copies)[0] == 'out/nano-cem1-llama-alibi-diagonal-half-match'
     untied = ModelConfig(size='nano', mlp='llama', untied_output=True)
     assert runs.new_folder(None, untied)[0] == 'out/nano-cem1-llama-alibi-untied'
+    tied = ModelConfig(size='nano', attn='llama', tie='kv', mlp_energy='sign_convex')
+    assert runs.new_folder(None, tied)[0] == 'out/nano-llama-cem1-rope-tie_kv-sign_convex'
     grouped = ModelConfig(size='nano', mlp='llama', key_shift='half', n_kv_head=1)
     assert runs.new_folder(None, grouped)[0] == 'out/nano-cem1-llama-alibi-half-gqa1'
     assert capsys.readouterr().out.count('is left out') == 2
