@@ -491,7 +491,7 @@ class CEMAttention(BaseAttention):
         x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i (ours, raw: x_i)
         for _ in range(self.T):
             # Project the current state to queries
-            u = self.norm(x)                                     # u_i <- rms(x_i); at first u = h
+            u = self.norm(x)                                     # u_i <- rms(x_i); raw: at first h
             q = self.queries(u, h)                               # q_i <- W_k^Q u_i, (B, K, I, R)
             q = self.rotate(q, pos)                              # rope: q_i <- Rot(i) q_i
             # Attend to the context
@@ -694,7 +694,8 @@ class Transformer(nn.Module):
         self.head = normal_param(cfg.vocab_size, cfg.d_model, std=cfg.init_std)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.norm = RMSNorm(cfg.d_model)
-        # RoPE's cosines and sines. They are not buffers, because .bfloat16() would round those
+        # RoPE's cosines and sines, made once: a compiler would compute them again in every layer.
+        # They are not buffers, because .bfloat16() would round those
         self.table = None
         if cfg.positions == 'rope':
             self.table = rope_table(cfg, self.embedding, cfg.context_length)
@@ -928,29 +929,25 @@ def resolve_defaults(cfg: ModelConfig) -> None:
     cfg.size = next((size for size, preset in SIZES.items() if preset == shape), None)
 
 
-# Options that only some models use, each listed under the setting that it needs. A custom layer may
-# use all of CEM's options
-ONLY_FOR = {
-    'attn=llama': ['tie'],
-    'attn=cem': ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale', 'exact_update',
-                 'untied_output'],
-    'mlp=cem': ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy', 'mlp_match'],
-    'attn=cem or mlp=cem': ['preconditioner', 'residual'],
-    'preconditioner=diag_lowrank': ['attn_rank', 'mlp_rank'],
-    'positions=rope': ['rope_theta']}
-
-
 def unused_options(cfg: Any) -> dict[str, str]:
     """Return the options that this model does not use, each with the setting that would use it."""
-    def holds(setting: str) -> bool:
-        name, _, word = setting.partition('=')
-        return getattr(cfg, name) == word or (word == 'cem' and getattr(cfg, name) != 'llama')
-
-    found: dict[str, str] = {}
-    for settings, names in ONLY_FOR.items():
-        if not any(holds(setting) for setting in settings.split(' or ')):
-            found |= dict.fromkeys([name for name in names if name not in found], settings)
-    return found
+    # A custom layer may use all of CEM's options
+    cem_attn, cem_mlp = cfg.attn != 'llama', cfg.mlp != 'llama'
+    groups = [
+        ('attn=llama', cfg.attn == 'llama', ['tie']),
+        ('attn=cem', cem_attn, ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale',
+                                'exact_update', 'untied_output']),
+        ('mlp=cem', cem_mlp, ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy', 'mlp_match']),
+        ('attn=cem or mlp=cem', cem_attn or cem_mlp, ['preconditioner', 'residual']),
+        ('preconditioner=diag_lowrank', cfg.preconditioner == 'diag_lowrank',
+         ['attn_rank', 'mlp_rank']),
+        ('positions=rope', cfg.positions == 'rope', ['rope_theta'])]
+    unused: dict[str, str] = {}
+    for setting, holds, names in groups:
+        if not holds:
+            for name in names:
+                unused.setdefault(name, setting)
+    return unused
 
 
 def check_combination(cfg: ModelConfig) -> None:
