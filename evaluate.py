@@ -35,13 +35,22 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 
 from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
 from model import ModelConfig, Transformer
-from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, loss_sums, perplexity
+from nanocem.data import TOKENIZER_KEYS
 from nanocem.documents import READING, Reading
 from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
+from nanocem.measure import (
+    NO_TARGET,
+    TOKENS_AT_ONCE,
+    Sequences,
+    describe_source,
+    loss_sums,
+    perplexity,
+    read_sequences,
+)
 from nanocem.runs import load_model, newest_run, read_config, read_result
-from nanocem.same import step_errors
-from nanocem.tokenizers import Sequences, describe_source, read_sequences, tokenizer_of
+from nanocem.same import minus_gradient, step_errors, take_steps
+from nanocem.tokenizers import tokenizer_of
 
 CHECKSUMS = ('val checksum', 'test checksum')  # of the data
 # Options in which runs must agree if their losses are to be compared
@@ -163,21 +172,11 @@ def measure_steps(sublayer: Any, inputs: tuple, steps: int) -> tuple[float, floa
     """Return the cosine between a token's first step and minus the gradient of the energy, mean
     over tokens; the share of tokens whose energy the first step lowers; and the mean energies at
     steps 0 to `steps`."""
-    # Take the steps: the state x_t, (B, J, D), is the sublayer's output with T = t
-    trained_T = sublayer.T
-    states = []
-    try:
-        for t in range(steps + 1):
-            sublayer.T = t
-            states.append(sublayer(*inputs))
-    finally:
-        sublayer.T = trained_T
-    # Compare the first step with the gradient at its beginning
+    states = take_steps(sublayer, inputs, steps)  # x_t for t from 0, (B, J, D) each
     h = sublayer.norm(inputs[0])
-    with torch.enable_grad():
-        u = sublayer.norm(states[0]).detach().requires_grad_()
-        gradient, = torch.autograd.grad(sublayer.energy(u, h).sum(), u)
-    cosine = F.cosine_similarity(states[1] - states[0], -gradient, dim=-1).mean()
+    # Compare the first step with the gradient at its beginning
+    down = minus_gradient(sublayer, states[0], h)
+    cosine = F.cosine_similarity(states[1] - states[0], down, dim=-1).mean()
     # Compute the energies along the steps, with the same context h
     energies = torch.stack([sublayer.energy(sublayer.norm(x_t), h) for x_t in states])
     share = (energies[1] < energies[0]).double().mean()

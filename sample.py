@@ -24,7 +24,8 @@ from configurator import (
 )
 from nanocem.documents import TextFile
 from nanocem.runs import load_model, newest_run
-from nanocem.tokenizers import sample_text, tokenizer_of
+from nanocem.sampling import sample_text
+from nanocem.tokenizers import tokenizer_of
 
 
 @dataclass

@@ -34,15 +34,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import PathStr, build, check, command_line, in_range, read_options, warn
 from model import ModelConfig, Transformer
 from nanocem import runs
-from nanocem.data import (
-    TOKENIZER_KEYS,
-    BatchSampler,
-    TokenDataset,
-    evenly_spaced,
-    loss_sums,
-    perplexity,
-    read_meta,
-)
+from nanocem.data import TOKENIZER_KEYS, BatchSampler, TokenDataset, evenly_spaced, read_meta
 from nanocem.documents import READING, Reading, keep_piped
 from nanocem.files import to_json, write_atomic
 from nanocem.hardware import (
@@ -52,11 +44,13 @@ from nanocem.hardware import (
     keep_freed_memory,
     peak_flops,
 )
+from nanocem.measure import loss_sums, perplexity
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, keep_console_and_signals, note_signals, progress_bar
 from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_wrong_layers
-from nanocem.tokenizers import MODEL_FILE, load_tokenizer, sample_text, spelled_bytes
+from nanocem.sampling import sample_text
+from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # on a CPU a shorter run, under about a minute, is not compiled
@@ -350,11 +344,9 @@ def main(argv: list[str]) -> int:
         loss = torch.zeros((), device=device)
         for n, indices in enumerate(micro_batches, 1):
             x, y = batch('train', indices)
-            # For an edit of model.py that draws random numbers, such as dropout: a resumed run
-            # draws the same ones, in any number of processes if micro_batch_size is the same
+            # Should you add dropout to model.py: a resumed run draws the same random numbers
             place = rank * len(micro_batches) + n  # of the micro-batch in the step
-            seed = np.random.SeedSequence([cfg.seed, step, place]).generate_state(1)
-            torch.manual_seed(int(seed[0]))
+            torch.manual_seed(cfg.seed + step * cfg.batch_size + place)
             if world_size > 1:
                 model.require_backward_grad_sync = n == len(micro_batches)
             with autocast:

@@ -1,12 +1,10 @@
-"""Read data folders: the sequences of a split, which of them each batch holds, and their losses."""
-import math
+"""Read data folders: the sequences of a split, and which of them each batch holds."""
 import os
 import zlib
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import check
@@ -14,8 +12,6 @@ from nanocem.files import other_files, read_json
 
 FORMAT = 1  # the version of meta.json
 CHECKED = 1 << 20  # bytes of a shard for each checksum
-NO_TARGET = -100  # the loss ignores tokens with this target, as F.cross_entropy does
-TOKENS_AT_ONCE = 2048  # in a forward pass that measures: more need much memory for float32 logits
 TOKENIZER_KEYS = ('tokenizer', 'tokenizer_sha256', 'vocab_size')  # in meta.json
 
 
@@ -143,28 +139,3 @@ def evenly_spaced(n_sequences: int, count: int) -> np.ndarray:
     """Return the indices (count,) of evenly spaced sequences: at least one, and at most all."""
     count = min(n_sequences, max(1, count))
     return np.arange(count) * n_sequences // count
-
-
-# Losses that are measured
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss in nats of each target (B, J) of logits (B, J, vocabulary): (B, J), float64,
-    on the CPU. It is 0 for targets of -100."""
-    # Compute a sequence at a time: float32 logits take much memory
-    return torch.stack([
-        F.cross_entropy(row.float(), y, reduction='none', ignore_index=NO_TARGET)
-        for row, y in zip(logits, targets, strict=True)]).cpu().double()
-
-
-def loss_sums(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
-    """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
-    loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
-    Targets of -100 count in none."""
-    losses = token_losses(logits, targets)
-    n_targets = (targets != NO_TARGET).sum().cpu()
-    return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss); infinity from a loss of 50 on, which only a diverged model has."""
-    return math.inf if loss >= 50 else math.exp(loss)  # NaN stays NaN

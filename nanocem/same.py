@@ -160,8 +160,28 @@ def small_model(model: Any) -> tuple[Any, Tensor]:
     return small.to(device), x.to(device)
 
 
+def take_steps(layer: Any, inputs: tuple, n: int) -> list[Tensor]:
+    """Return a CEM layer's states after 0 to n steps on one context. Its T stays as it was."""
+    trained_T, states = layer.T, []
+    try:
+        for T in range(n + 1):
+            layer.T = T
+            states.append(layer(*inputs))
+    finally:
+        layer.T = trained_T
+    return states
+
+
+def minus_gradient(layer: Any, state: Tensor, h: Tensor) -> Tensor:
+    """Return minus the gradient of a CEM layer's energy with respect to u = norm(state)."""
+    with torch.inference_mode(False), torch.enable_grad():
+        u = layer.norm(state).detach().requires_grad_()
+        gradient, = torch.autograd.grad(layer.energy(u, h).sum(), u)
+    return -gradient
+
+
 @torch.inference_mode(False)
-@torch.enable_grad()
+@torch.no_grad()
 def step_errors(model: Any) -> dict[str, float]:
     """Return by how much two steps of each layer that has an energy differ from -eta d energy / du,
     relative to its norm. The keys are the names of the layers' classes."""
@@ -171,18 +191,9 @@ def step_errors(model: Any) -> dict[str, float]:
     for layer, inputs in ((attn, (x, small.positions(x))), (mlp, (x,))):
         if not hasattr(layer, 'energy'):
             continue
-        states = []
-        for T in range(3):
-            layer.T = T
-            states.append(layer(*inputs).detach())
-        h = layer.norm(x)
-        expected = []
-        for state in states[:2]:
-            u = layer.norm(state).detach().requires_grad_()
-            gradient, = torch.autograd.grad(layer.energy(u, h).sum(), u)
-            expected.append(-layer.eta * gradient)
-        steps = [states[1] - states[0], states[2] - states[1]]
-        errors[type(layer).__name__] = relative_error(torch.cat(steps), torch.cat(expected))
+        states, h = torch.stack(take_steps(layer, inputs, 2)), layer.norm(x)
+        expected = [layer.eta * minus_gradient(layer, state, h) for state in states[:2]]
+        errors[type(layer).__name__] = relative_error(states.diff(dim=0), torch.stack(expected))
     return errors
 
 

@@ -1,31 +1,23 @@
 """Tokenizers: bytes, tiktoken's gpt2, and SentencePiece models (Llama's, a user's, or one trained
-here). With one of them: text from a model, and what a model is measured on."""
+here)."""
 import hashlib
 import io
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from configurator import check, fail, warn
-from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TokenDataset, evenly_spaced, read_meta
-from nanocem.documents import Reading, text_documents
-from nanocem.files import name_in_errors
-from nanocem.same import cache_agrees
+from configurator import check, fail
+from nanocem.data import read_meta
 
 LLAMA_SHA256 = '9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347'
 MODEL_FILE = 'tokenizer.model'  # the SentencePiece model of a data folder
 # The same in an export, where other programs would get other ids from it: they look for *.model
 UNCONVERTED_FILE = 'tokenizer.sentencepiece'
 LINE = 4096  # A tokenizer is trained on lines of at most this many characters.
-# Ids (n, length + 1), the bytes of their text, and its number of Llama tokens; None if unknown
-Sequences = tuple[Tensor, int | None, int | None]
 
 
 class ByteTokenizer:
@@ -197,106 +189,3 @@ def spelled_bytes(tokenizer: Any, meta: dict[str, Any]) -> torch.Tensor | None:
         return tokenizer.token_bytes()
     print('No bits per byte: the tokenizer of this data loses text', flush=True)
     return None
-
-
-# Text from a model
-
-@torch.no_grad()
-def sample_text(model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float,
-                top_k: int | None, seed: int, n: int = 1, go_on: bool = False,
-                use_cache: bool | None = None) -> str:
-    """Return n texts that begin with `prompt`, joined by lines of ---. Each stops where the model
-    begins another document, by a BOS; with go_on the other documents follow, joined in the same
-    way. By default a cache is used if it gives the same logits as reading the whole text. UserError
-    if logits are not finite."""
-    ids = [tokenizer.bos, *tokenizer.encode(prompt)]
-    idx = torch.tensor([ids] * n, device=model.embedding.device)
-    finite = bool(model(idx[:1, -model.cfg.context_length:])[0].isfinite().all())
-    check(finite, 'the logits of the model are not finite: it cannot be sampled from')
-    generator = torch.Generator(idx.device).manual_seed(seed)
-    if use_cache is None:
-        use_cache = cache_agrees(model, idx[0])
-        if not use_cache:
-            warn('with a cache this model.py gives other logits than without, so the whole text is '
-                 'read again for each token: --use_cache=True uses the cache anyway')
-    idx = model.generate(idx, tokens, temperature, top_k, generator, use_cache)
-    # Divide each row where the model begins a document: decode leaves out BOS
-    texts: list[str] = []
-    for row in idx.cpu():
-        begins = (row[len(ids):] == tokenizer.bos).nonzero().flatten() + len(ids)
-        documents = [tokenizer.decode(part.tolist()) for part in row.tensor_split(begins)]
-        texts += documents if go_on else documents[:1]
-    return '\n---\n'.join(texts)
-
-
-# What a model is measured on
-
-def read_sequences(options: Any, state: dict[str, Any], tokenizer: Any, length: int) -> Sequences:
-    """Read what a script's options text, data, split and tokens ask for, as sequences. Without
-    `text` and `data` it is the data of the run with this checkpoint. Raises UserError."""
-    folder = options.data or state['data_dir']
-    if options.text:
-        return read_text_sequences(options.text, tokenizer, length, folder, options)
-    known = state['data']
-    if options.data:
-        known = {name: known[name] for name in TOKENIZER_KEYS}
-    return read_shards(folder, options.split, options.tokens, length, tokenizer, known)
-
-
-def describe_source(options: Any, state: dict[str, Any]) -> str:
-    """Return in words what read_sequences reads."""
-    return options.text or f'{options.split} split of {options.data or state["data_dir"]}'
-
-
-def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
-                        reading: Reading) -> Sequences:
-    """Read a whole text as sequences; NO_TARGET pads the last. A BOS begins each document. Each
-    token but the first is a target once. Bytes and Llama's tokens are not counted if the tokenizer
-    loses text. Llama's need its tokenizer, at $LLAMA_TOKENIZER or in data_dir."""
-    llama = find_llama(data_dir)
-    n_ids = text_bytes = llama_tokens = 0
-    lossless = True
-    # The ids go to a file: a text may be larger than memory
-    with name_in_errors(tempfile.gettempdir()), tempfile.TemporaryFile() as file:
-        for document in text_documents(path, reading):
-            begins = True
-            for block in document:
-                encoded = tokenizer.encode(block, begins)
-                ids = [tokenizer.bos, *encoded] if begins else encoded
-                file.write(np.array(ids, np.int32).tobytes())
-                n_ids += len(ids)
-                lossless = lossless and keeps_text(tokenizer, encoded, block)
-                text_bytes += len(block.encode())
-                if llama:
-                    llama_tokens += len(llama.encode(block, begins))
-                begins = False
-        check(n_ids > 1, f'text={path} is empty')
-        length = min(length, n_ids - 1)
-        padding = -(n_ids - 1) % length  # up to a multiple of length
-        file.write(np.full(padding, NO_TARGET, np.int32).tobytes())
-        file.flush()
-        ids = torch.from_numpy(np.memmap(file, np.int32, 'r+'))
-    # Divide the ids into sequences, which share one token each: the last target is the next input
-    sequences = ids.unfold(0, length + 1, length)
-    if spelled_bytes(tokenizer, {'lossless': lossless}) is None:
-        return sequences, None, None
-    return sequences, text_bytes, llama_tokens if llama else None
-
-
-def read_shards(folder: str, split: str, tokens: int, length: int, tokenizer: Any,
-                known: dict[str, Any]) -> Sequences:
-    """Read evenly spaced sequences of token shards, with at most so many targets. UserError if the
-    shards are not there, or if their identity differs from what is `known` of it: the tokenizer,
-    and for a run's own data all of it."""
-    check(os.path.exists(folder), f'{folder}, the data to evaluate on, is not here: --text=FILE '
-          'evaluates on a text, --data=FOLDER on other data')
-    data = TokenDataset(folder, split, length)
-    for name, value in data.identity.items():
-        saved = known.get(name, value)
-        check(value == saved, f'data={folder}: its {name} is {value}, that of the run {saved}; '
-              'expected data of the same tokenizer, or the same data as in training unless '
-              '--data is given')
-    x, y = data.batch(evenly_spaced(len(data), tokens // length))
-    token_bytes = spelled_bytes(tokenizer, data.meta)
-    text_bytes = None if token_bytes is None else int(token_bytes[y].sum())
-    return torch.cat([x, y[:, -1:]], dim=1), text_bytes, None

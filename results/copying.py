@@ -21,11 +21,19 @@ from tqdm import tqdm
 
 from configurator import PathStr, build, check, command_line, in_range, read_options
 from model import Transformer
-from nanocem.data import NO_TARGET, TOKENIZER_KEYS, TOKENS_AT_ONCE, perplexity, token_losses
+from nanocem.data import TOKENIZER_KEYS
 from nanocem.documents import Reading
 from nanocem.files import markdown_table
+from nanocem.measure import (
+    NO_TARGET,
+    TOKENS_AT_ONCE,
+    describe_source,
+    perplexity,
+    read_sequences,
+    token_losses,
+)
 from nanocem.runs import check_same, load_model, newest_run
-from nanocem.tokenizers import describe_source, read_sequences, tokenizer_of
+from nanocem.tokenizers import tokenizer_of
 
 SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
 KINDS = {'repeated': 'repeated: their {} stood earlier', 'other': 'other',

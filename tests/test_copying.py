@@ -10,7 +10,7 @@ import torch
 from test_evaluate import model_of, write_run
 
 import copying
-from nanocem.data import NO_TARGET
+from nanocem.measure import NO_TARGET
 from running import ROOT
 
 OF_FIVE = SimpleNamespace(name='of five', bos=0)  # a tokenizer

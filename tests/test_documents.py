@@ -495,7 +495,8 @@ def test_evaluating_a_text_needs_little_memory(tmp_path: Path) -> None:
     path = files(tmp_path, {'a.txt': 'some words ' * 2_000_000}) / 'a.txt'
     script = ('import resource\n'
               'from nanocem.documents import Reading\n'
-              'from nanocem.tokenizers import ByteTokenizer, read_text_sequences\n'
+              'from nanocem.measure import read_text_sequences\n'
+              'from nanocem.tokenizers import ByteTokenizer\n'
               'before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n'
               f'read_text_sequences({str(path)!r}, ByteTokenizer(), 64, "", Reading())\n'
               'print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n')

@@ -14,9 +14,9 @@ from test_tokenizers import LLAMA, needs_llama
 import evaluate
 from model import LlamaMLP, ModelConfig, Transformer, make_positions
 from nanocem import hub
-from nanocem.data import NO_TARGET
 from nanocem.documents import Reading
-from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer, read_text_sequences
+from nanocem.measure import NO_TARGET, read_text_sequences
+from nanocem.tokenizers import ByteTokenizer, SentencePieceTokenizer
 from running import edit_meta
 
 LENGTH = 16

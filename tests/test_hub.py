@@ -28,12 +28,12 @@ from nanocem import hub
 from nanocem.hub import WEIGHTS_FILE
 from nanocem.hub_tokenizer import convert_tokenizer
 from nanocem.runs import load_model
+from nanocem.sampling import sample_text
 from nanocem.tokenizers import (
     UNCONVERTED_FILE,
     ByteTokenizer,
     SentencePieceTokenizer,
     load_tokenizer,
-    sample_text,
     train_bpe,
 )
 

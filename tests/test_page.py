@@ -18,12 +18,12 @@ from configurator import UserError
 from model import ModelConfig, Transformer
 from nanocem import page
 from nanocem.runs import load_model
+from nanocem.sampling import sample_text
 from nanocem.tokenizers import (
     LLAMA_SHA256,
     ByteTokenizer,
     SentencePieceTokenizer,
     find_llama,
-    sample_text,
     tokenizer_of,
     train_bpe,
 )

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from model import ModelConfig, Transformer
-from nanocem.tokenizers import ByteTokenizer, sample_text
+from nanocem.sampling import sample_text
+from nanocem.tokenizers import ByteTokenizer
 
 MODEL = Transformer(ModelConfig(size='nano', vocab_size=257, context_length=16))
 

@@ -9,16 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from configurator import UserError
-from nanocem.data import (
-    NO_TARGET,
-    BatchSampler,
-    TokenDataset,
-    checksums,
-    evenly_spaced,
-    loss_sums,
-    perplexity,
-    token_losses,
-)
+from nanocem.data import BatchSampler, TokenDataset, checksums, evenly_spaced
+from nanocem.measure import NO_TARGET, loss_sums, perplexity, token_losses
 from nanocem.tokenizers import load_tokenizer
 from running import LENGTH, edit_meta, write_data
 

@@ -39,7 +39,8 @@ from nanocem import runs
 from nanocem.data import TokenDataset
 from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.hardware import compile_for
-from nanocem.tokenizers import read_sequences, tokenizer_of
+from nanocem.measure import read_sequences
+from nanocem.tokenizers import tokenizer_of
 from study import loss_per_llama_token
 
 COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
