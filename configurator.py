@@ -32,15 +32,17 @@ from typing import Annotated, Any, NoReturn
 # The type of an option that is a path: it is not empty, and ~ at its beginning is the home folder
 PathStr = Annotated[str, 'path']
 UNITS = {'K': 3, 'M': 6, 'B': 9}  # powers of ten
-# nanoGPT's names of options, and what they are here
-NANOGPT = {'block_size': 'context_length', 'n_embd': 'd_model', 'dataset': 'data or text',
-           'max_iters': 'tokens, which are max_iters x batch_size x context_length',
-           'lr_decay_iters': 'tokens: the rate falls until they are read',
-           'warmup_iters': 'warmup, a fraction of the steps', 'min_lr': 'final_lr, a fraction',
-           'gradient_accumulation_steps': 'batch_size (per step), micro_batch_size (per pass)',
-           'eval_iters': 'eval_tokens', 'start': 'prompt', 'max_new_tokens': 'tokens',
-           'dropout': 'not an option: the paper names none',
-           'bias': 'not an option: no projection has one'}
+# Names of options in nanoGPT and elsewhere, and what they are here
+ELSEWHERE = {
+    'block_size': 'context_length', 'n_embd': 'd_model', 'dataset': 'data or text',
+    'lr': 'learning_rate',
+    'max_iters': 'tokens, which are max_iters x batch_size x context_length',
+    'lr_decay_iters': 'tokens: the rate falls until they are read',
+    'warmup_iters': 'warmup, a fraction of the steps', 'min_lr': 'final_lr, a fraction',
+    'gradient_accumulation_steps': 'batch_size (per step), micro_batch_size (per pass)',
+    'eval_iters': 'eval_tokens', 'start': 'prompt', 'max_new_tokens': 'tokens',
+    'dropout': 'not an option: the paper names none',
+    'bias': 'not an option: no projection has one'}
 WORDS = {bool: 'True or False', int: 'a whole number', float: 'a number', str: 'text',
          PathStr: 'a name or path'}
 
@@ -194,8 +196,8 @@ def parse_option(key: str, value: Any, hints: dict[str, Any], where: str = '') -
     if key not in hints:
         near = ', '.join(difflib.get_close_matches(key, hints, n=3))
         suggestion = f'; near: {near}' if near else ''
-        if key in NANOGPT:
-            suggestion = f'; nanoGPT has it, and here it is {NANOGPT[key]}'
+        if key in ELSEWHERE:
+            suggestion = f'; here it is {ELSEWHERE[key]}'
         fail(f'{where}{key}: no such option{suggestion} (--help=all lists all)')
     try:
         return parse_value(value, hints[key])
