@@ -115,30 +115,30 @@ def test_play_opens_with_a_copied_word(wide: Browser, play: Path) -> None:
     assert wide.errors() == []
 
 
-def test_a_word_of_the_readers_is_taught_and_counted(wide: Browser, play: Path) -> None:
-    open_play(wide, play)
-    assert teach(wide, 'Morvath') == 'It copied Morvath: all 4 pieces were its first guess.'
-    assert wide.text('#tally') == 'Your words: 1 of 1 copied whole, 4 of 4 pieces.'
-    assert teach(wide, 'Quimby') == 'It guessed 1 of 3 pieces of Quimby.'
-    assert cards(wide)[2][0] == 'wrong' and cards(wide)[2][2].startswith('guessed ')
-    assert wide.text('#tally') == 'Your words: 1 of 2 copied whole, 5 of 7 pieces.'
+def test_a_word_of_the_readers_is_taught_and_counted(still: Browser, play: Path) -> None:
+    open_play(still, play)
+    assert teach(still, 'Morvath') == 'It copied Morvath: all 4 pieces were its first guess.'
+    assert still.text('#tally') == 'Your words: 1 of 1 copied whole, 4 of 4 pieces.'
+    assert teach(still, 'Quimby') == 'It guessed 1 of 3 pieces of Quimby.'
+    assert cards(still)[2][0] == 'wrong' and cards(still)[2][2].startswith('guessed ')
+    assert still.text('#tally') == 'Your words: 1 of 2 copied whole, 5 of 7 pieces.'
     for word, problem in (('two words', 'without a space'), ('', 'Type a word.'),
                           ('file', 'is a single piece for this model')):
-        wide.run(f"$('word').value = {json.dumps(word)}")
-        wide.click('#teach')
-        assert problem in wide.text('#note')
-        assert cards(wide)[0][1] == 'Q'  # the last lesson stays
-    wide.click('#other')
-    wait_until_taught(wide)
-    word = wide.run("$('word').value")
-    assert word in page.WORDS and word != 'Quimby' and wide.text('#note') == ''
+        still.run(f"$('word').value = {json.dumps(word)}")
+        still.click('#teach')
+        assert problem in still.text('#note')
+        assert cards(still)[0][1] == 'Q'  # the last lesson stays
+    still.click('#other')
+    wait_until_taught(still)
+    word = still.run("$('word').value")
+    assert word in page.WORDS and word != 'Quimby' and still.text('#note') == ''
     # The address restores word and switch
-    wide.click('#off')
-    assert address(wide) == {'word': word, 'off': '1'}
-    open_play(wide, play, '#word=Florbin&off=1')
-    assert wide.run("$('off').checked && $('word').value == 'Florbin'")
-    assert wide.text('#verdict').startswith('With those numbers off it guesses 0 of ')
-    assert wide.errors() == []
+    still.click('#off')
+    assert address(still) == {'word': word, 'off': '1'}
+    open_play(still, play, '#word=Florbin&off=1')
+    assert still.run("$('off').checked && $('word').value == 'Florbin'")
+    assert still.text('#verdict').startswith('With those numbers off it guesses 0 of ')
+    assert still.errors() == []
 
 
 def test_the_switch_takes_the_copying_away_and_brings_it_back(still: Browser, play: Path) -> None:
@@ -453,59 +453,59 @@ def test_train_learns_while_the_page_stays_alive(wide: Browser) -> None:
     assert wide.errors() == []
 
 
-def test_train_stops_goes_on_and_starts_again(wide: Browser) -> None:
-    wide.open(TRAIN)
-    wide.wait('all.length > 5')
-    wide.click('#stop')
-    wide.wait("!running && $('stop').textContent == 'Go on'")
-    steps = wide.run('new Promise(r => setTimeout(() => r(all.length), 300))')
+def test_train_stops_goes_on_and_starts_again(still: Browser) -> None:
+    still.open(TRAIN)
+    still.wait('all.length > 5')
+    still.click('#stop')
+    still.wait("!running && $('stop').textContent == 'Go on'")
+    steps = still.run('new Promise(r => setTimeout(() => r(all.length), 300))')
     assert 5 < steps < 700
-    assert wide.run('new Promise(r => setTimeout(() => r(all.length), 300))') == steps
-    wide.click('#stop')
-    wide.wait(f'all.length > {steps}')
-    wide.click('#again')
-    assert wide.run('all.length') < steps
-    wide.wait('all.length > 5')
+    assert still.run('new Promise(r => setTimeout(() => r(all.length), 300))') == steps
+    still.click('#stop')
+    still.wait(f'all.length > {steps}')
+    still.click('#again')
+    assert still.run('all.length') < steps
+    still.wait('all.length > 5')
 
 
-def test_train_learns_words_of_a_visitor(wide: Browser) -> None:
-    wide.open(TRAIN)
-    assert not wide.run("$('words').checkVisibility()")
-    wide.click('#lists button:last-child')
-    wide.click('#learn')
-    assert wide.text('#wrong') == 'Type some words, one per line.'
-    wide.wait('all.length > 0')  # the towns are still learned
-    wide.run("$('words').value = 'Łódź 1\\n'")
-    wide.click('#learn')
-    assert wide.text('#wrong') == ''
-    wait_until_learned(wide)
-    assert wide.run("$('invented').firstChild.textContent") == 'Łódź 1'
-    assert wide.run("$('invented').firstChild.className") == 'known'
-    assert wide.run("$('word').value") == 'Łódź 1'
-    assert wide.text('#heart').startswith('The list has 1 word. With so few it learns them by he')
-    wide.wait("$('best').textContent == 'It has invented no new word.'")
-    assert wide.errors() == []
+def test_train_learns_words_of_a_visitor(still: Browser) -> None:
+    still.open(TRAIN)
+    assert not still.run("$('words').checkVisibility()")
+    still.click('#lists button:last-child')
+    still.click('#learn')
+    assert still.text('#wrong') == 'Type some words, one per line.'
+    still.wait('all.length > 0')  # the towns are still learned
+    still.run("$('words').value = 'Łódź 1\\n'")
+    still.click('#learn')
+    assert still.text('#wrong') == ''
+    wait_until_learned(still)
+    assert still.run("$('invented').firstChild.textContent") == 'Łódź 1'
+    assert still.run("$('invented').firstChild.className") == 'known'
+    assert still.run("$('word').value") == 'Łódź 1'
+    assert still.text('#heart').startswith('The list has 1 word. With so few it learns them by he')
+    still.wait("$('best').textContent == 'It has invented no new word.'")
+    assert still.errors() == []
 
 
-def test_a_link_to_train_restores_the_list_and_what_is_invented(wide: Browser) -> None:
-    wide.open(TRAIN)
-    wide.click('#lists button:nth-child(4)')
-    held = address(wide)
+def test_a_link_to_train_restores_the_list_and_what_is_invented(still: Browser) -> None:
+    still.open(TRAIN)
+    still.click('#lists button:nth-child(4)')
+    held = address(still)
     assert held['list'] == 'Minerals' and held['seed'].isdigit()
-    wide.open(TRAIN, '#list=Minerals&seed=5')
-    assert wide.run('[list, begunFrom, learned[0]]') == ['Minerals', 5, 'acanthite']
+    still.open(TRAIN, '#list=Minerals&seed=5')
+    assert still.run('[list, begunFrom, learned[0]]') == ['Minerals', 5, 'acanthite']
     found = []
     for _ in range(2):
-        wide.open(TRAIN, '#words=anna,bob,hannah,otto&seed=5')
-        wait_until_learned(wide)
-        wide.wait("!$('best').textContent.includes('come at the end')")
-        found.append(wide.run("[learned, list, mean(), $('best').textContent]"))
+        still.open(TRAIN, '#words=anna,bob,hannah,otto&seed=5')
+        wait_until_learned(still)
+        still.wait("!$('best').textContent.includes('come at the end')")
+        found.append(still.run("[learned, list, mean(), $('best').textContent]"))
     assert found[0] == found[1]
     assert found[0][:2] == [['anna', 'bob', 'hannah', 'otto'], 'My own']
     # What no page wrote does no harm
-    wide.open(TRAIN, '#list=constructor&seed=-1')
-    assert wide.run('list') == 'Towns'
-    assert wide.errors() == []
+    still.open(TRAIN, '#list=constructor&seed=-1')
+    assert still.run('list') == 'Towns'
+    assert still.errors() == []
 
 
 # descent.html and index.html
@@ -546,33 +546,33 @@ def test_captions_follow_the_steps(wide: Browser) -> None:
             in found[2])
 
 
-def test_the_sphere_as_in_a_trained_layer(wide: Browser) -> None:
-    wide.open(DESCENT)
-    wide.click('#trained')
-    assert uphill(wide) == 0
-    assert wide.run('[T, now.eta, t]') == [1, 1, 1]
-    assert wide.text('#eta-is') == '1'
+def test_the_sphere_as_in_a_trained_layer(still: Browser) -> None:
+    still.open(DESCENT)
+    still.click('#trained')
+    assert uphill(still) == 0
+    assert still.run('[T, now.eta, t]') == [1, 1, 1]
+    assert still.text('#eta-is') == '1'
     for back in '#trained', '#reset':  # the button itself is the way back
-        wide.click(back)
-        assert uphill(wide) == 0
-        assert wide.run('[T, Math.round(12 * now.eta), t]') == [48, 1, 48]
-        wide.click('#trained')
+        still.click(back)
+        assert uphill(still) == 0
+        assert still.run('[T, Math.round(12 * now.eta), t]') == [48, 1, 48]
+        still.click('#trained')
 
 
-def test_untied_values_go_uphill_and_reset_ties_them(wide: Browser) -> None:
-    wide.open(DESCENT)
-    wide.click('#untie')
-    assert uphill(wide) > 30
-    assert wide.text('#untie') == 'Tie them again'
+def test_untied_values_go_uphill_and_reset_ties_them(still: Browser) -> None:
+    still.open(DESCENT)
+    still.click('#untie')
+    assert uphill(still) > 30
+    assert still.text('#untie') == 'Tie them again'
     # Reset also brings a star back that was moved
-    wide.run('moveKey(0, [0, 1, 0.1])')
-    wide.click('#reset')
-    assert uphill(wide) == 0
-    assert wide.run('keys == KEYS') and wide.text('#untie') == 'Untie the values'
-    assert not wide.run("$('tau').checkVisibility()")
-    wide.click('#inside summary')
-    assert wide.run("$('tau').checkVisibility() && $('numbers').checkVisibility()")
-    assert wide.errors() == []
+    still.run('moveKey(0, [0, 1, 0.1])')
+    still.click('#reset')
+    assert uphill(still) == 0
+    assert still.run('keys == KEYS') and still.text('#untie') == 'Untie the values'
+    assert not still.run("$('tau').checkVisibility()")
+    still.click('#inside summary')
+    assert still.run("$('tau').checkVisibility() && $('numbers').checkVisibility()")
+    assert still.errors() == []
 
 
 def test_labels_avoid_each_other(phone: Browser) -> None:
