@@ -61,7 +61,7 @@ MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *CHE
 class EvaluateConfig(Reading):
     """A model, the text that it is evaluated on, and what to report."""
     EXCLUSIVE = (('text', 'data'),)
-    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     data: PathStr | None = None  # folder of token shards; default: the run's own
     split: Literal['train', 'val', 'test'] = 'test'  # which part of the data
     text: PathStr | None = None  # read all of this file or folder instead, as train.py --text does

@@ -27,7 +27,7 @@ from nanocem.runs import load_model, newest_run
 @dataclass
 class ExportConfig:
     """A model, and where it goes."""
-    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     to: PathStr | None = None  # a new folder for the model in transformers' format
     dtype: Literal['float32', 'bfloat16'] = 'float32'  # precision of the weights in that folder
     page: PathStr | None = None  # a new HTML file that runs the model in a browser
@@ -46,15 +46,16 @@ def main(argv: list[str]) -> None:
           'bfloat16')
     for name in ('prompt', 'title', 'about'):
         check(bool(cfg.page) or name not in given, f'{name} is for --page=FILE.html')
-    model, state = load_model(cfg.out_dir or newest_run())
+    path = cfg.out_dir or newest_run()
+    model, state = load_model(path)
     # Write what was asked for
     if cfg.page:
         write_page(cfg.page, model, state, cfg.prompt, cfg.title, cfg.about)
         megabytes = os.path.getsize(cfg.page) / 1e6
-        print(f'{cfg.page}: open it in a browser ({megabytes:.1f} MB)', flush=True)
+        print(f'{cfg.page}: {path}; open it in a browser ({megabytes:.1f} MB)', flush=True)
     if cfg.to:
         export(model, cfg.to, state, getattr(torch, cfg.dtype))
-        print(f'{cfg.to}: transformers loads it, as its README.md says', flush=True)
+        print(f'{cfg.to}: {path}, as transformers loads it: see its README.md', flush=True)
 
 
 if __name__ == '__main__':

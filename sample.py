@@ -32,7 +32,7 @@ from nanocem.tokenizers import tokenizer_of
 class SampleConfig:
     """The text to generate."""
     EXCLUSIVE = (('prompt', 'prompt_file'),)
-    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     prompt: str = ''  # the text to continue
     prompt_file: PathStr | None = None  # continue the text in this file; -: standard input
     tokens: int = 500  # maximum number of tokens to generate; the model may end a text sooner
@@ -60,7 +60,10 @@ def main(argv: list[str]) -> None:
         file = '/dev/stdin' if cfg.prompt_file == '-' else cfg.prompt_file
         cfg.prompt = ''.join(TextFile(file))
     # Load the model, and set its numbers of gradient steps
-    model, state = load_model(cfg.out_dir or newest_run(), cfg.device)
+    if not cfg.out_dir:
+        cfg.out_dir = newest_run()
+        print(f'{cfg.out_dir}, the newest run in out/:', file=sys.stderr, flush=True)
+    model, state = load_model(cfg.out_dir, cfg.device)
     with user_errors():
         model.set_steps(cfg.attn_steps, cfg.mlp_steps)
     for name in ('attn_steps', 'mlp_steps'):

@@ -37,7 +37,7 @@ from nanocem.tokenizers import tokenizer_of
 class AttentionConfig:
     """A model and a text."""
     prompt: str = ''  # the text
-    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest run
+    out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
     layer: int | None = None  # draw this layer alone, counted from 1
     attn_steps: int | None = None  # T of CEM attention; default: as trained
     mlp_steps: int | None = None  # T of the CEM MLP; default: as trained

@@ -55,7 +55,8 @@ class TokenDataset:
         check(len(self.described) > 0, f'{folder}: no shard of the {split} split holds a sequence '
               f'of context_length + 1 = {length + 1} tokens (it has '
               f'{sum(shard["tokens"] for shard in all_shards):,}): expected a smaller '
-              'context_length, a longer text or a larger --held_out')
+              'context_length, a longer text, or data that prepare_slimpajama.py made with a '
+              'larger --held_out')
         # Map the tokens of each shard, (n,), into memory. torch keeps no file open, NumPy does
         self.shards = []
         for shard in self.described:

@@ -1,4 +1,5 @@
 """From an input to its documents: find its files, and read their rows and texts."""
+import codecs
 import csv
 import hashlib
 import io
@@ -427,7 +428,9 @@ def begins_with_row(head: str) -> bool:
 
 def open_text(path: str, encoding: str | None = None) -> io.TextIOBase:
     """Open a file for reading text as it is, unpacked if its suffix says that it is packed."""
-    options = {'encoding': encoding or 'utf-8-sig', 'newline': '\n'}  # -sig: without its mark
+    if codecs.lookup(encoding or 'utf-8').name == 'utf-8':
+        encoding = 'utf-8-sig'  # without the mark that some programs write first
+    options = {'encoding': encoding, 'newline': '\n'}
     packed = PACKED.get(os.path.splitext(path)[1].lower())
     if not packed:
         return open(path, **options)
@@ -442,8 +445,13 @@ def fail_to_read(place: str, error: Exception) -> None:
         raise error
     if isinstance(error, UnicodeDecodeError):
         near = error.object[max(0, error.start - 20):error.start + 10]
-        fail(f'{place}: not {error.encoding.upper()} in {near!r} ({error.reason}). Another '
-             '--encoding, such as cp1252, may read it')
+        if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            helps = '--encoding=utf-16 reads it'
+        elif b'\0' in error.object:
+            helps = 'It has NUL bytes: it is no text, or one for --encoding=utf-16'
+        else:
+            helps = 'Another --encoding, such as cp1252, may read it'
+        fail(f'{place}: not {error.encoding.upper()} in {near!r} ({error.reason}). {helps}')
     if isinstance(error, json.JSONDecodeError):
         fail(f'{place}: no JSON ({error.msg}); expected {{"text": "..."}}. --suffixes of the other '
              'files leave it out')

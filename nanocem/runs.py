@@ -277,8 +277,10 @@ def best_checkpoint(path: str) -> dict[str, Any]:
     for file in (path, f'{path}/best.pt'):
         if os.path.isfile(file):
             return read_checkpoint(file)
-    return last_checkpoint(path) or fail(f'no checkpoint in {path}: python train.py '
-                                         'config/mini.py makes a run')
+    makes = 'python train.py config/mini.py makes a run'
+    if os.path.isfile(f'{path}/config.json'):  # its first checkpoint has not been written yet
+        makes = '--out_dir names another run'
+    return last_checkpoint(path) or fail(f'no checkpoint in {path}: {makes}')
 
 
 # Models

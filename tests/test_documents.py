@@ -311,7 +311,8 @@ def test_rows_without_the_column_are_refused_if_they_are_most(
     ('a.csv.gz', gzip.compress(b'text\na', mtime=0)[:-9], 'gz, after row 0: Truncated compressed'),
     ('a.parquet', 'PAR1' * 9, 'a.parquet, after row 0: .*Parquet'),
     ('a.txt', 'un caf\udce9 noir', r"a\.txt: not UTF-8 in b'un caf\\xe9 noir' .*--encoding"),
-    ('a.txt', b'\xff\xfea\0', 'a.txt: not UTF-8 in b'),
+    ('a.txt', 'a text'.encode('utf-16'), 'a.txt: not UTF-8 in b.*--encoding=utf-16 reads it'),
+    ('a.txt', b'\x89PNG\0\0', 'a.txt: not UTF-8 in b.* It has NUL bytes: it is no text'),
     ('a.txt', 'naïve ' * 20_000 + '\udcc3', 'a.txt: not UTF-8 .*unexpected end of data'),
     ('a.txt', 'words ' * 20_000 + '\0', 'a.txt has NUL bytes'),
     ('a.txt.gz', b'\x1f\x8b', 'a.txt.gz: '),
@@ -365,7 +366,9 @@ def test_another_encoding_is_pythons(tmp_path: Path, encoding: str, name: str) -
 
 def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
     files(tmp_path, {'a.txt': '\ufeffnaïve', 'a.jsonl': '\ufeff{"text": "a"}\n'})
-    assert read(tmp_path / 'a.txt')[0] == ['naïve'] and read(tmp_path / 'a.jsonl')[0] == ['a']
+    for options in [], ['--encoding=utf-8'], ['--encoding=UTF8']:
+        assert read(tmp_path / 'a.txt', *options)[0] == ['naïve']
+        assert read(tmp_path / 'a.jsonl', *options)[0] == ['a']
 
 
 def test_texts_between_separators_are_documents(

@@ -50,7 +50,8 @@ def test_training_sampling_and_evaluating_need_no_other(tmp_path: Path) -> None:
                'train|--init_from=resume', 'sample|--tokens=5', 'evaluate|--tokens=99',
                'evaluate|--energies|--steps=2', 'evaluate|--compare=out/a,out/a',
                'synthetic_gp|--kernels=rbf|--models=Plain|--steps=1|--points=128|--test_points=9')
-    assert done.returncode == 0 and done.stderr == '', done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == 'out/a, the newest run in out/:\n'
     for words in ('Finished in', 'out/a has ended', 'bits per byte', 'cosine', 'Runs\n',
                   'No picture: pip install matplotlib', '; no picture: pip install matplotlib'):
         assert words in done.stdout, done.stdout

@@ -82,7 +82,7 @@ reproduce           --size=XS                              size=XS is for --figu
 prepare_slimpajama  --input=none                           no such file or folder
 prepare_slimpajama  --input=data                           nothing to read: hidden files
 prepare_slimpajama  --input=a.txt --tokenizer=bert         none of llama, gpt2, byte
-prepare_slimpajama  --input=a.txt --tokenizer=a.txt        not a SentencePiece model
+prepare_slimpajama  --input=a.txt --tokenizer=a.txt        a.txt is not a SentencePiece model
 prepare_slimpajama  --input=a.txt --tokenizer=byte         too little text for
 prepare_slimpajama  --input=a.txt --tokens=0               tokens=0: expected 1 to
 prepare_slimpajama  --input=a.txt --held_out=0.5           held_out=0.5: expected 0 to 0.49
