@@ -360,9 +360,9 @@ def find_tokenizer(o: PrepareConfig, folder: str, division: Division) -> Any:
              f'or FILE.model can be used, of which bpe2048 is trained on the text ({error})')
     check(os.path.isfile(path),
           f'tokenizer={path}: no such file, and none of llama, gpt2, byte, bpe2048')
-    tokenizers.SentencePieceTokenizer(path)  # if it is none, the error names this path
+    tokenizer = tokenizers.SentencePieceTokenizer(path)  # before the copy: an error names this path
     shutil.copyfile(path, model)
-    return tokenizers.SentencePieceTokenizer(model)
+    return tokenizer
 
 
 def evenly_spaced_texts(texts: Iterable[str], at_most: int) -> list[str]:

@@ -277,10 +277,12 @@ def best_checkpoint(path: str) -> dict[str, Any]:
     for file in (path, f'{path}/best.pt'):
         if os.path.isfile(file):
             return read_checkpoint(file)
-    makes = 'python train.py config/mini.py makes a run'
-    if os.path.isfile(f'{path}/config.json'):  # its first checkpoint has not been written yet
-        makes = '--out_dir names another run'
-    return last_checkpoint(path) or fail(f'no checkpoint in {path}: {makes}')
+    state = last_checkpoint(path)
+    if state is None:
+        begun = os.path.isfile(f'{path}/config.json')  # the first checkpoint comes later
+        fail(f'no checkpoint in {path}: ' + ('--out_dir names another run' if begun else
+                                             'python train.py config/mini.py makes a run'))
+    return state
 
 
 # Models

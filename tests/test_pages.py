@@ -89,8 +89,7 @@ def test_the_headline_is_the_effect_of_its_row() -> None:
                            (ROOT / page).read_text(encoding='utf-8'))
         assert found == times * [expected], page
     # Without the additions it is another one, of one seed so far
-    (row,) = [row for row in read_csv(f'{RESULTS}/ties/differences_found.csv')
-              if row['id'] == 'd12']
+    (row,) = [row for row in pages.ties_effects() if row['id'] == 'd12']
     for page in ('README.md', 'results/README.md'):
         found = re.findall(r"Without them, (?:even )?the first tie raises (?:Llama's )?"
                            r'perplexity,? by (\S+)% \(one seed\)', prose(page))
