@@ -217,6 +217,7 @@ def test_the_loss_in_parts_is_the_mean_over_targets_that_count(few: Callable) ->
             assert nothing.isnan() and not torch.autograd.grad(nothing, x)[0].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('autocast', [False, True])
 def test_the_loss_in_parts_is_compiled_and_cast(autocast: bool, few: Callable) -> None:
     torch.manual_seed(2)

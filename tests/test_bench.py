@@ -12,6 +12,7 @@ from nanocem.hardware import flops_per_token
 TINY = dict(size='nano', context_length=32, batch_size=2, repeats=1, device='cpu')
 
 
+@pytest.mark.slow
 def test_a_row_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, 'peak_flops', lambda device, dtype: 1e12)
     rows = {row['model']: row for row in bench.measure(bench.BenchConfig(**TINY))}

@@ -14,6 +14,7 @@ from test_page import STATE, make_model
 
 HELD_OUT = (ROOT / 'pretrained/held_out.txt').read_text('utf-8')
 PHONE = dict(width=380, height=780, phone=True)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')

@@ -82,6 +82,7 @@ def new_energy(place: Path, *argv: str) -> subprocess.CompletedProcess:
     return running.run_script(ROOT / 'docs/new_energy.py', *argv, cwd=place)
 
 
+@pytest.mark.slow
 def test_an_energy_of_ones_own_trains_and_descends(tmp_path: Path) -> None:
     data = running.write_data(tmp_path / 'data')
     for script in (['train', *running.TINY, '--mlp=relu', running.steps(2), f'--data={data}',

@@ -493,6 +493,7 @@ def test_a_data_folder_has_the_name_of_its_input(
     assert done.returncode == 0 and (folder / f'data/{made}/meta.json').exists(), done.stderr
 
 
+@pytest.mark.slow
 def test_evaluating_a_text_needs_little_memory(tmp_path: Path) -> None:
     """Less than a byte for each byte of it, and not thirty."""
     path = files(tmp_path, {'a.txt': 'some words ' * 2_000_000}) / 'a.txt'

@@ -82,6 +82,7 @@ def state_of(model: Transformer, tokenizer: str = 'byte') -> dict[str, Any]:
             'data_dir': 'gone', 'model_config': vars(model.cfg), 'step': 2}
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_program_elsewhere_finds_the_same_model(tmp_path: Path) -> None:
     models = {str(tmp_path / f'hub{n}'): model_of(**options) for n, options in enumerate(MODELS)}
@@ -194,6 +195,7 @@ def test_embeddings_are_the_models_own_and_can_be_resized(tmp_path: Path) -> Non
     assert again.model.cfg.vocab_size == model.model.cfg.vocab_size == 300
 
 
+@pytest.mark.slow
 def test_an_edited_export_is_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     edits = {'scores': ('(q / self.tau) @ k.mT', '(2 * q / self.tau) @ k.mT'),
              'activation': ('g = gamma * F.silu(z)', 'g = gamma * F.gelu(z)'),

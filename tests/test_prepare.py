@@ -339,6 +339,7 @@ def test_a_limit_of_tokens_before_a_split_has_any_is_told(
     assert made['splits']['train']['tokens'] == 400_000
 
 
+@pytest.mark.slow
 def test_memory_is_flat(tmp_path: Path) -> None:
     """Texts of 12 and 36 MB, which are more than one batch of blocks, need the same memory."""
     script = ('import sys, prepare_slimpajama as prep\n'

@@ -57,6 +57,7 @@ def test_options_are_those_of_the_published_runs() -> None:
             f'{STUDY.options[size.upper()]} --learning_rate=1')
 
 
+@pytest.mark.slow
 def test_a_printed_command_trains_its_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                           capsys: pytest.CaptureFixture) -> None:
     """Then it is read; folders that are none, damaged or other runs are not."""

@@ -176,6 +176,7 @@ def test_the_gradient_of_a_repeat_is_clipped_to_norm_one(monkeypatch):
     torch.testing.assert_close(torch.stack(norms), torch.ones(8, 3))
 
 
+@pytest.mark.slow
 def test_the_table_is_what_the_models_have_after_training(
         tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Each number against training here, one repeat at a time."""

@@ -34,6 +34,7 @@ def printed(cell: nbformat.NotebookNode) -> list[float]:
     return [float(number) for number in re.findall(r'\d+(?:\.\d+)?', text.replace(',', ''))]
 
 
+@pytest.mark.slow
 def test_it_runs_with_its_answers_and_prints_what_is_committed() -> None:
     """Another CPU rounds otherwise. The last cell prints a random sample."""
     cells = nbformat.read(TOUR, as_version=4).cells

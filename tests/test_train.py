@@ -114,6 +114,7 @@ def test_precision_and_compiler(
     assert works or 'memory: Failed to find C compiler.\n' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_compiled_run_stays_close_and_resumes_to_the_bit(tmp_path: Path) -> None:
     if not compiler_works():
         pytest.skip('needs a C++ compiler')
@@ -244,6 +245,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('world', [1, 2])
 def test_killed_at_random_moments_a_run_ends_as_a_straight_one(
     world: int, data: Path, tmp_path: Path

@@ -69,6 +69,7 @@ def print_last(path: str) -> None:
     print(out.item())
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_bias_may_have_more_elements_than_int32_counts(tmp_path: Path) -> None:
     """In a process of its own, which an offset that is too small would end."""
@@ -76,6 +77,7 @@ def test_a_bias_may_have_more_elements_than_int32_counts(tmp_path: Path) -> None
     assert python('-c', code, interpret='1') == '7\n'
 
 
+@pytest.mark.slow
 @interpreted
 def test_operators_keep_torchs_contract_and_repeat_to_the_bit() -> None:
     """Also for transposed inputs, a single position, and without diagonal, ALiBi and match."""
@@ -133,6 +135,7 @@ def test_values_that_are_not_the_keys_are_attended_to(options: dict) -> None:
                                    atol=1e-4)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize('size', [0.1, 1.0, 9.0])
 def test_a_window_leaves_out_keys_that_weigh_nothing(size: float) -> None:
@@ -195,6 +198,7 @@ def print_needs(arch: int, R: int, n_head: int = 12, match: bool = True) -> None
         print(kernel.__name__, compiled.metadata.shared, spilled)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_compile_ahead_within_a_gpus_means() -> None:
     """An A100's and an H100's."""
@@ -232,6 +236,7 @@ def test_right_kernels_agree() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize('op, i, message', [
     ('attention_op', 0, 'triton attention gives another output than'),
