@@ -99,7 +99,7 @@ def llama_attention(ax: Axes) -> None:
     note(ax, 4.5, 0.55, 'values', PALE)
     box(ax, 5.35, 1.6, 'attention', 'op', 1.7)
     line(ax, (6.2, 1.6), (6.72, 1.6))
-    box(ax, 7.3, 1.6, '$W_O$', 'W_O')
+    box(ax, 7.3, 1.6, '$W_O^\\mathsf{T}$', 'W_O', 1.2)
     line(ax, (7.88, 1.6), (8.72, 1.6))
 
 
@@ -125,7 +125,7 @@ def llama_mlp(ax: Axes) -> None:
     line(ax, (5.25, 0.9), (5.5, 0.9), (5.5, 1.35))
     product(ax, 5.5)
     line(ax, (5.75, 1.6), (6.72, 1.6))
-    box(ax, 7.3, 1.6, '$W_d$', 'W_d')
+    box(ax, 7.3, 1.6, '$W_d^\\mathsf{T}$', 'W_d', 1.2)
     line(ax, (7.88, 1.6), (8.72, 1.6))
 
 

@@ -153,14 +153,14 @@ def front() -> str:
     """The front page's table: the models that have runs. All are of one size."""
     models = [model for model in TIES if model != NOT_IN_FRONT]
     rows = [row[:1] + row[2:3] + row[4:5] + row[6:] for row in ties_rows(models)]
-    return markdown_table(['', 'FLOPs', 'bits per byte', "perplexity over Llama's, %", 'seeds'],
+    return markdown_table(['', 'FLOPs', 'bits per byte', "perplexity vs. Llama, %", 'seeds'],
                           rows)
 
 
 def ties() -> str:
     """Which of the three ties pays? All models of as many weights as Llama."""
     table = markdown_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
-                            'repeated targets, nats', "perplexity over Llama's, %", 'seeds'],
+                            'repeated targets, nats', "perplexity vs. Llama, %", 'seeds'],
                            ties_rows([*TIES]))
     measured = copying('ties')
     waiting = [label for model, label in TIES.items() if ('S', model) not in measured]
