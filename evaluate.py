@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 if __name__ == '__main__':  # pictures go into files, whatever backend a notebook asks for
     os.environ['MPLBACKEND'] = 'agg'
@@ -33,15 +33,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, UserError, build, check, command_line, in_range, read_options
+from configurator import PathStr, UserError, build, check, command_line, read_options
 from model import ModelConfig, Transformer
 from nanocem.data import TOKENIZER_KEYS
-from nanocem.documents import READING, Reading
+from nanocem.documents import READING
 from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
 from nanocem.measure import (
     NO_TARGET,
     TOKENS_AT_ONCE,
+    Measured,
     Sequences,
     describe_source,
     loss_sums,
@@ -58,23 +59,15 @@ MUST_AGREE = ('vocab_size', 'context_length', 'eval_tokens', 'test_tokens', *CHE
 
 
 @dataclass
-class EvaluateConfig(Reading):
+class EvaluateConfig(Measured):
     """A model, the text that it is evaluated on, and what to report."""
-    EXCLUSIVE = (('text', 'data'),)
     out_dir: PathStr | None = None  # a run (its best.pt), a .pt or export; default: newest in out/
-    data: PathStr | None = None  # folder of token shards; default: the run's own
-    split: Literal['train', 'val', 'test'] = 'test'  # which part of the data
-    text: PathStr | None = None  # read all of this file or folder instead, as train.py --text does
-    tokens: int = 500_000  # maximum number of tokens of the shards, in evenly spaced sequences
     steps: tuple[int, ...] = ()  # numbers of steps T to test, in place of the trained T
     energies: bool = False  # energies at steps 0 to 8, or to the largest of --steps
     compare: tuple[PathStr, ...] = ()  # folders of runs to compare: --compare=out/a,out/b
-    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        in_range(self, 1, 10**15, 'tokens')
-        self.check_text(self.text)
         check(all(T >= 1 for T in self.steps), f'steps={self.steps}: expected 1, 2, 3, ...')
 
 
@@ -229,7 +222,7 @@ def compare_on_text(cfg: EvaluateConfig) -> str:
     higher they are than those of the last one. NaN if a tokenizer loses text."""
     rows, bits = [], []
     for folder in cfg.compare:
-        run = Evaluated(replace(cfg, compare=(), out_dir=folder))
+        run = Evaluated(replace(cfg, out_dir=folder))
         ids, text_bytes, _ = run.sequences
         n_targets, _, text_nats = evaluate_loss(run.model, ids, run.tokenizer.bos)
         bits.append(text_nats / math.log(2) / text_bytes if text_bytes else math.nan)
@@ -329,8 +322,7 @@ def differing_options(folders: Sequence[str],
 def main(argv: list[str]) -> None:
     given = read_options(argv, EvaluateConfig)
     cfg = build(EvaluateConfig, given)
-    check(not cfg.text or not {'split', 'tokens'} & given.keys(),
-          'a text is read whole: no split, no tokens')
+    cfg.check_given(given)
     if cfg.compare:
         allowed = {'compare', 'text', 'device', *READING}
         others = ', '.join(name for name in given if name not in allowed)

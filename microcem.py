@@ -342,7 +342,10 @@ if __name__ == '__main__':
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     if len(sys.argv) > 2:
         sys.exit(f'microcem.py: expected one file of words, and not {sys.argv[2]} beside it')
-    print(__doc__) if sys.argv[1:] in (['-h'], ['--help']) else main(*sys.argv[1:])
+    if sys.argv[1:] in (['-h'], ['--help']):
+        print(__doc__)
+    else:
+        main(*sys.argv[1:])
 
 # Try LAYERS = [interaction, elementwise] * 2, or an energy of your own. An MLP without SiLU is
 #

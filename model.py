@@ -17,7 +17,7 @@ Read LlamaAttention.forward beside CEMAttention.forward, and LlamaMLP beside CEM
 difference is the paper. BaseAttention, which stands before them, can wait. Comments at the ends of
 lines are shapes, or the formulas of Algorithm 1. Whatever is not in the paper is marked "rope:"
 (Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw, exact_update, grouped
-queries (n_kv_head: `repeat_kv`) and four options: key_shift changes `keys`, match_bias changes
+queries (n_kv_head: `repeat`) and four options: key_shift changes `keys`, match_bias changes
 `bias`, untied_output changes `queries` and `output_weight`, and kq_diag=scaled adds to `bias` and
 to the update. docs/paper.md lists our choices where the paper is silent.
 
@@ -89,7 +89,7 @@ class ModelConfig:
     kq_diag: Literal['none', 'shared', 'per_head', 'scaled'] = 'none'  # diagonal d_k; ours: scaled
 
     residual: Literal['raw', 'normed'] = 'raw'  # steps are added to x, or to norm(x)
-    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r), CEM's sqrt(D_h)
+    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r) or (CEM) sqrt(D_h)
     exact_update: bool = False  # ours: add sum_j alpha_ijk d_k * h_j, left out by Algorithm 1
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
@@ -160,11 +160,6 @@ class Positions(NamedTuple):
     cos: Tensor | None = None  # cosines of RoPE's angles at the queries, (I, R / 2)
     sin: Tensor | None = None  # their sines
     cache: 'Cache | None' = None  # what is kept of past tokens, while text is generated
-
-    def part(self, queries: slice, keys: slice) -> 'Positions':
-        """Cut out some queries and keys for `scores`. RoPE is done by then: cos and sin stay."""
-        mask = None if self.mask is None else self.mask[..., queries, keys]
-        return self._replace(distance=self.distance[queries, keys], mask=mask)
 
 
 class Cache:
@@ -245,7 +240,7 @@ class BaseAttention(nn.Module):
         super().__init__()
         D, K = cfg.d_model, cfg.n_head
         self.cfg, self.K, self.R = cfg, K, D // K
-        # The temperature of the scores: sqrt(D_r) for Llama, sqrt(D_h) for CEM
+        # The temperature of the scores: by default sqrt(D_r) for Llama, sqrt(D_h) for CEM
         self.tau = math.sqrt(self.R if cfg.score_scale == 'head' else D)
         self.norm = RMSNorm(D)
         self.W_Q = normal_param(D, D, std=cfg.init_std)  # W_k^Q is its k-th block of R rows
@@ -356,22 +351,23 @@ class BaseAttention(nn.Module):
 
     # The rest is not in Algorithm 1: shared heads, past tokens, and faster ways to the same sums
 
-    def repeat_kv(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Repeat each head of keys and values, (B, G, J, R), for the K / G consecutive heads of
-        queries that share it: (B, K, J, R). Values that are the keys stay the keys."""
-        def repeat(x: Tensor) -> Tensor:
-            return x[:, :, None].expand(-1, -1, self.K // x.shape[1], -1, -1).flatten(1, 2)
+    def context(self, k: Tensor, v: Tensor, h: Tensor, pos: Positions) -> tuple[Tensor, ...]:
+        """Return what queries attend to, keys and values (B, K, J, R) and h (B, J, D), given those
+        of the new tokens, (B, G, I, R) and (B, I, D). A cache adds the past tokens. Values that are
+        the keys stay the keys."""
+        tied = v is k
+        if pos.cache is not None:
+            k = pos.cache.append(k)
+            v = k if tied else pos.cache.append(v)
+            h = pos.cache.append(h) if self.cfg.needs_h() else h
+        k = self.repeat(k)
+        v = k if tied else self.repeat(v)
+        return k, v, h
 
-        all_k = repeat(k)
-        return all_k, all_k if v is k else repeat(v)
-
-    def with_past(self, k: Tensor, v: Tensor, h: Tensor, pos: Positions) -> tuple[Tensor, ...]:
-        """With a cache put the keys, the values and h of past tokens before these: I becomes J."""
-        if pos.cache is None:
-            return k, v, h
-        all_k = pos.cache.append(k)
-        all_v = all_k if v is k else pos.cache.append(v)
-        return all_k, all_v, pos.cache.append(h) if self.cfg.needs_h() else h
+    def repeat(self, x: Tensor) -> Tensor:
+        """Repeat each head of keys or values, (B, G, J, R), for the K / G consecutive heads of
+        queries that share it: (B, K, J, R)."""
+        return x[:, :, None].expand(-1, -1, self.K // x.shape[1], -1, -1).flatten(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
                h: Tensor) -> tuple[Tensor, Tensor | int]:
@@ -401,13 +397,15 @@ class BaseAttention(nn.Module):
         for start in range(0, I, size):
             end = min(start + size, I)
             queries, keys = slice(start, end), slice(past + end)
+            # RoPE is done by now: cos and sin stay as they are
+            part = pos._replace(distance=pos.distance[queries, keys],
+                                mask=pos.mask[..., queries, keys])
             o, diagonal = self.softmax_attention(
-                q[:, :, queries], k[:, :, keys], v[:, :, keys], pos.part(queries, keys),
-                u[:, queries], h[:, keys])
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], part, u[:, queries], h[:, keys])
             outputs.append(o)
             diagonals.append(diagonal)
-        o = torch.cat(outputs, dim=2)
-        return o, torch.cat(diagonals, dim=1) if self.adds_diagonal else 0
+        diagonal = torch.cat(diagonals, dim=1) if self.adds_diagonal else 0
+        return torch.cat(outputs, dim=2), diagonal
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, tau: float) -> Tensor:
@@ -449,10 +447,8 @@ class LlamaAttention(BaseAttention):
         # With RoPE, rotate queries and keys by their positions
         q = self.rotate(q, pos)
         k = self.rotate(k, pos)
-        # While text is generated, past tokens come before these
-        k, v, h_all = self.with_past(k, v, h, pos)               # (B, G, J, R), h_all: (B, J, D)
-        # With grouped queries, repeat keys and values for the heads that share them
-        k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
+        # Gather the context: past tokens from a cache, keys and values for all K heads
+        k, v, h_all = self.context(k, v, h, pos)                 # (B, K, J, R), h_all: (B, J, D)
         # Attend to the context
         o, diagonal = self.attend(q, k, v, pos, u, h_all)        # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
@@ -481,10 +477,8 @@ class CEMAttention(BaseAttention):
         k = self.keys(h, pos)                                    # k_j <- W_k^K h_j, (B, G, I, R)
         k = self.rotate(k, pos)                                  # rope: k_j <- Rot(j) k_j
         v = k                                                    # v_j <- k_j: W_V is W_K
-        # While text is generated, past tokens come before these
-        k, v, h_all = self.with_past(k, v, h, pos)               # (B, G, J, R), h_all: (B, J, D)
-        # With grouped queries, repeat keys and values for the heads that share them
-        k, v = self.repeat_kv(k, v)                              # (B, K, J, R)
+        # Gather the context: past tokens from a cache, keys and values for all K heads
+        k, v, h_all = self.context(k, v, h, pos)                 # (B, K, J, R), h_all: (B, J, D)
         # The output matrix is W_Q again (ours: with untied_output W_O), with P folded in
         W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
         # Start from the residual stream, or as in Algorithm 1 from its norm
@@ -517,7 +511,7 @@ class CEMAttention(BaseAttention):
         pos = make_positions(self.cfg, h)
         q = self.rotate(self.queries(u, h), pos)
         k = self.rotate(self.keys(h, pos), pos)
-        k, _ = self.repeat_kv(k, k)
+        k = self.repeat(k)
         return -self.tau * self.scores(q, k, pos, u, h).logsumexp(dim=-1).sum(dim=1)
 
     def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
@@ -792,18 +786,15 @@ class Transformer(nn.Module):
     def set_steps(self, attn_steps: int | None = None, mlp_steps: int | None = None) -> None:
         """Change T, but not eta; None keeps T. cfg keeps the T of training. ValueError if T < 1,
         or for a sublayer that takes no steps."""
-        changes = []  # check both before changing either
         for name, T in (('attn', attn_steps), ('mlp', mlp_steps)):
             if T is None:
                 continue
-            layers = [getattr(block, name) for block in self.blocks]
-            with_steps = [layer for layer in layers if hasattr(layer, 'T')]
             require(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
-            require(len(with_steps) > 0, f'{name}_steps={T}: a Llama sublayer takes no steps; '
-                    'expected a CEM one')
-            changes += [(layer, T) for layer in with_steps]
-        for layer, T in changes:
-            layer.T = T
+            for block in self.blocks:
+                layer = getattr(block, name)
+                require(hasattr(layer, 'T'), f'{name}_steps={T}: a Llama sublayer takes no steps; '
+                        'expected a CEM one')
+                layer.T = T
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())

@@ -38,7 +38,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
-from configurator import PathStr, build, check, command_line, in_range, read_options
+from configurator import (
+    PathStr,
+    build,
+    check,
+    command_line,
+    in_range,
+    read_options,
+    set_if_none,
+)
 from nanocem.files import csv_text, markdown_table, read_csv, short_name, write_atomic
 from nanocem.process import keep_console_and_signals, progress_bar
 
@@ -157,9 +165,9 @@ class GPConfig:
     out_dir: PathStr = 'out/gp'  # folder for tables and figures
 
     def __post_init__(self) -> None:
-        for name in ('batch_size', 'steps', 'learning_rate', 'checkpoint'):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(PROTOCOLS[self.protocol], name))
+        protocol = PROTOCOLS[self.protocol]
+        set_if_none(self, batch_size=protocol.batch_size, steps=protocol.steps,
+                    learning_rate=protocol.learning_rate, checkpoint=protocol.checkpoint)
         in_range(self, 2, 10**6, 'repeats')  # One repeat has no standard deviation
         in_range(self, 1, 10**6, 'steps jobs batch_size points test_points')
         in_range(self, 0, 10**6, 'learning_rate')
@@ -410,11 +418,11 @@ def write_table(cfg: GPConfig, rows: dict[Key, Row], suffix: str) -> None:
                         if name not in ('kernels', 'models', 'jobs', 'out_dir'))
     header = ['Model', 'Parameters', 'FLOPs', 'Kernel', 'Train RMSE', 'paper', 'Test RMSE', 'paper',
               "off by (paper's std)"]
-    within = [sum(deviation <= limit for deviation in deviations) for limit in (1, 2)]
     chosen_by = PROTOCOLS[cfg.protocol].chosen_by
     text = (f'Protocol: {cfg.protocol}, {chosen_by}. Mean ± std over repeats: {options}.\n\n'
             f'{markdown_table(header, lines)}\n\n')
     if comparable:
+        within = [sum(deviation <= limit for deviation in deviations) for limit in (1, 2)]
         text += ("- Train and test RMSE both within one of the paper's std: "
                  f'{within[0]} of {len(deviations)} rows; within two: {within[1]}.')
     else:

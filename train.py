@@ -157,8 +157,8 @@ def main(argv: list[str]) -> int:
 
     # Find the data. A text is prepared on first use; later its folder is `data` in config.json
     data_dir = cfg.data
-    if not (resume and os.path.exists(f'{data_dir}/meta.json')):
-        data_dir = find_data(data_dir, cfg.text, cfg.tokenizer, state or start.weights, cfg)
+    if cfg.text and not (resume and os.path.exists(f'{data_dir}/meta.json')):
+        data_dir = find_data(cfg.text, cfg.tokenizer, state or start.weights, cfg)
     meta = read_meta(data_dir)
     if start.weights:  # they know the ids of one tokenizer, on whatever text
         runs.check_same(cfg.init_from, start.weights['data'],
@@ -319,7 +319,8 @@ def main(argv: list[str]) -> int:
             sums[3] += n_bytes.sum()
         raw_model.train()
         tokens, nats, text_nats, text_bytes = sum_over_processes(sums).tolist()
-        return nats / tokens, text_nats / text_bytes / math.log(2) if text_bytes else None
+        bits = text_nats / text_bytes / math.log(2) if text_bytes else None
+        return nats / tokens, bits
 
     # Let a signal such as SIGTERM, or Ctrl-C, stop the run after the current step
     signals = note_signals()
@@ -344,9 +345,8 @@ def main(argv: list[str]) -> int:
         loss = torch.zeros((), device=device)
         for n, indices in enumerate(micro_batches, 1):
             x, y = batch('train', indices)
-            # Should you add dropout to model.py: a resumed run draws the same random numbers
-            place = rank * len(micro_batches) + n  # of the micro-batch in the step
-            torch.manual_seed(cfg.seed + step * cfg.batch_size + place)
+            # A dropout of your own draws the same after a resume, in any number of processes
+            torch.manual_seed(cfg.seed + step * cfg.batch_size + rank * len(micro_batches) + n)
             if world_size > 1:
                 model.require_backward_grad_sync = n == len(micro_batches)
             with autocast:
@@ -423,8 +423,7 @@ def main(argv: list[str]) -> int:
         if val_loss is None:  # resumed after the last step
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
     # Try once more to write the last weights: the disk may have room again
-    if saved < step and checkpoint(f'step_{step:08d}.pt'):
-        saved = step
+    written = saved == step or checkpoint(f'step_{step:08d}.pt')
     if world_size > 1:
         del model  # with DDP alive, ending the process group could take forever
         dist.barrier()  # rank 0 may still be writing a checkpoint
@@ -434,7 +433,7 @@ def main(argv: list[str]) -> int:
     lost = (f'the checkpoint of step {step:,} could not be written: once there is room, {go_on} '
             'continues from the last one, or from the start')
     if step < max_steps:
-        if saved == step:
+        if written:
             print(f'Stopped after step {step}; go on with {go_on}', flush=True)
         else:  # a run without any checkpoint, best.pt included, has failed
             check(any(Path(out_dir).glob('*.pt')), lost)
@@ -461,7 +460,7 @@ def main(argv: list[str]) -> int:
                                    temperature=0.8, top_k=None, seed=cfg.seed, go_on=True)
             print(text, flush=True)
             log(step, sample=text)
-    check(saved == step, lost)
+    check(written, lost)
     return 0
 
 

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from configurator import UserError, check, fail, warn
 
@@ -230,7 +230,7 @@ def text_documents(path: str, reading: Reading) -> Iterator[Iterable[str]]:
     documents = Documents(source, reading)
     for name in source.files:
         yield from documents.of(name)
-    documents.check()
+    documents.check_options()
     if documents.without_text:
         warn(documents.describe())
 
@@ -280,7 +280,7 @@ class Documents:
                     self.without_column += 1
                     self.columns = [*row]
                     if self.without_column == self.rows == ENOUGH_ROWS:
-                        self.check()
+                        self.check_options()
                 if text:
                     # JSON can hold half of a surrogate pair, which is not text: replace it by "?"
                     yield text.encode('utf-8', 'replace').decode()
@@ -306,7 +306,7 @@ class Documents:
         if text := ''.join([*parts, end]).strip('\r\n'):
             yield text
 
-    def check(self) -> None:
+    def check_options(self) -> None:
         """UserError if most of the rows that were read lack the column, or no text had the
         separator: both are hardly meant."""
         where = self.source.where()
@@ -439,7 +439,7 @@ def open_text(path: str, encoding: str | None = None) -> io.TextIOBase:
     return io.TextIOWrapper(io.BufferedReader(stream, 1 << 20), **options)
 
 
-def fail_to_read(place: str, error: Exception) -> None:
+def fail_to_read(place: str, error: Exception) -> NoReturn:
     """Raise UserError: what is wrong, where, and what helps."""
     if isinstance(error, UserError):
         raise error

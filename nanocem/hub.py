@@ -1,29 +1,19 @@
 """Weights and options of models in folders that Hugging Face's transformers loads: write, read."""
 import copy
-import importlib.util
 import shutil
-import sys
 import zlib
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import build, check, fail, warn
 from model import NORM_EPS, ModelConfig, Transformer, unused_options
 from nanocem.files import fill_folder, finish_folder, other_files, read_json, write_json
 from nanocem.hub_tokenizer import find_pad, write_card, write_tokenizer
-from nanocem.same import (
-    agree,
-    cache_agrees,
-    find_change,
-    fixed_ids,
-    outputs,
-    outputs_to_keep,
-)
+from nanocem.same import cache_agrees, file_change, fixed_ids, is_llama, outputs_to_keep
 from nanocem.tokenizers import tokenizer_of
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +31,7 @@ LLAMA_SIZES = {  # our names of sizes -> those of LlamaConfig
     'context_length': 'max_position_embeddings'}
 OURS_ALONE = ('size', 'init_std')  # options that LlamaConfig lacks; our config.json keeps them
 # What another program changes for good reasons: it adds tokens, or trains on longer texts
-MAY_CHANGE = (*OURS_ALONE, 'vocab_size', 'context_length')
+OTHERS_CHANGE = (*OURS_ALONE, 'vocab_size', 'context_length')
 
 
 def is_plain_llama(model: Transformer) -> bool:
@@ -50,44 +40,6 @@ def is_plain_llama(model: Transformer) -> bool:
     return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
             and cfg.tie == cfg.key_shift == cfg.match_bias == cfg.kq_diag == 'none'
             and cfg.attn_reuse == cfg.mlp_reuse == 1 and is_llama(cfg.n_kv_head < cfg.n_head))
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def is_llama(grouped: bool) -> bool:
-    """Return whether one layer of model.py's Llama, which may be edited, computes in float64 what
-    LlamaForCausalLM of transformers does, as it is written out here: with or without grouped
-    queries."""
-    cfg = ModelConfig(d_model=16, n_layer=1, n_head=4, n_kv_head=2 if grouped else 4, d_mlp=24,
-                      vocab_size=50, attn='llama', mlp='llama')
-    model = Transformer(cfg).double()
-    random = torch.Generator().manual_seed(0)
-    for p in model.parameters():
-        p.copy_(torch.randn(p.shape, generator=random))
-    idx = torch.arange(80)[None] * 7919 % 50
-
-    def norm(x: Tensor, module: Any) -> Tensor:
-        return F.rms_norm(x, (cfg.d_model,), module.gain, NORM_EPS)
-
-    def heads(x: Tensor, W: Tensor) -> Tensor:
-        return (x @ W.mT).unflatten(-1, (-1, cfg.d_model // cfg.n_head)).transpose(1, 2)
-
-    def rotate(x: Tensor) -> Tensor:
-        J, R = x.shape[-2:]
-        frequencies = cfg.rope_theta ** (-torch.arange(0, R, 2).double() / R)
-        angles = torch.outer(torch.arange(J), frequencies).repeat(1, 2)
-        a, b = x.chunk(2, dim=-1)
-        return x * angles.cos() + torch.cat([-b, a], dim=-1) * angles.sin()
-
-    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
-    x = model.embedding[idx]
-    h = norm(x, attn.norm)
-    q, k, v = rotate(heads(h, attn.W_Q)), rotate(heads(h, attn.W_K)), heads(h, attn.W_V)
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    x = x + o.transpose(1, 2).flatten(-2) @ attn.W_O
-    h = norm(x, mlp.norm)
-    x = x + (F.silu(h @ mlp.V.mT) * (h @ mlp.W.mT)) @ mlp.W_d
-    return agree(model(idx)[0], norm(x, model.norm) @ model.head.mT)
 
 
 def exported_name(name: str, plain: bool) -> str:
@@ -112,27 +64,10 @@ def export(model: Transformer, folder: str, state: dict[str, Any],
     checkpoint `state` names tokenizer and data. UserError if the folder is not empty."""
     finish_folder(folder, 'config.json')  # of a process that was killed
     check(not other_files(folder), f'to={folder} is not empty: give a new folder')
-    check_file(model, state, f'to={folder}: an export holds the classes of model.py, and')
+    reason = file_change(model, state)
+    check(not reason, f'to={folder}: an export holds the classes of model.py, and {reason}')
     with fill_folder(folder, 'config.json') as inside:
         write_files(inside, model, state, dtype)
-
-
-def check_file(model: Transformer, state: dict[str, Any], what: str) -> None:
-    """UserError unless the file model.py computes what this model does (a script may have replaced
-    the classes), and what model.py did when the weights were trained."""
-    check(not state.get('change'), f'{what} {state.get("change")}')
-    # model.py as its file has it, without classes that a script has put in their place
-    spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', ROOT / 'model.py')
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    copied = module.Transformer(model.cfg)
-    try:
-        copied.load_state_dict(model.state_dict())
-        same = not find_change(copied, outputs(model))
-    except RuntimeError:  # the weights of other layers, or an edit that does not run in float64
-        same = False
-    check(same, f'{what} its file does not compute what the classes do that a script has put in '
-          'place')
 
 
 def write_files(path: Path, model: Transformer, state: dict[str, Any], dtype: torch.dtype) -> None:
@@ -233,14 +168,14 @@ def read_export(folder: str) -> dict[str, Any]:
              'transformers runs the one in the folder')
     if 'transformers_version' in config:  # it was saved there, and may have been trained on
         run = {name: value for name, value in run.items() if name != 'outputs'}
-        if not (is_plain_llama(model) if plain else checksum_of_text(ROOT / 'model.py')
-                == run.get('code')):
+        same_code = checksum_of_text(ROOT / 'model.py') == run.get('code')
+        if not (is_plain_llama(model) if plain else same_code):
             warn(f'{folder}: model.py here is not the one that was exported, and no logits were '
                  'kept by which to tell whether it computes the same')
     # The weights fit other options, too, but were not trained with them
     trained = vars(saved_config(run.get('options', vars(cfg))))
     changed = [f'{name}={value} (now {getattr(cfg, name)})' for name, value in trained.items()
-               if name not in MAY_CHANGE and value != getattr(cfg, name)]
+               if name not in OTHERS_CHANGE and value != getattr(cfg, name)]
     if changed:
         warn(f'{path} was edited: it was exported with {", ".join(changed)}')
     return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}

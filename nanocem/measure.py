@@ -2,14 +2,15 @@
 import math
 import os
 import tempfile
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configurator import check
+from configurator import PathStr, check, in_range
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
 from nanocem.documents import Reading, text_documents
 from nanocem.files import name_in_errors
@@ -21,11 +22,33 @@ TOKENS_AT_ONCE = 2048  # in a forward pass that measures: more need much memory 
 Sequences = tuple[Tensor, int | None, int | None]
 
 
+@dataclass
+class Measured(Reading):
+    """What a model is measured on: a split of token shards, or a text, which is read whole."""
+    EXCLUSIVE = (('text', 'data'),)
+    data: PathStr | None = None  # folder of token shards; default: the run's own
+    split: Literal['train', 'val', 'test'] = 'test'  # which part of the data
+    text: PathStr | None = None  # read all of this file or folder instead, as train.py --text does
+    tokens: int = 500_000  # maximum number of tokens of the shards, in evenly spaced sequences
+    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_range(self, 1, 10**15, 'tokens')
+        self.check_text(self.text)
+
+    def check_given(self, given: dict[str, Any]) -> None:
+        """UserError if options of shards were given for a text."""
+        check(not self.text or not {'split', 'tokens'} & given.keys(),
+              'a text is read whole: no split, no tokens')
+
+
 # Sequences
 
-def read_sequences(options: Any, state: dict[str, Any], tokenizer: Any, length: int) -> Sequences:
-    """Read what a script's options text, data, split and tokens ask for, as sequences. Without
-    `text` and `data` it is the data of the run with this checkpoint. Raises UserError."""
+def read_sequences(options: Measured, state: dict[str, Any], tokenizer: Any,
+                   length: int) -> Sequences:
+    """Read what the options ask for, as sequences. Without `text` and `data` it is the data of the
+    run with this checkpoint. Raises UserError."""
     folder = options.data or state['data_dir']
     if options.text:
         return read_text_sequences(options.text, tokenizer, length, folder, options)
@@ -35,7 +58,7 @@ def read_sequences(options: Any, state: dict[str, Any], tokenizer: Any, length: 
     return read_shards(folder, options.split, options.tokens, length, tokenizer, known)
 
 
-def describe_source(options: Any, state: dict[str, Any]) -> str:
+def describe_source(options: Measured, state: dict[str, Any]) -> str:
     """Return in words what read_sequences reads."""
     return options.text or f'{options.split} split of {options.data or state["data_dir"]}'
 

@@ -1,5 +1,5 @@
 """
-Train the blocks' matrices with Muon; AdamW trains all other parameters.
+The optimizers: AdamW, or Muon for the blocks' matrices and AdamW for all other parameters.
 
 Muon (Jordan et al., 2024) replaces a matrix's momentum by the nearest orthogonal matrix, so that
 all directions move equally far. Five Newton-Schulz steps approximate it. The update is scaled to

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from configurator import check, fail
+from configurator import check
 from model import ModelConfig, Transformer
 from nanocem.files import write_atomic
-from nanocem.hub import check_file
 from nanocem.hub_tokenizer import convert_tokenizer
+from nanocem.same import file_change
 from nanocem.tokenizers import tokenizer_of
 
 TEMPLATE = Path(__file__).with_name('page.html')
@@ -73,7 +73,8 @@ def make_page(model: Transformer, state: dict[str, Any], prompt: str = '', title
     """Return the HTML of a page. `has_pages` says whether the other pages of docs/ are beside it.
     UserError if the page cannot compute the model."""
     check_model(model)
-    check_file(model, state, 'page: a page computes the classes of model.py, and')
+    reason = file_change(model, state)
+    check(not reason, f'page: a page computes the classes of model.py, and {reason}')
     tokenizer = tokenizer_of(state)
     rounded = round_weights(model)  # all numbers of the page are those of the weights that it holds
     content = dict(pack_model(rounded), tokenizer=pack_tokenizer(tokenizer),
@@ -161,15 +162,16 @@ def pack_lesson(model: Transformer, tokenizer: Any) -> dict[str, Any] | None:
 
 def check_model(model: Transformer) -> None:
     """UserError, which names the option, unless the page computes this model."""
-    name, n_weights = type(model).__name__, model.num_params()
-    check(type(model) is Transformer, f'page: expected a Transformer of model.py, not {name}')
+    check(type(model) is Transformer,
+          f'page: expected a Transformer of model.py, not {type(model).__name__}')
     choices = CHOICES | {'n_kv_head': (model.cfg.n_head,)}  # no grouped queries
     for field in fields(ModelConfig):
-        name, value = field.name, getattr(model.cfg, field.name)
-        if name in NUMBERS | NOT_COMPUTED or value in choices.get(name, (field.default,)):
+        if field.name in NUMBERS | NOT_COMPUTED:
             continue
-        words = ', '.join(map(str, choices.get(name, (field.default,))))
-        fail(f'page: the page cannot compute {name}={value}: expected one of {words}')
+        value, known = getattr(model.cfg, field.name), choices.get(field.name, (field.default,))
+        check(value in known, f'page: the page cannot compute {field.name}={value}: expected one '
+              f'of {", ".join(map(str, known))}')
+    n_weights = model.num_params()
     check(n_weights <= MOST_WEIGHTS, f'page: a model of {n_weights:,} weights is too large for a '
           f'page: expected at most {MOST_WEIGHTS:,}')
 

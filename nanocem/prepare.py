@@ -82,14 +82,11 @@ class PrepareConfig(Reading):
 
 # The data folder
 
-def find_data(folder: str, text: str | None = None, tokenizer: str | None = None,
-              checkpoint: dict[str, Any] | None = None, reading: Reading | None = None) -> str:
-    """Return the data folder: `folder`, or that of a user's `text`, which is made on first use. The
-    default tokenizer of a text is that of `checkpoint`, from which training goes on, or else chosen
-    by size. Raises UserError, OSError."""
-    if not text:
-        return folder
-
+def find_data(text: str, tokenizer: str | None = None, checkpoint: dict[str, Any] | None = None,
+              reading: Reading | None = None) -> str:
+    """Return the data folder of a user's text, which is made on first use. The default tokenizer is
+    that of `checkpoint`, from which training goes on, or else chosen by size. Raises UserError,
+    OSError."""
     if checkpoint and not tokenizer:
         saved = tokenizers.tokenizer_of(checkpoint)
         tokenizer = saved.path or saved.name
@@ -159,7 +156,7 @@ def write_folder(o: PrepareConfig, folder: str, source: Source) -> None:
     tokenizer = find_tokenizer(o, folder, division)
     writer = Writer(folder, tokenizer.vocab_size)
     lossless = tokenize(o, division.parts(), tokenizer, writer)
-    division.documents.check()
+    division.documents.check_options()
     # What has changed since it was found may have been divided in two ways
     if not source.root.startswith(HUB):
         for name, state in source.files.items():
@@ -174,11 +171,11 @@ def write_folder(o: PrepareConfig, folder: str, source: Source) -> None:
     full = writer.splits['train']['tokens'] == o.tokens
     for split in SPLITS:
         size = writer.splits[split]['tokens']
-        may_be_empty = split != 'train' and o.held_out == 0
-        check(size > 0 or may_be_empty or not full, f'train is full at {o.tokens:,} tokens, before '
-              f'{split} has any: --tokens=N takes more of {o.input}')
-        check(size > 0 or may_be_empty, f'{o.input} holds too little text for {split}: expected '
-              'a longer text, or three rows or more; prepare_slimpajama.py has --held_out')
+        if size == 0 and (split == 'train' or o.held_out > 0):
+            fail(f'train is full at {o.tokens:,} tokens, before {split} has any: --tokens=N takes '
+                 f'more of {o.input}' if full else
+                 f'{o.input} holds too little text for {split}: expected a longer text, or three '
+                 'rows or more; prepare_slimpajama.py has --held_out')
         print(f'{split:5} {size:>15,} tokens', flush=True)
         if split != 'train' and 0 < size < FEW:
             print(f'{split} has few tokens: a perplexity of so few says little', flush=True)
@@ -233,7 +230,7 @@ class Division:
         """Choose the pieces and the bounds, from the first MANY texts, or all of fewer."""
         sizes = self.sizes_by_hash()
         if len(sizes) < MANY:  # all was read
-            self.documents.check()
+            self.documents.check_options()
         check(bool(sizes), f'{self.o.input} holds no text')
         total = sum(sizes.values())
         if len(sizes) < WHOLE or max(sizes.values()) > total / 2:

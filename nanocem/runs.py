@@ -69,15 +69,17 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
         saved = vars(saved_config(weights['model_config']))
         check_options(init_from, saved, {name: given[name] for name in WEIGHTS if name in given})
         others = {name: value for name, value in given.items() if name not in WEIGHTS}
-        saved = without_unused(saved) | {'data': weights['data_dir']}
-        return Start(merge(saved, others, train, ModelConfig), weights=weights)
+        options = without_unused(saved) | {'data': weights['data_dir']}
+        return Start(merge(options, others, train, ModelConfig), weights=weights)
+
+    # Go on with a run: with its options, but for those that may change
     out_dir = given.get('out_dir') or newest_run()
     config = read_config(out_dir)
     saved = vars(saved_config(config['model'])) | config['train']
     check_options(out_dir, saved, given)
     kept = {name: value for name, value in given.items() if name in MAY_CHANGE}
-    saved = without_unused(saved) | {'stop_step': None, **kept, 'out_dir': out_dir,
-                                  'init_from': saved['init_from']}  # where the run itself started
+    options = without_unused(saved) | {'stop_step': None, **kept, 'out_dir': out_dir,
+                                       'init_from': saved['init_from']}  # where it started
     lock = None
     if rank == 0:
         # Lock it first: the process that trains there may be about to write a checkpoint
@@ -87,9 +89,9 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
             with contextlib.suppress(OSError):
                 os.remove(half)
     state = last_checkpoint(out_dir)
-    from_scratch = saved['init_from'] == 'scratch'
-    weights = None if state or from_scratch else load_model(saved['init_from'])[1]
-    return Start(saved, config, state, weights, lock)
+    from_scratch = options['init_from'] == 'scratch'
+    weights = None if state or from_scratch else load_model(options['init_from'])[1]
+    return Start(options, config, state, weights, lock)
 
 
 def check_options(path: str, saved: dict[str, Any], given: dict[str, Any]) -> None:

@@ -6,20 +6,26 @@ Does a model compute what it should? These functions compare numbers, and never 
     cache_agrees    does generate's cache give those of the whole text?
     step_errors     is each step of a CEM layer minus the gradient of its energy?
     attend_error    does `attend` give the sums that `softmax_attention` writes out?
+    file_change     do model.py's classes compute it as the file has them?
+    is_llama        does model.py's Llama compute what transformers' does?
 
 What no logit shows, such as dropout, can be seen only in the model.py that a run's folder keeps.
 """
 import contextlib
 import copy
+import importlib.util
 import math
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configurator import warn
-from model import FEW_QUERIES, Cache
+from model import FEW_QUERIES, NORM_EPS, Cache, ModelConfig, Transformer
 
 N_IDS, TOKENS = 64, (1, 5, 20, 63)  # ids that a model reads, and places of kept logits
 N_LOGITS = 16  # of a token, evenly spaced
@@ -102,6 +108,65 @@ def find_change(model: Any, kept: list[str]) -> str:
     error = relative_error(found[:n], expected[:n])
     by = f' (off by {error:.1g} of their norm)' if math.isfinite(error) else ''
     return f'its logits are not those that were kept{by}: model.py or the weights have changed'
+
+
+def file_change(model: Transformer, state: dict[str, Any]) -> str:
+    """Return how what the file model.py computes differs from this model, whose classes a script
+    may have replaced, or from what it computed when the weights of the checkpoint `state` were
+    trained; or ''."""
+    if state.get('change'):
+        return state['change']
+    # model.py as its file has it, without classes that a script has put in their place
+    path = Path(__file__).parents[1] / 'model.py'
+    spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    copied = module.Transformer(model.cfg)
+    try:
+        copied.load_state_dict(model.state_dict())
+        same = not find_change(copied, outputs(model))
+    except RuntimeError:  # the weights of other layers, or an edit that does not run in float64
+        same = False
+    return '' if same else ('its file does not compute what the classes do that a script has put '
+                            'in place')
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def is_llama(grouped: bool) -> bool:
+    """Return whether one layer of model.py's Llama, which may be edited, computes in float64 what
+    LlamaForCausalLM of transformers does, as it is written out here: with or without grouped
+    queries."""
+    cfg = ModelConfig(d_model=16, n_layer=1, n_head=4, n_kv_head=2 if grouped else 4, d_mlp=24,
+                      vocab_size=50, attn='llama', mlp='llama')
+    model = Transformer(cfg).double()
+    random = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.copy_(torch.randn(p.shape, generator=random))
+    idx = torch.arange(80)[None] * 7919 % 50
+
+    def norm(x: Tensor, module: Any) -> Tensor:
+        return F.rms_norm(x, (cfg.d_model,), module.gain, NORM_EPS)
+
+    def heads(x: Tensor, W: Tensor) -> Tensor:
+        return (x @ W.mT).unflatten(-1, (-1, cfg.d_model // cfg.n_head)).transpose(1, 2)
+
+    def rotate(x: Tensor) -> Tensor:
+        J, R = x.shape[-2:]
+        frequencies = cfg.rope_theta ** (-torch.arange(0, R, 2).double() / R)
+        angles = torch.outer(torch.arange(J), frequencies).repeat(1, 2)
+        a, b = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat([-b, a], dim=-1) * angles.sin()
+
+    attn, mlp = model.blocks[0].attn, model.blocks[0].mlp
+    x = model.embedding[idx]
+    h = norm(x, attn.norm)
+    q, k, v = rotate(heads(h, attn.W_Q)), rotate(heads(h, attn.W_K)), heads(h, attn.W_V)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    x = x + o.transpose(1, 2).flatten(-2) @ attn.W_O
+    h = norm(x, mlp.norm)
+    x = x + (F.silu(h @ mlp.V.mT) * (h @ mlp.W.mT)) @ mlp.W_d
+    return agree(model(idx)[0], norm(x, model.norm) @ model.head.mT)
 
 
 def is_causal(model: Any) -> bool:

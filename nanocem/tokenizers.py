@@ -142,7 +142,7 @@ def load_tokenizer(folder: str, meta: dict[str, Any] | None = None) -> Any:
     if name in WITHOUT_FILE:
         tokenizer = WITHOUT_FILE[name]()
     else:
-        paths = [os.path.join(folder, name) for name in (UNCONVERTED_FILE, MODEL_FILE)]
+        paths = [os.path.join(folder, file) for file in (UNCONVERTED_FILE, MODEL_FILE)]
         path = next(filter(os.path.isfile, paths), None)
         check(path is not None, f'{folder}/{MODEL_FILE} (or {UNCONVERTED_FILE}): no such file; '
               'copy it from the folder that this one was made from (an export, or a data folder), '

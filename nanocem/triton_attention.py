@@ -41,7 +41,6 @@ bias and of S is padded to `width`. A tile's width is a power of two, so a head 
 as two pieces, BR = 64 and BT = 16 columns wide; BT = 0 means that one piece is enough.
 """
 import copy
-import importlib.util
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -57,10 +56,11 @@ from nanocem.same import first_line
 try:
     import triton
     import triton.language as tl
+    HAS_TRITON = True
 except ImportError:  # without Triton this file can still be imported
     triton = tl = SimpleNamespace(jit=lambda f: f, constexpr=lambda x: x)
+    HAS_TRITON = False
 
-HAS_TRITON = importlib.util.find_spec('triton') is not None
 MOST_ERROR = 8  # the largest error of a row that is rounding, in units of its dtype's epsilon
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = 20.0  # a weight of e^-20 of the largest is nothing
@@ -352,7 +352,7 @@ TILE_OF_TWO = (64, 32, 4, 3)
 
 
 def settings(kernel: Any, R: int, both: bool = False) -> dict[str, Any]:
-    """Return a kernel's compile-time constants for head width R, and for bias and match or one."""
+    """Return a kernel's compile-time constants for head width R; both: with bias and match."""
     BR, BT = max(16, triton.next_power_of_2(R)), 0
     if 64 < R <= 96:
         BR, BT = 64, max(16, triton.next_power_of_2(R - 64))

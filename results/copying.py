@@ -8,9 +8,8 @@ How well does a model repeat what stood in its context?
 """
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # model.py is in the folder above
 
@@ -19,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from configurator import PathStr, build, check, command_line, in_range, read_options
+from configurator import build, check, command_line, read_options
 from model import Transformer
 from nanocem.data import TOKENIZER_KEYS
-from nanocem.documents import Reading
 from nanocem.files import markdown_table
 from nanocem.measure import (
     NO_TARGET,
     TOKENS_AT_ONCE,
+    Measured,
     describe_source,
     perplexity,
     read_sequences,
@@ -39,21 +38,6 @@ SMALLEST_GAP = 0.02  # of perplexity: what is smaller is not divided into parts
 KINDS = {'repeated': 'repeated: their {} stood earlier', 'other': 'other',
          'first': 'half a context, read once', 'second': 'the same, read again'}
 
-
-@dataclass
-class CopyingConfig(Reading):
-    """What the models are measured on."""
-    EXCLUSIVE = (('text', 'data'),)
-    data: PathStr | None = None  # folder of token shards; default: the run's own
-    split: Literal['train', 'val', 'test'] = 'test'  # of the data
-    text: PathStr | None = None  # a file or folder to read instead, whole, as train.py --text does
-    tokens: int = 500_000  # maximum number of tokens of the shards, in evenly spaced sequences
-    device: Literal['auto', 'cpu', 'cuda', 'mps'] = 'auto'  # auto: cuda if there is a GPU
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        in_range(self, 1, 10**15, 'tokens')
-        self.check_text(self.text)
 
 
 # What is measured
@@ -189,11 +173,10 @@ def load_beside(path: str, of: str, model: Transformer, data: dict, device: str)
 def main(argv: list[str]) -> None:
     # Read the folders of the runs, and then the options
     paths = [word for word in argv if not word.startswith('-')]
-    given = read_options([word for word in argv if word.startswith('-')], CopyingConfig)
-    cfg = build(CopyingConfig, given)
+    given = read_options([word for word in argv if word.startswith('-')], Measured)
+    cfg = build(Measured, given)
     check(len(paths) <= 2, f'{" ".join(paths)}: expected one run, or two')
-    check(not cfg.text or not {'split', 'tokens'} & {*given},
-          'a text is read whole: no split, no tokens')
+    cfg.check_given(given)
     # Load them, and what they are measured on
     path, *others = paths or [newest_run()]
     model, state = load_model(path, cfg.device)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # configurator.py is a folder above
 
 import pyarrow as pa
 
-from configurator import PathStr, build, check, command_line, read_options
+from configurator import PathStr, build, check, command_line, fail, read_options
 from nanocem.files import write_atomic
 
 SHA256 = '29f3a618470f111e462eb4e6df9e21da3aacd93475123a10124acca56139ffbd'  # of the JSON lines
@@ -100,20 +100,20 @@ def html_paragraphs(text: str) -> list[str]:
     return [re.sub(r'\s+', ' ', paragraph).strip(' ¶#') for paragraph in text.split('\n')]
 
 
+MARKUP = re.compile(r'([A-Z])<<? ?([^<>]*?) ?>>?')  # of POD: C<code>, L<text|link>
+
+
 def pod_paragraphs(text: str) -> list[str]:
     """Return the paragraphs of a page of Perl's POD, without headings, code and markup."""
     found = []
     for paragraph in re.split(r'\n\s*\n', text):
         if paragraph[:1] in ('=', ' ', '\t'):
             continue
-        # Replace markup by what it marks, as far as it is not nested: C<code>, L<text|link>
-        while re.search(r'[A-Z]<<? ?[^<>]*? ?>?>', paragraph):
+        # Replace markup by what it marks, from the inside out
+        while MARKUP.search(paragraph):
             paragraph = paragraph.replace('E<lt>', '\x01').replace('E<gt>', '\x02')
-            before = paragraph
-            paragraph = re.sub(r'([A-Z])<<? ?([^<>]*?) ?>>?', lambda match: '' if match[1] in 'XZ'
-                               else match[2].split('|')[0], paragraph)
-            if paragraph == before:
-                break
+            paragraph = MARKUP.sub(lambda match: '' if match[1] in 'XZ'
+                                   else match[2].split('|')[0], paragraph)
         paragraph = paragraph.replace('\x01', '<').replace('\x02', '>')
         found.append(re.sub(r'\s+', ' ', paragraph).strip())
     return found
@@ -181,15 +181,15 @@ def download(folder: Path) -> None:
             subprocess.run(['apt-get', 'download', '--quiet', *missing], cwd=folder, check=True,
                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     except FileNotFoundError:
-        check(False, 'no apt-get: expected Debian 12 or its container (debian:bookworm), or '
-              '--packages=FOLDER with the .deb files')
+        fail('no apt-get: expected Debian 12 or its container (debian:bookworm), or '
+             '--packages=FOLDER with the .deb files')
     except subprocess.CalledProcessError as error:
-        check(False, f'apt-get download: {error.stderr.strip().splitlines()[-1]}; is this Debian '
-              '12, with a network, and apt-get update done?')
+        fail(f'apt-get download: {error.stderr.strip().splitlines()[-1]}; is this Debian '
+             '12, with a network, and apt-get update done?')
 
 
 def find_package(source: Source, folder: Path) -> Path | None:
-    return next(iter(sorted(folder.glob(f'{source.package}_*.deb'))), None)
+    return min(folder.glob(f'{source.package}_*.deb'), default=None)
 
 
 def version_of(package: Path) -> str:

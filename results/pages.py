@@ -18,14 +18,14 @@ RESULTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(RESULTS.parent), str(RESULTS)]
 
 from nanocem.files import markdown_table, read_csv, write_atomic
-from study import TRIAL_SEEDS, Row, counting_runs, load_study, read_published_rows
+from study import TRIAL_SEEDS, Row, load_study, read_published_rows
 
 ROOT = RESULTS.parent
 PAGES = ROOT / 'README.md', RESULTS / 'README.md'
 BLOCK = re.compile(r'(<!-- results/pages\.py: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
 LLAMA = 'llama-alibi-three'  # the Llama that all rows of the front page are compared with
 
-# The study of the ties: its models of as many weights as Llama, and whether the front page has them
+# The study of the ties: its models of as many weights as Llama, in the words of the page
 TIES = {
     LLAMA: 'Llama',
     'llama-kv-three-wide': 'Llama, values tied to keys',
@@ -117,17 +117,13 @@ def ratio(row: Row, other: Row, name: str) -> float:
 # Tables
 
 def ties_effects() -> list[Row]:
-    """Return what the study of the ties found: nothing before its first run, though runs of other
-    studies count in it."""
-    if not counting_runs(RESULTS / 'ties'):
-        return []
+    """Return what the study of the ties found."""
     return effects('ties') + read_csv(f'{RESULTS}/ties/differences_found.csv')
 
 
 def over_llama(model: str) -> Row | None:
-    """Return the effect of a model of the ties over Llama, at S: until that study has run, as the
-    study of the gradient published it."""
-    return next((row for row in ties_effects() or effects('gradient')
+    """Return the effect of a model of the ties over Llama, at S."""
+    return next((row for row in ties_effects()
                  if (row['A'], row['B'], row['size']) == (model, LLAMA, 'S')), None)
 
 

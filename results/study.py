@@ -4,10 +4,6 @@ The study: its sizes, models and text, the runs that were published, and your ow
 The scripts of this folder import what they share from here; load_study() reads the files when it
 is first called. Each family of claims has a folder with its rule, claims, models, planned and
 finished runs: results/tokens has the first, and its folders second and third have later ones.
-
-Runs of the sizes of results/tokens that read its text have a loss y in nats per Llama token of the
-held-out text, validation and test together. Other runs have one in nats per token of the test text,
-and stand in no row. A run that is left out has a line on stderr.
 """
 import glob
 import json
@@ -31,7 +27,7 @@ RESULTS = Path(__file__).resolve().parent
 FIRST = RESULTS / 'tokens'  # the first family's folder, which has the text and the sizes, too
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 # How often the pair of a repeated target stands in training, as gradient/run.py divides it
-COUNTS = {'0 to 10': 0, '11 to 100': 1, '101 to 1,000': 2, 'more': 3}
+COUNTS = '0 to 10', '11 to 100', '101 to 1,000', 'more'
 Row = dict[str, str]  # of a CSV
 Losses = dict[tuple[str, int], float]  # y of (model, seed), for the runs of one size
 
@@ -314,9 +310,7 @@ def counting_runs(*folders: Path) -> list[Row]:
     """Return the rows of the finished runs of these studies, without trials."""
     rows = []
     for folder in folders:
-        path = folder / 'runs.csv'
-        if path.exists():  # before its first run a study has none
-            rows += read_csv(str(path))
+        rows += read_csv(f'{folder}/runs.csv')
     return [row for row in rows if int(row['seed']) < TRIAL_SEEDS]
 
 
@@ -359,7 +353,7 @@ def count_rows(runs: list[Row]) -> list[Row]:
     found = []
     for (size, model), of_model in by_model([run for run in runs if run.get('by_count')]).items():
         row = {'size': size, 'model': model, 'seeds': str(len(of_model))}
-        for words, n in COUNTS.items():
+        for n, words in enumerate(COUNTS):
             parts = [json.loads(run['by_count'])[n] for run in of_model]
             row[f'{words} times: targets'] = f'{parts[0][0]}'
             row[f'{words}: nats'] = f'{statistics.fmean(loss for _, loss in parts):.3f}'

@@ -458,9 +458,9 @@ def test_each_way_of_reading_has_its_own_data_folder(
     files(tmp_path / 'in', {'b.md': numbered(2000), 'c.md': numbered(3000)})
     readings = [Reading(), Reading(column='body'), Reading(suffixes=('.md',)),
                 Reading(encoding='latin1'), Reading(separator='energy')]
-    made = [prep.find_data('', 'in', 'byte', reading=reading) for reading in readings]
+    made = [prep.find_data('in', 'byte', reading=reading) for reading in readings]
     assert len({*made}) == len(readings)
-    assert made == [prep.find_data('', 'in', 'byte', reading=reading) for reading in readings]
+    assert made == [prep.find_data('in', 'byte', reading=reading) for reading in readings]
 
 
 @pytest.mark.parametrize('option', ['column=a', 'encoding=cp1252', 'suffixes=.md'])
@@ -547,7 +547,7 @@ def test_the_pages_commands_read_what_they_say(
                            check=True).stdout.split('\0')[:-1]
     cfg = build(train.TrainConfig, read_options(words, train.TrainConfig))
     text = 'piped.txt' if cfg.text == '-' else cfg.text
-    meta = json.loads(Path(prep.find_data('', text, 'byte', None, cfg), 'meta.json').read_text())
+    meta = json.loads(Path(prep.find_data(text, 'byte', None, cfg), 'meta.json').read_text())
     found = sum(split['documents'] for split in meta['splits'].values())
     assert found == 60 if text not in ('book.txt', 'piped.txt') else found > 10
     assert len(COMMANDS) == 10

@@ -25,7 +25,6 @@ def test_the_files_are_those_of_the_runs(tmp_path, monkeypatch: pytest.MonkeyPat
         (tmp_path / f'gradient/{name}.csv').write_text(published[f'{name}.csv'], encoding='utf-8')
     monkeypatch.setattr(tables, 'HERE', tmp_path / 'gradient')
     tables.main()
-    del tables.RULES[tmp_path / 'gradient']
     names = {path.name for path in tables.HERE.glob('*.csv')}
     assert {'effects.csv', 'copying.csv', 'counts.csv', 'heads.csv', 'gaps.csv'} <= names
     for name in names:
@@ -46,6 +45,19 @@ def test_an_effect_is_the_mean_of_paired_differences() -> None:
             assert str(len(d)) == (row['seeds'] or '1')
             found += 1
     assert found > 4
+
+
+def test_a_try_elsewhere_trains_a_run_of_its_own(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With $OUT a cell neither goes on with a run of the study nor becomes one."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(run.train, 'main', lambda argv: commands.append(argv) or 1)
+    monkeypatch.setattr(run.train, 'compile_for', run.train.compile_for)  # what a cell replaces
+    monkeypatch.setattr(torch, 'set_float32_matmul_precision', lambda kind: None)
+    monkeypatch.setenv('OUT', str(tmp_path / 'try'))
+    with pytest.raises(SystemExit):
+        run.train_cell(run.HERE, run.patch, 'S', 'attn-1-three', '1', '', '--tokens=40K')
+    (argv,) = commands
+    assert argv[0] == f'--out_dir={tmp_path}/try/S/attn-1-three_seed=1' and '--tokens=40K' in argv
 
 
 @pytest.mark.parametrize('name', ['attn-1-three', 'llama-alibi-three'])

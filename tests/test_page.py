@@ -305,7 +305,7 @@ def test_a_page_of_an_edited_model_py_says_so(monkeypatch: pytest.MonkeyPatch) -
     model, state = load_model(SHIPPED)
     silu = torch.nn.functional.silu
     monkeypatch.setattr(torch.nn.functional, 'silu', lambda z: 1.002 * silu(z))
-    monkeypatch.setattr(page, 'check_file', lambda *of: None)  # trained by the edited file
+    monkeypatch.setattr(page, 'file_change', lambda *of: '')  # trained by the edited file
     html = page.make_page(model, state)
     assert run(html, 'isModelPys(model, data.probe)') is False
     ids = json.loads(content(html))['probe']['ids']

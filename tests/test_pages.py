@@ -3,6 +3,7 @@ tables alone."""
 import math
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -245,17 +246,15 @@ def test_the_noise_on_the_page_is_that_of_the_rules() -> None:
     assert [*shown] == [f'{s:.1f}' for s in expected]
 
 
-def test_noise_of_all_models_changes_no_verdict_of_the_gradient(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_of_all_models_changes_no_verdict_of_the_gradient() -> None:
     """RULE.md can be read as all models of both studies; tables.py pools those of the rows."""
     kinds = {row['model']: row['noise'] for study in ('copies', 'gradient')
              for row in read_csv(f'{RESULTS}/{study}/models.csv')}
 
-    def words() -> list[str]:
-        return [word for _, _, word in verdicts.judge(gradient.HERE)]
+    def words(rule: Callable[..., verdicts.Tables]) -> list[str]:
+        return [word for _, _, word in verdicts.judge(gradient.HERE, rule)]
 
-    monkeypatch.setitem(verdicts.RULES, gradient.HERE, gradient.gradient_rule)
-    published = words()
+    published = words(gradient.gradient_rule)
 
     def with_all(*of: object) -> verdicts.Tables:
         tables = gradient.gradient_rule(*of)
@@ -263,8 +262,7 @@ def test_noise_of_all_models_changes_no_verdict_of_the_gradient(
         every = verdicts.noise_by_kind([y['S'], y['M']], kinds)
         return {key: table._replace(noise=every) for key, table in tables.items()}
 
-    monkeypatch.setitem(verdicts.RULES, gradient.HERE, with_all)
-    assert words() == published and 'undecided' in published
+    assert words(with_all) == published and 'undecided' in published
 
 
 @pytest.mark.parametrize('page', ['README.md', 'results/README.md'])

@@ -503,13 +503,13 @@ def test_a_users_text(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / 'My book.v2.md'  # one file is text, whatever its suffix
     path.write_text(numbered(20_000))
-    made = prep.find_data('data/slimpajama', 'My book.v2.md')
+    made = prep.find_data('My book.v2.md')
     assert re.fullmatch(r'data/My book-[0-9a-f]{8}', made)
     assert 'tokenizer byte' in capsys.readouterr().out
     assert all(len(TokenDataset(made, split, 128)) > 10 for split in prep.SPLITS)
-    assert prep.find_data('', str(path)) == made and capsys.readouterr().out == ''
+    assert prep.find_data(str(path)) == made and capsys.readouterr().out == ''
     path.write_bytes(path.read_bytes().replace(b'w9', b'W9', 1))
-    assert prep.find_data('', str(path)) != made
+    assert prep.find_data(str(path)) != made
 
 
 def test_the_tokenizer_of_a_users_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,12 +518,12 @@ def test_the_tokenizer_of_a_users_text(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     Path('a.txt').write_text('\n'.join(PAGES))
     monkeypatch.setattr(prep, 'TEXT_TOKENIZERS', {1e4: 'byte', 1e9: 'bpe800'})
-    trained = prep.find_data('data', 'a.txt')
+    trained = prep.find_data('a.txt')
     assert load_tokenizer(trained).vocab_size == 800
     Path('b.txt').write_text('\n'.join(PAGES[::-1]))
-    for folder in (trained, prep.find_data('data', 'b.txt', 'byte')):
+    for folder in (trained, prep.find_data('b.txt', 'byte')):
         state = {'data_dir': folder, 'data': json.loads(Path(folder, 'meta.json').read_text())}
-        made = prep.find_data('data', 'b.txt', None, state)
+        made = prep.find_data('b.txt', None, state)
         assert load_tokenizer(made).sha256 == load_tokenizer(folder).sha256
 
 
@@ -540,9 +540,9 @@ def test_what_the_size_of_a_text_decides(
     monkeypatch.setattr(docs.Source, 'size', lambda self: size)
     made = []
     monkeypatch.setattr(prep, 'prepare', lambda o, source: made.append(o))
-    folder = prep.find_data('data', 'a.txt')
+    folder = prep.find_data('a.txt')
     monkeypatch.setattr(prep, 'RULE', prep.RULE - 1)
-    assert prep.find_data('data', 'a.txt') != folder
+    assert prep.find_data('a.txt') != folder
     assert [(o.tokenizer, o.held_out) for o in made] == [(tokenizer, held_out)] * 2
 
 
@@ -557,7 +557,7 @@ def test_the_built_in_text_is_tiny_shakespeare(tmp_path: Path,
     published = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
     assert hashlib.sha256(whole).hexdigest() == published
     assert len(texts['train']) == int(0.9 * len(whole))
-    folder = Path(prep.find_data('none', 'shakespeare', 'byte'))
+    folder = Path(prep.find_data('shakespeare', 'byte'))
     for split, file in ('train', 'train_00000'), ('val', 'val'), ('test', 'test'):
         ids = np.fromfile(folder / f'{file}.bin', dtype=np.uint16)
         assert ids.tolist() == [256, *texts[split]]

@@ -183,9 +183,11 @@ def test_rows_count_runs_of_the_studys_text_alone(
         reproduce.main(['--effects=out/reproduce/effects.csv'])
         own = study.read_runs('out/reproduce/runs.csv')
         assert read_csv('out/reproduce/effects.csv') == list(csv.DictReader(
-            io.StringIO(verdicts.effects_csv({folder.name: verdicts.judge(folder, own)
-                                              for folder in verdicts.RULES}))))
-    (effect,) = [effect for claim, effects, _ in verdicts.judge(verdicts.STUDY / 'second', own)
+            io.StringIO(verdicts.effects_csv({
+                folder.name: verdicts.judge(folder, rule, own)
+                for folder, rule in verdicts.RULES.items()}))))
+    second = verdicts.judge(verdicts.STUDY / 'second', verdicts.second_rule, own)
+    (effect,) = [effect for claim, effects, _ in second
                  if claim['id'] == 'a1' for effect in effects if effect.size == 'S']
     assert list(effect.by_seed) == ([1, 2, 3, 4] if counts else [1, 2, 3])
     assert (f'{folder} is left out: it read data/english (' in error) == (not counts)
@@ -281,7 +283,8 @@ def test_the_claims_picture() -> None:
     # With two seeds of each model at M the third family decides on the headline
     M = {replace(run, seed=2): row | {'seed': '2'}
          for run, row in study.read_published_rows(FAMILIES).items() if run.size == 'M'}
-    later = {folder.name: verdicts.judge(folder, M) for folder in verdicts.RULES}
+    later = {folder.name: verdicts.judge(folder, rule, M)
+             for folder, rule in verdicts.RULES.items()}
     decided = {(claim['A'], claim['B']): effects[-1] for claim, effects, _ in later['third']
                if effects}
     text = io.StringIO(verdicts.effects_csv(later))

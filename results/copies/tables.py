@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from study import Row, Run, copying_rows, counting_runs
 from verdicts import (
-    RULES,
     Tables,
     effects_csv,
     judge,
@@ -78,8 +77,7 @@ def draw(rows: list[Row], size: str = 'S') -> Figure:
 
 def main() -> None:
     runs = counting_runs(HERE)
-    RULES[HERE] = copies_rule
-    verdicts = judge(HERE)
+    verdicts = judge(HERE, copies_rule)
     copying = copying_rows(runs)
     ablations = ablation_rows(runs)
     for text in (verdict_table(verdicts), table(copying), table(ablations)):

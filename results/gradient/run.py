@@ -6,11 +6,11 @@ Train the models of this study, and measure how they copy.
     nice -n 19 python results/gradient/run.py               the cells without a row in runs.csv
     nice -n 19 python results/gradient/run.py --at_once=2   two at a time, on a core each
     OUT=/tmp/try python results/gradient/run.py --tokens=40K      every command once, elsewhere
-    python results/gradient/run.py pretrained               how the models of pretrained/ copy
 
 RULE.md has the rule, cells.csv the order. Each cell is a process of its own with one thread, which
 goes on where it was stopped: S takes 20 to 30 minutes, M some 90. When it ends its row goes to
-runs.csv and its losses go to losses.csv. $OUT names another folder for these and the logs.
+runs.csv and its losses go to losses.csv. $OUT names another folder for these, the logs and the runs
+themselves.
 """
 import csv
 import json
@@ -34,17 +34,18 @@ from torch import Tensor
 
 import model as model_file
 import train
-from copying import CopyingConfig, copying, repeated_targets, target_losses
+from copying import copying, repeated_targets, target_losses
 from nanocem import runs
 from nanocem.data import TokenDataset
 from nanocem.files import read_csv, read_json, read_json_lines
 from nanocem.hardware import compile_for
-from nanocem.measure import read_sequences
+from nanocem.measure import Measured, read_sequences
 from nanocem.tokenizers import tokenizer_of
 from study import loss_per_llama_token
 
-COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', 'parameters', 'tokens', 'flops_per_token',
-           'seconds', 'val_bits_per_byte', 'test_bits_per_byte', 'y', 'repeated_targets',
+FROM_RESULT = ('parameters', 'tokens', 'flops_per_token', 'seconds', 'val_bits_per_byte',
+               'test_bits_per_byte')  # of a run's result.json
+COLUMNS = ['size', 'model', 'rate', 'seed', 'variant', *FROM_RESULT, 'y', 'repeated_targets',
            'other_targets', 'repeated_loss', 'other_loss', 'read_once_loss', 'read_again_loss',
            'by_count', 'device', 'w_k', 'g_k']
 KEY = 'size', 'model', 'seed', 'variant'  # what tells a cell from all others
@@ -161,6 +162,19 @@ def by_count(losses: Tensor, repeated: Tensor, ids: Tensor, data_dir: str,
     return found
 
 
+def head_weights(model: torch.nn.Module, name: str) -> str:
+    """Return a weight of each layer and head as JSON; '' if the model has none of this name."""
+    if not hasattr(model.blocks[0].attn, name):
+        return ''
+    return json.dumps([[round(float(w), 3) for w in getattr(block.attn, name).detach()]
+                       for block in model.blocks])
+
+
+def out_folder(folder: Path) -> Path:
+    """Return where the runs of a study go: a try, in another folder, resumes none of the study."""
+    return Path(os.environ.get('OUT', ROOT / 'out' / folder.name)).resolve()
+
+
 def train_cell(folder: Path, patch: Callable[[str], None], size: str, name: str, seed: str,
                variant: str, *options: str) -> None:
     """Train one model of a study, measure it, and print its row and its losses as JSON in the last
@@ -172,61 +186,37 @@ def train_cell(folder: Path, patch: Callable[[str], None], size: str, name: str,
     train.compile_for = lambda device, *of: compile_for(torch.device('cpu'), *of)
     patch(variant_of_model)
     words = '_'.join([name, f'seed={seed}', variant]).rstrip('_').replace(' ', '-')
-    out_dir = f'out/{folder.name}/{size}/{words}'
-    begun = os.path.exists(f'{out_dir}/config.json')
+    out_dir = f'{out_folder(folder)}/{size}/{words}'
     args = [*options_of(model_row, size, seed, variant_of_model), *options]
-    if begun:
+    if os.path.exists(f'{out_dir}/config.json'):
         args = ['--init_from=resume']
     if code := train.main([f'--out_dir={out_dir}', *args]):
         sys.exit(code)
-    result, rate = read_json(f'{out_dir}/result.json'), model_row[f'rate_{size}']
+    result = read_json(f'{out_dir}/result.json')
     # Measure copying with the last weights, on the tokens of the test text that evaluate.py reads
     model, state = runs.load_model(runs.checkpoints(out_dir)[-1], 'auto')
     tokenizer = tokenizer_of(state)
-    ids, _, _ = read_sequences(CopyingConfig(), state, tokenizer, model.cfg.context_length)
+    ids, _, _ = read_sequences(Measured(), state, tokenizer, model.cfg.context_length)
     found = copying(model, ids, tokenizer.bos)
     losses = {kind: loss[~loss.isnan()] for kind, loss in found.items()}
-    means = [f'{float(losses[kind].mean()):.6f}'
-             for kind in ('repeated', 'other', 'first', 'second')]
+    means = {kind: f'{float(loss.mean()):.6f}' for kind, loss in losses.items()}
     counted = by_count(*targets(model, ids, tokenizer.bos), ids, state['data_dir'],
                        model.cfg.vocab_size)
-    weights = ['', '']
-    for n, of in enumerate(('match_weight', 'diag_weight')):
-        if hasattr(model.blocks[0].attn, of):
-            weights[n] = json.dumps([[round(float(w), 3) for w in getattr(block.attn, of).detach()]
-                                     for block in model.blocks])
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
-    row = [size, name, rate, seed, variant, *(result[key] for key in COLUMNS[5:11]),
-           loss_per_llama_token(result), len(losses['repeated']), len(losses['other']), *means,
-           json.dumps(counted), device, *weights]
+    row = {
+        'size': size, 'model': name, 'rate': model_row[f'rate_{size}'], 'seed': seed,
+        'variant': variant, **{key: result[key] for key in FROM_RESULT},
+        'y': loss_per_llama_token(result),
+        'repeated_targets': len(losses['repeated']), 'other_targets': len(losses['other']),
+        'repeated_loss': means['repeated'], 'other_loss': means['other'],
+        'read_once_loss': means['first'], 'read_again_loss': means['second'],
+        'by_count': json.dumps(counted),
+        'device': torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU',
+        'w_k': head_weights(model, 'match_weight'), 'g_k': head_weights(model, 'diag_weight')}
     steps = [line['loss'] for line in read_json_lines(f'{out_dir}/log.jsonl') if 'loss' in line]
     curve = [[end, round(statistics.fmean(steps[end - EVERY:end]), 4)]
              for end in range(EVERY, len(steps) + 1, EVERY)]
-    print(json.dumps({'row': [str(value) for value in row], 'losses': curve}), flush=True)
-
-
-def measure_pretrained() -> None:
-    """Write pretrained.csv: for each model of pretrained/ of size M, its targets that are not
-    repeated, and those that are by how often their pair stands in the training text. A new file
-    lacks cem_copies, whose weights are in commit 16b281a."""
-    rows = []
-    for folder in sorted((ROOT / 'pretrained').glob('*/config.json')):
-        model, state = runs.load_model(str(folder.parent))
-        if f'--d_model={model.cfg.d_model}' not in SIZES['M']:
-            continue
-        data_dir = 'data/english'  # an export keeps the folder's name alone
-        tokenizer = tokenizer_of(state)
-        ids, _, _ = read_sequences(CopyingConfig(), state | {'data_dir': data_dir}, tokenizer,
-                                   model.cfg.context_length)
-        losses, repeated = targets(model, ids, tokenizer.bos)
-        other = losses[~repeated & ~losses.isnan()]
-        parts = [[len(other), round(float(other.mean()), 6)],
-                 *by_count(losses, repeated, ids, data_dir, model.cfg.vocab_size)]
-        rows += [[folder.parent.name, kind, *part] for kind, part in
-                 zip(('not repeated', *COUNTS), parts, strict=True)]
-        print(folder.parent.name, parts, flush=True)
-    (HERE / 'pretrained.csv').unlink(missing_ok=True)
-    append(HERE / 'pretrained.csv', ['model', 'pair_in_training_from', 'targets', 'loss'], rows)
+    row = {key: str(value) for key, value in row.items()}
+    print(json.dumps({'row': row, 'losses': curve}), flush=True)
 
 
 # All cells
@@ -246,7 +236,7 @@ def train_all(folder: Path, at_once: int, options: list[str]) -> None:
     """Train the cells of a study that have no row yet, each in a process of its own, which runs
     the study's run.py."""
     out = Path(os.environ.get('OUT', folder))
-    logs = Path(os.environ.get('OUT', ROOT / 'out' / folder.name)) / 'logs'
+    logs = out_folder(folder) / 'logs'
     logs.mkdir(parents=True, exist_ok=True)
     append(out / 'runs.csv', COLUMNS, [])
     finished = {key_of(row) for row in read_csv(f'{out}/runs.csv')}
@@ -255,8 +245,7 @@ def train_all(folder: Path, at_once: int, options: list[str]) -> None:
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     while waiting or running:
         while waiting and len(running) < at_once:
-            arguments = [waiting[0][name] for name in KEY]
-            waiting.pop(0)
+            arguments = key_of(waiting.pop(0))
             log = logs / ('_'.join(arguments).replace(' ', '-') + '.txt')
             with open(log, 'ab') as file:
                 process = subprocess.Popen(
@@ -273,10 +262,10 @@ def train_all(folder: Path, at_once: int, options: list[str]) -> None:
                       flush=True)
                 continue
             found = json.loads(last)
-            append(out / 'runs.csv', COLUMNS, [found['row']])
+            row = found['row']
+            append(out / 'runs.csv', COLUMNS, [[row[name] for name in COLUMNS]])
             append(out / 'losses.csv', [*KEY, 'step', 'loss'],
                    [[*arguments, *point] for point in found['losses']])
-            row = dict(zip(COLUMNS, found['row'], strict=True))
             print(f'{" ".join(arguments)}: y {float(row["y"]):.4f}, repeated '
                   f'{row["repeated_loss"]}, other {row["other_loss"]}', flush=True)
 
@@ -296,7 +285,4 @@ def main(folder: Path, patch: Callable[[str], None], help_text: str, argv: list[
 
 
 if __name__ == '__main__':
-    if sys.argv[1:] == ['pretrained']:
-        measure_pretrained()
-    else:
-        main(HERE, patch, __doc__, sys.argv[1:])
+    main(HERE, patch, __doc__, sys.argv[1:])

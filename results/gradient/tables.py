@@ -30,7 +30,6 @@ from study import (
     read_published_rows,
 )
 from verdicts import (
-    RULES,
     Tables,
     effects_csv,
     judge,
@@ -139,8 +138,7 @@ def draw_curves() -> Figure:
 
 def main() -> None:
     runs = all_runs()
-    RULES[HERE] = gradient_rule
-    verdicts = judge(HERE)
+    verdicts = judge(HERE, gradient_rule)
     print(f'{verdict_table(verdicts)}\n')
     write_atomic(f'{HERE}/effects.csv', effects_csv({'gradient': verdicts}).encode())
     models = {row['model'] for row in read_csv(f'{HERE}/models.csv')}

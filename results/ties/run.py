@@ -9,7 +9,7 @@ Train the models of the study of the three ties, and measure how they copy.
 
 RULE.md has the rule, and cells.csv the order. results/gradient/run.py does the work: each cell is a
 process of its own with one thread, which continues where it was stopped. S takes some 30 minutes,
-and M some 95. This file has the three layers that model.py does not have.
+and M some 95. This file has the two layers that model.py does not have.
 """
 import sys
 from pathlib import Path
@@ -21,41 +21,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils import parametrize
 
 import model as model_file
 from results.gradient import run
-
-N_KV_HEAD = 2  # heads of keys and values of grouped queries, for four of queries
-
-
-class SharedByGroup(nn.Module):
-    """Return the keys' or values' matrix (D, D) of all heads, given that of N_KV_HEAD heads: each
-    group of consecutive heads shares one of its blocks of rows."""
-    def __init__(self, n_head: int, head_dim: int):
-        super().__init__()
-        self.n_head, self.head_dim = n_head, head_dim
-
-    def forward(self, W: Tensor) -> Tensor:
-        blocks = W.unflatten(0, (N_KV_HEAD, self.head_dim))
-        return blocks.repeat_interleave(self.n_head // N_KV_HEAD, dim=0).flatten(0, 1)
-
-    def right_inverse(self, W: Tensor) -> Tensor:
-        blocks = W.unflatten(0, (self.n_head, self.head_dim))
-        return blocks[::self.n_head // N_KV_HEAD].flatten(0, 1)
-
-
-def group_queries() -> None:
-    """Let two heads of queries share each head of keys and values in Llama's attention."""
-    kind = model_file.LlamaAttention
-    init = kind.__init__
-
-    def init_with_groups(self, cfg) -> None:
-        init(self, cfg)
-        for name in 'W_K', 'W_V':
-            parametrize.register_parametrization(
-                self, name, SharedByGroup(cfg.n_head, cfg.d_model // cfg.n_head))
-    kind.__init__ = init_with_groups
 
 
 def weigh_heads() -> None:
@@ -107,8 +75,7 @@ def take_two_steps() -> None:
     model_file.LlamaMLP.forward = mlp
 
 
-VARIANTS = {'': lambda: None, 'grouped queries': group_queries, 'head weights': weigh_heads,
-            'two steps': take_two_steps}
+VARIANTS = {'': lambda: None, 'head weights': weigh_heads, 'two steps': take_two_steps}
 
 
 def patch(variant: str) -> None:

@@ -21,7 +21,6 @@ from model import Cache, ModelConfig, Transformer
 from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from study import Row, Run, copying_rows, count_rows, counting_runs
 from verdicts import (
-    RULES,
     Table,
     Tables,
     Verdict,
@@ -33,7 +32,6 @@ from verdicts import (
     verdict_table,
 )
 
-N_KV_HEAD = 2  # heads of keys and values of grouped queries, as in run.py
 # The study itself, and those whose runs count where the model is the same
 STUDIES = [HERE.parent / 'copies', HERE.parent / 'gradient', HERE]
 DIFFERENCES = ('id', 'question', 'A', 'B', 'size', 'seeds', 'effect_%', 'low_%', 'high_%',
@@ -64,11 +62,8 @@ def numbers_per_token(model: Row) -> float:
     """Return how many numbers a model's cache keeps per token, relative to those of a Llama without
     additions: keys, values where they are not the keys, and the layer's input where scores need
     it."""
-    options = {'d_model': 80, 'n_layer': 1, 'n_head': 5, 'vocab_size': 8, 'context_length': 8}
-    options |= {name: value for name, value in read_options(
-        model['options'].split(), ModelConfig).items() if name != 'n_layer'}
-    if model.get('variant') == 'grouped queries':
-        options['n_kv_head'] = N_KV_HEAD
+    options = {'d_model': 80, 'n_head': 5, 'vocab_size': 8, 'context_length': 8}
+    options |= read_options(model['options'].split(), ModelConfig) | {'n_layer': 1}
     cache = Cache()
     with torch.no_grad():
         Transformer(ModelConfig(**options)).next_logits(torch.arange(5)[None], cache)
@@ -86,9 +81,8 @@ def study_runs(models: dict[str, Row]) -> list[Row]:
 
 
 def main() -> None:
-    RULES[HERE] = ties_rule
     models = {row['model']: row for row in read_csv(f'{HERE}/models.csv')}
-    verdicts, found, runs = judge(HERE), differences(), study_runs(models)
+    verdicts, found, runs = judge(HERE, ties_rule), differences(), study_runs(models)
     copying = [row | {'cache': f'{numbers_per_token(models[row["model"]]):g}'}
                for row in copying_rows(runs)]
     tables = {'effects': effects_csv({'ties': verdicts}),

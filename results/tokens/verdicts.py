@@ -14,16 +14,15 @@ lies inside its bounds, does not hold if it lies outside, and is otherwise undec
 failed, the claim does not hold.
 
 Each family of claims has a folder with its RULE.md, claims (verdicts.csv), models and runs. What
-its rule says of runs and noise is a function here, which stands in RULES. The effects are written
-to effects.csv, beside this file or beside your own runs; `python results/reproduce.py` draws them.
+its rule says of runs and noise is a function; those of the three families here stand in RULES. The
+effects are written to effects.csv, beside this file or beside your own runs; `python
+results/reproduce.py` draws them.
 """
-import csv
-import io
 import itertools
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +35,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from configurator import PathStr, build, command_line, read_options
-from nanocem.files import markdown_table, read_csv, write_atomic
+from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from study import (
     TRIAL_SEEDS,
     Losses,
@@ -123,14 +122,17 @@ def compare(y: Losses, A: str, B: str, size: str, m: int,
         return Effect(size, math.inf)
     d = {seed: loss - finished[B, seed] for (model, seed), loss in finished.items()
          if model == A and (B, seed) in finished}
-    if len(d) < 2:
-        return Effect(size, *d.values()) if d else None
+    if not d:
+        return None
+    mean = statistics.fmean(d.values())
+    if len(d) == 1:  # no interval
+        return Effect(size, mean)
     (kind_A, s_A, f_A), (kind_B, s_B, f_B) = noise[A], noise[B]
     variance, freedom = s_A ** 2 + s_B ** 2, f_A
     if kind_A != kind_B:  # Welch and Satterthwaite
         freedom = variance ** 2 / (s_A ** 4 / f_A + s_B ** 4 / f_B)
     half_width = student.ppf(1 - 0.025 / m, freedom) * math.sqrt(variance / len(d))
-    return Effect(size, statistics.fmean(d.values()), float(half_width), d)
+    return Effect(size, mean, float(half_width), d)
 
 
 def decide(effect: Effect, above: float, below: float) -> str:
@@ -229,11 +231,12 @@ def planned_rows(folders: list[Path], own: dict[Run, Row]) -> list[Row]:
 Verdict = tuple[Row, list[Effect], str]  # a claim, its effect at each size, the word
 
 
-def judge(folder: Path, own: Mapping[Run, Row] | None = None) -> list[Verdict]:
+def judge(folder: Path, rule: Callable[..., Tables],
+          own: dict[Run, Row] | None = None) -> list[Verdict]:
     """Return the verdicts on all claims in a folder, by its rule. `own` has runs to count that are
     not published."""
     claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
-    tables = RULES[folder](folder, claims, {**(own or {})})
+    tables = rule(folder, claims, own or {})
     verdicts = []
     for claim in claims:
         effects = find_effects(claim, claims, tables)
@@ -296,19 +299,17 @@ def effects_csv(families: Mapping[str, list[Verdict]], columns: Sequence[str] = 
     """Return the verdicts of all families as a CSV: a row for each effect, with its claim's word.
     The ends of an interval are empty where there is none, and a claim without effects has a row
     without a size."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, restval='', extrasaction='ignore', lineterminator='\n')
-    writer.writeheader()
+    rows = []
     for family, verdicts in families.items():
         for claim, effects, word in verdicts:
             row = claim | {'family': family, 'verdict': word}
             for effect in effects:
                 percent = zip(('effect_%', 'low_%', 'high_%'), effect.percent(), strict=True)
-                writer.writerow(row | {'size': effect.size, 'seeds': len(effect.by_seed) or ''} | {
+                rows.append(row | {'size': effect.size, 'seeds': len(effect.by_seed) or ''} | {
                     name: '' if math.isnan(value) else f'{value:.6f}' for name, value in percent})
             if not effects:
-                writer.writerow(row)
-    return text.getvalue()
+                rows.append(row)
+    return csv_text([{name: row.get(name, '') for name in columns} for row in rows])
 
 
 @dataclass
@@ -321,7 +322,7 @@ class VerdictsConfig:
 def main(argv: list[str]) -> None:
     cfg = build(VerdictsConfig, read_options(argv, VerdictsConfig))
     own = read_runs(cfg.runs) if cfg.runs else {}
-    families = {folder.name: judge(folder, own) for folder in RULES}
+    families = {folder.name: judge(folder, rule, own) for folder, rule in RULES.items()}
     print('A over B: how much higher the perplexity per Llama token of A is than that of B, '
           'the interval over seeds, and each seed alone.\n')
     for verdicts in families.values():
