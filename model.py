@@ -790,11 +790,12 @@ class Transformer(nn.Module):
             if T is None:
                 continue
             require(T >= 1, f'{name}_steps={T}: expected 1, 2, 3, ...')
-            for block in self.blocks:
-                layer = getattr(block, name)
-                require(hasattr(layer, 'T'), f'{name}_steps={T}: a Llama sublayer takes no steps; '
-                        'expected a CEM one')
-                layer.T = T
+            sublayers = [getattr(block, name) for block in self.blocks]
+            with_steps = [sublayer for sublayer in sublayers if hasattr(sublayer, 'T')]
+            require(len(with_steps) > 0, f'{name}_steps={T}: a Llama sublayer takes no steps; '
+                    'expected a CEM one')
+            for sublayer in with_steps:
+                sublayer.T = T
 
     def num_params(self) -> int:
         return sum(p.numel() for p in self.parameters())

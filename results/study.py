@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -302,6 +303,11 @@ def bits_per_byte(y: float) -> float:
     """Convert nats per Llama token of both splits together to bits per byte."""
     of_one_bit = loss_per_llama_token({'val_bits_per_byte': 1.0, 'test_bits_per_byte': 1.0})
     return y / of_one_bit
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """Return these values in their order, each once."""
+    return list(dict.fromkeys(values))
 
 
 # How runs copy

@@ -23,6 +23,7 @@ from scipy.interpolate import Akima1DInterpolator
 from scipy.optimize import minimize_scalar
 
 import pages
+import paper_figures
 import reproduce
 import study
 from model import SIZES, Transformer
@@ -50,7 +51,7 @@ def test_options_are_those_of_the_published_runs() -> None:
         assert (STUDY.models[model]['mlp'] != 'plain') == special, model
     assert get_args(reproduce.FigureName) == (*FIGURES, 'all')
     for figure, size in itertools.product(FIGURES, ('nano', 'XS', '86m', '256m')):
-        for run in reproduce.planned(figure, size):
+        for run in paper_figures.planned(figure, size):
             configs(run_options(run))
     for size in ('xs', 's'):
         assert configs(f'config/{size}.py --learning_rate=1') == configs(
@@ -199,23 +200,23 @@ def test_figures_average_no_two_texts(monkeypatch: pytest.MonkeyPatch, tmp_path:
     name."""
     monkeypatch.chdir(tmp_path)
     for model in 'llama', 'attn-1-none':
-        run = next(run for run in reproduce.planned('2a', 'S') if run.model == model)
+        run = next(run for run in paper_figures.planned('2a', 'S') if run.model == model)
         write_run(replace(run, seed=5), 'out/figures', **{'val checksum': 1})
         for seed in 1, 2:
             write_run(Run('nano', model, 0.016, seed), 'out/figures', **{'test tokens': seed})
     found = study.read_all()
-    points = reproduce.collect('2a', 'S', found)
+    points = paper_figures.collect('2a', 'S', found)
     seeds = {(p.model, p.held_out.data == 'English manuals'): p.seeds for p in points}
     assert seeds['llama', True] == '1 2 3 4' and seeds['llama', False] == '5'
-    table = reproduce.figure_table('2a', points, found)
+    table = paper_figures.figure_table('2a', points, found)
     assert table.count('| English manuals, vocabulary 2,048') == 3
     assert re.search(r'\| data/english \(\w{8}\), vocabulary 2,048.*; per token +\| llama', table)
-    assert 'English' not in reproduce.figure_table('2a', points[:1], found)
-    titles = [ax.get_title() for ax in reproduce.draw_figure('2a', points).axes]
+    assert 'English' not in paper_figures.figure_table('2a', points[:1], found)
+    titles = [ax.get_title() for ax in paper_figures.draw_figure('2a', points).axes]
     assert len(titles) == len(set(titles)) == 2
-    points = reproduce.collect('2a', 'nano', found)
+    points = paper_figures.collect('2a', 'nano', found)
     assert sorted(p.seeds for p in points if p.model == 'llama') == ['1', '2']
-    assert len(reproduce.draw_figure('2a', points).axes) == 2
+    assert len(paper_figures.draw_figure('2a', points).axes) == 2
 
 
 def test_each_run_that_is_left_out_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -241,7 +242,7 @@ def test_each_run_that_is_left_out_has_a_line(monkeypatch: pytest.MonkeyPatch, t
         assert error.count(f'{folder} is left out: {reason}\n') == 1, (folder, error)
     assert error.count('\n') == len(lines) and found[LAST].folder == first
     # A picture of changes has one rate of each model
-    points = reproduce.collect('2c', 'S', found)
+    points = paper_figures.collect('2c', 'S', found)
     assert len({p.model for p in points}) == len(points)
     (point,) = [p for p in points if p.model == 'attn-1-none']
     assert point.rate == 0.0157 and point.seeds == '1 2 3 4'
@@ -249,7 +250,7 @@ def test_each_run_that_is_left_out_has_a_line(monkeypatch: pytest.MonkeyPatch, t
     assert '_rate=0.03_seed=4 is left out: figure 2c has its model at the rate 0.0157' in error
     assert '_seed=102 is left out: at S figure 2c has the seeds below 101 alone' in error
     write_run(Run('S', 'cem-2', 0.0125, 6))
-    reproduce.collect('3a', 'S', study.read_all())
+    paper_figures.collect('3a', 'S', study.read_all())
     assert 'seed=6 is left out: at S figure 3a has the seeds from 101 alone' in (
         capsys.readouterr().err)
 
@@ -318,14 +319,14 @@ def test_drawn_points_are_the_csvs_numbers_and_the_star_is_scipys_minimum() -> N
     rows = [row for folder in (*FAMILIES, RESULTS / 'figures')
             for row in read_csv(f'{folder}/runs.csv')]
     for figure in FIGURES:
-        for point in reproduce.collect(figure, 'XS', found):
+        for point in paper_figures.collect(figure, 'XS', found):
             cell = ('XS', point.model, point.rate)
             y = [float(row['y']) for row in rows if row['seed'] in point.seeds.split()
                  and (row['size'], row['model'], float(row['rate'])) == cell]
             assert len(y) == len(point.seeds.split())
             assert point.perplexity == pytest.approx(math.exp(np.mean(y)))
-    points = reproduce.collect('3a', 'XS', found)
-    axes = reproduce.draw_figure('3a', points).axes[0]
+    points = paper_figures.collect('3a', 'XS', found)
+    axes = paper_figures.draw_figure('3a', points).axes[0]
     stars = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == '*']
     for model, star in zip(('llama', 'llama-alibi', 'cem-2'), stars, strict=True):
         x, y = np.array([(math.log(p.rate), p.perplexity) for p in points if p.model == model]).T
@@ -342,7 +343,7 @@ def draw_sweep(*runs: tuple[float, float]) -> tuple[list, list, str]:
     the lines and the stars of the picture, and the legend's text."""
     found = {Run('nano', 'llama', rate, 1): Result(math.log(perplexity), 1.0, 1.0, text('a'))
              for rate, perplexity in runs}
-    axes = reproduce.draw_figure('3a', reproduce.collect('3a', 'nano', found)).axes[0]
+    axes = paper_figures.draw_figure('3a', paper_figures.collect('3a', 'nano', found)).axes[0]
     curves = [line.get_xydata() for line in axes.lines if len(line.get_xydata()) > 100]
     stars = [line.get_xydata()[0] for line in axes.lines if line.get_marker() == '*']
     return curves, stars, axes.get_legend_handles_labels()[1][-1]
@@ -383,37 +384,38 @@ def test_a_star_between_two_near_neighbours() -> None:
 
 def test_a_curve_has_equal_seeds_and_no_failed_run() -> None:
     """A mean over other seeds, or over those that did not fail, is no point of a curve."""
-    points = reproduce.collect('3a', 'XS', study.read_published())
+    points = paper_figures.collect('3a', 'XS', study.read_published())
     curve = [p for p in points if p.model == 'llama']
     n = min(range(len(curve)), key=lambda n: curve[n].perplexity)
-    assert reproduce.segments(curve) == [curve]
+    assert paper_figures.segments(curve) == [curve]
     for change in {'failed': '102'}, {'seeds': '101'}, {'perplexity': math.nan, 'failed': '101'}:
         changed = [*curve[:n + 1], curve[n + 1]._replace(**change), *curve[n + 2:]]
-        assert reproduce.segments(changed) == [curve[:n + 1], curve[n + 2:]]
+        assert paper_figures.segments(changed) == [curve[:n + 1], curve[n + 2:]]
 
 
 def test_both_llamas_are_drawn_and_planned_once() -> None:
     found = study.read_published()
     for figure, row in FIGURES.items():
-        points = reproduce.collect(figure, None, found)
+        points = paper_figures.collect(figure, None, found)
         assert {(p.size, p.x) for p in points if p.model == 'llama-alibi'} >= {
             ('XS', '' if figure == '3a' else 'baseline')}
-        for ax in reproduce.draw_figure(figure, points).axes:
+        for ax in paper_figures.draw_figure(figure, points).axes:
             names = ' '.join(ax.get_legend_handles_labels()[1])
             assert 'Llama with RoPE' in names and 'Llama with ALiBi' in names
             if row['plot'] == 'changes':
                 like = 'RoPE' if figure in ('2d', '3c') else 'ALiBi'
                 assert ax.get_ylabel() == f'perplexity over that of Llama with {like}, %'
         for size in SIZES:
-            runs = [run for run in reproduce.planned(figure, size) if run.model == 'llama-alibi']
+            runs = [run for run in paper_figures.planned(figure, size)
+                    if run.model == 'llama-alibi']
             assert len(runs) == (figure != '3a')
-        assert [run for run in reproduce.planned(figure, 'XS') if run not in found] == []
+        assert [run for run in paper_figures.planned(figure, 'XS') if run not in found] == []
 
 
 def test_changes_are_those_of_perplexities() -> None:
     """The figure's Llama is at zero, and a change is in per cent of its perplexity."""
-    points = reproduce.collect('2d', 'XS', study.read_published())
-    (ax,) = reproduce.draw_figure('2d', points).axes
+    points = paper_figures.collect('2d', 'XS', study.read_published())
+    (ax,) = paper_figures.draw_figure('2d', points).axes
     perplexity = {(p.series, p.x): p.perplexity for p in points}
     lines = {line.get_label(): line.get_ydata() for line in ax.lines}
     assert lines['Llama with RoPE'][0] == 0
@@ -430,8 +432,8 @@ def test_titles_say_the_findings_of_the_page() -> None:
     found = study.read_published()
     for figure, row in FIGURES.items():
         assert re.search(rf'\*\*{figure}\b.*\*\*.* {re.escape(row["finding"])}\n', page, re.I)
-        points = reproduce.collect(figure, None, found)
-        picture = reproduce.draw_figure(figure, points, row['finding'])
+        points = paper_figures.collect(figure, None, found)
+        picture = paper_figures.draw_figure(figure, points, row['finding'])
         picture.draw_without_rendering()
         box = picture._suptitle.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= picture.bbox.x1
@@ -444,11 +446,11 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
              for model, seed, y, data in (
                  ('llama', 1, 4.0, 'a'), ('attn-1-none', 1, 4.1, 'a'), ('llama', 2, 5.0, 'b'),
                  ('attn-1-none', 2, 5.1, 'b'), ('attn-1-plain', 1, math.inf, 'a'))}
-    points = reproduce.collect('2a', 'nano', found)
-    picture = reproduce.draw_figure('2a', points)
+    points = paper_figures.collect('2a', 'nano', found)
+    picture = paper_figures.draw_figure('2a', points)
     assert [ax.get_title() for ax in picture.axes] == [
         f'2a: {data}, vocabulary 257, context 128, 10 M test tokens; per token' for data in 'ab']
-    table = reproduce.figure_table('2a', points, found)
+    table = paper_figures.figure_table('2a', points, found)
     assert re.search(r'attn-1-plain .* nan +\| failed: 1 ', table)
     failed = Run('nano', 'attn-1-plain', 0.016, 1, 'a')  # alone it has a table, but no picture
     monkeypatch.setattr(reproduce, 'read_all', lambda: {failed: found[failed]})
@@ -458,7 +460,7 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     found.popitem()
-    assert re.search(r'attn-1-plain .* missing ', reproduce.figure_table('2a', points, found))
+    assert re.search(r'attn-1-plain .* missing ', paper_figures.figure_table('2a', points, found))
     reproduce.main(['--figure=2b', '--size=nano'])
     assert '--figure=2b --size=nano --todo prints' in capsys.readouterr().out
     reproduce.main(['--figure=3a', '--size=86m', '--todo'])
