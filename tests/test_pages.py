@@ -91,8 +91,8 @@ def test_the_headline_is_the_effect_of_its_row() -> None:
     (row,) = [row for row in pages.ties_effects() if row['id'] == 'd12']
     for page in ('README.md', 'results/README.md'):
         found = re.findall(r"Without (?:them|our additions), the first tie raises (?:Llama's )?"
-                           r'perplexity by (.*?\))', prose(page))
-        assert found == [pages.percent(row).strip('+').replace(' ', '% ', 1)], page
+                           r'perplexity by (\S+)%', prose(page))
+        assert found == [pages.percent(row).split()[0].strip('+')], page
 
 
 def test_the_other_ties_have_the_effects_of_their_rows() -> None:
@@ -102,11 +102,29 @@ def test_the_other_ties_have_the_effects_of_their_rows() -> None:
     assert re.findall(r'the second makes no clear difference, and the third raises perplexity by '
                       r'(\S+)%', front) == [third.split()[0].strip('+')]
     assert pages.effect('ties p2')['verdict'] == 'undecided'
-    assert re.findall(r'second tie is added to the first, perplexity rises by (.*?\))',
-                      front) == [added.strip('+').replace(' ', '% ', 1)]
+    assert re.findall(r'Adding the second tie raises it again, by (\S+)%',
+                      front) == [added.split()[0].strip('+')]
     assert re.findall(r'the second tie, W_O = W_Q, changes it by (.*?\)), and the third, \S+ = \S+ '
                       r'by (.*?\))', study) == [tuple(each.replace(' ', '% ', 1)
                                                       for each in (second, third))]
+
+
+def test_other_numbers_of_the_front_page() -> None:
+    """Those of our additions: how much they help Llama, and what they do to its cache."""
+    y: dict[str, dict[str, float]] = {'llama-alibi': {}, pages.LLAMA: {}}
+    for study in ('copies', 'gradient', 'ties'):
+        for run in read_csv(f'{RESULTS}/{study}/runs.csv'):
+            if run['model'] in y and run['size'] == 'S' and not run['variant'] and \
+                    int(run['seed']) < 100:
+                y[run['model']][run['seed']] = float(run['y'])
+    d = [y['llama-alibi'][seed] - loss for seed, loss in y[pages.LLAMA].items()]
+    assert re.findall(r"without which Llama's perplexity is (\d+)% higher", prose('README.md')) == [
+        f'{100 * math.expm1(statistics.fmean(d)):.0f}']
+    cache = {model: float(row['cache']) for (_, model), row in pages.copying('ties').items()}
+    saved = [f'{100 - 100 * cache[model] / cache[pages.LLAMA]:.0f}'
+             for model in ('llama-kv-three-wide-4-heads', 'llama-grouped-three-wide')]
+    assert re.findall(r'the first tie makes the cache (\d+)% smaller, and grouped-query attention '
+                      r'makes it (\d+)% smaller', prose('README.md')) == [tuple(saved)]
 
 
 def known_numbers() -> list[float]:
