@@ -1,4 +1,4 @@
-"""Llama with ALiBi and our three options: the baseline of cem_one_tie.py and cem_three.py."""
+"""Llama with ALiBi and our three additions: the baseline of cem_one_tie.py and cem_three.py."""
 attn = 'llama'
 mlp = 'llama'
 positions = 'alibi'

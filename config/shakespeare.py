@@ -1,6 +1,6 @@
 """nanoGPT's Shakespeare on CPU cores: the loss of its GPU recipe with a tenth of the parameters.
 
-    python train.py config/cem_three.py config/shakespeare.py     CEM attention, three options
+    python train.py config/cem_three.py config/shakespeare.py     CEM attention, three additions
     python train.py config/llama_three.py config/shakespeare.py   Llama with the same options
 """
 d_model = 160

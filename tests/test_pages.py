@@ -202,10 +202,10 @@ def test_other_numbers_of_the_results_page() -> None:
     share = {row['pair in training, from']: float(row['share of the difference, %'])
              for row in gaps}
     targets = {row['pair in training, from']: float(row['targets, %']) for row in gaps}
-    assert numbers(r'(\S+)% of the targets complete repeated bigrams that occur at most 100') == [
+    assert numbers(r'(\S+)% of the targets complete a repeated bigram that occurs at most 100') == [
         targets['0'] + targets['11']]
-    assert numbers(r"account for (\d+)% of all-CEM's gap, and those of more frequent repeated "
-                   r'bigrams for another (\d+)%') == [
+    assert numbers(r'account for (\d+)% of the gap between all-CEM and Llama with ALiBi\. More '
+                   r'frequent repeated bigrams account for another (\d+)%') == [
         share['0'] + share['11'], share['101'] + share['1001']]
     run = read_csv(f'{RESULTS}/gradient/runs.csv')[0]
     repeated, others = int(run['repeated_targets']), int(run['other_targets'])
