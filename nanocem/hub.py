@@ -132,32 +132,47 @@ def saved_config(saved: dict[str, Any]) -> ModelConfig:
 def read_export(folder: str) -> dict[str, Any]:
     """Read an export, or what transformers' save_pretrained made of it, as a checkpoint with
     weights in float32. UserError if config.json does not describe the weights."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
     path = f'{folder}/config.json'
     config = read_json(path) or {}
     kind = config.get('model_type')
     check(kind in ('llama', 'nanocem') and 'run' in config, f'{path} is not of an export: expected '
           f'model_type=llama or nanocem (it is {kind}), and run, what the model was trained on')
-    cfg = saved_config(read_llama(config, path) if kind == 'llama' else config)
-    # Find the name that each parameter has in the file
+    plain = kind == 'llama'
+    cfg = saved_config(read_llama(config, path) if plain else config)
     with torch.device('meta'):
         model = Transformer(cfg)
-    plain = kind == 'llama'
-    exported = {name: exported_name(name, plain) for name, _ in model.named_parameters()}
+    weights = read_weights(folder, model, plain)
+    run = config['run']
+    if 'transformers_version' in config:  # it was saved there, and may have been trained on
+        run = {name: value for name, value in run.items() if name != 'outputs'}
+    warn_of_edits(folder, run, model, plain)
+    return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
+
+
+def read_weights(folder: str, model: Transformer, plain: bool) -> dict[str, Tensor]:
+    """Return the weights of an export by our names, in float32. UserError if they are not those of
+    this model."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
     try:
         found = load_file(f'{folder}/{WEIGHTS_FILE}')
     except SafetensorError as error:  # of half a file, or of Git LFS's pointer to one
         fail(f'{folder}/{WEIGHTS_FILE} is damaged, or not downloaded: copy it again ({error})')
+    # Find the name and the shape that each parameter has in the file
+    exported = {name: exported_name(name, plain) for name, _ in model.named_parameters()}
     shapes = {exported[name]: convert_layout(name, w, plain).shape
               for name, w in model.named_parameters()}
     different = sorted(name for name in found.keys() | shapes.keys()
                        if name not in found or found[name].shape != shapes.get(name))
     check(not different, f'{folder} is not an export of a model of this version: config.json does '
           f'not describe the weights, or some are missing: {different[:3]}')
-    weights = {name: convert_layout(name, found[exported[name]].float(), plain)
-               for name in exported}
-    run = config['run']
+    return {name: convert_layout(name, found[exported[name]].float(), plain) for name in exported}
+
+
+def warn_of_edits(folder: str, run: dict[str, Any], model: Transformer, plain: bool) -> None:
+    """Say where an export is no longer what was exported: more ids, another model.py, other
+    options. `run` is what the model was trained on."""
+    cfg = model.cfg
     if cfg.vocab_size > run['data']['vocab_size']:
         print(f'{folder}: its model has {cfg.vocab_size} ids, its data had '
               f'{run["data"]["vocab_size"]}; later ones, such as added chat tokens, have no text '
@@ -166,19 +181,16 @@ def read_export(folder: str) -> dict[str, Any]:
     if code.is_file() and checksum_of_text(code) != run.get('code'):
         warn(f'{code} was edited, and is not the model.py here, which computes these numbers; '
              'transformers runs the one in the folder')
-    if 'transformers_version' in config:  # it was saved there, and may have been trained on
-        run = {name: value for name, value in run.items() if name != 'outputs'}
-        same_code = checksum_of_text(ROOT / 'model.py') == run.get('code')
-        if not (is_plain_llama(model) if plain else same_code):
-            warn(f'{folder}: model.py here is not the one that was exported, and no logits were '
-                 'kept by which to tell whether it computes the same')
+    same_code = checksum_of_text(ROOT / 'model.py') == run.get('code')
+    if 'outputs' not in run and not (is_plain_llama(model) if plain else same_code):
+        warn(f'{folder}: model.py here is not the one that was exported, and no logits were '
+             'kept by which to tell whether it computes the same')
     # The weights fit other options, too, but were not trained with them
     trained = vars(saved_config(run.get('options', vars(cfg))))
     changed = [f'{name}={value} (now {getattr(cfg, name)})' for name, value in trained.items()
                if name not in OTHERS_CHANGE and value != getattr(cfg, name)]
     if changed:
-        warn(f'{path} was edited: it was exported with {", ".join(changed)}')
-    return {**run, 'folder': folder, 'model_config': vars(cfg), 'model': weights}
+        warn(f'{folder}/config.json was edited: it was exported with {", ".join(changed)}')
 
 
 def checksum_of_text(path: Path) -> int:

@@ -64,16 +64,24 @@ def start_from(given: dict[str, Any], rank: int, train: type) -> Start:
     init_from = given.get('init_from', 'scratch')
     if init_from == 'scratch':
         return Start(given)
-    if init_from != 'resume':
-        weights = load_model(init_from)[1]
-        saved = vars(saved_config(weights['model_config']))
-        check_options(init_from, saved, {name: given[name] for name in WEIGHTS if name in given})
-        others = {name: value for name, value in given.items() if name not in WEIGHTS}
-        options = without_unused(saved) | {'data': weights['data_dir']}
-        return Start(merge(options, others, train, ModelConfig), weights=weights)
+    if init_from == 'resume':
+        return resume(given.get('out_dir') or newest_run(), given, rank)
+    return start_from_weights(init_from, given, train)
 
-    # Go on with a run: with its options, but for those that may change
-    out_dir = given.get('out_dir') or newest_run()
+
+def start_from_weights(path: str, given: dict[str, Any], train: type) -> Start:
+    """Start a new run from the weights in `path`. UserError if an option is given that contradicts
+    them."""
+    weights = load_model(path)[1]
+    saved = vars(saved_config(weights['model_config']))
+    check_options(path, saved, {name: given[name] for name in WEIGHTS if name in given})
+    others = {name: value for name, value in given.items() if name not in WEIGHTS}
+    options = without_unused(saved) | {'data': weights['data_dir']}
+    return Start(merge(options, others, train, ModelConfig), weights=weights)
+
+
+def resume(out_dir: str, given: dict[str, Any], rank: int) -> Start:
+    """Go on with a run, with its options but for those that may change."""
     config = read_config(out_dir)
     saved = vars(saved_config(config['model'])) | config['train']
     check_options(out_dir, saved, given)
