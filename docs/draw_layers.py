@@ -132,7 +132,7 @@ def llama_mlp(ax: Axes) -> None:
 def cem_mlp(ax: Axes) -> None:
     cem(ax, '$W$', '$V$')
     line(ax, (4.06, 2.8), (6.4, 2.8), (6.4, 1.85))
-    note(ax, 5.2, 3.0, '$\\gamma = W h$', size=10)
+    note(ax, 5.2, 3.0, '$W h$', size=10)
     line(ax, (4.58, 1.6), (4.8, 1.6))
     box(ax, 5.35, 1.6, 'SiLU', 'op', 1.1)
     line(ax, (5.9, 1.6), (6.15, 1.6))

@@ -96,14 +96,14 @@ def test_the_headline_is_the_effect_of_its_row() -> None:
 
 
 def test_the_other_ties_have_the_effects_of_their_rows() -> None:
-    second, third, added = (pages.percent(pages.effect(f'ties {row}'))
-                            for row in ('p2', 'p3', 'p4'))
+    second, third = (pages.percent(pages.effect(f'ties {row}')) for row in ('p2', 'p3'))
     front, study = prose('README.md'), prose('results/README.md')
     assert re.findall(r'the second makes no clear difference, and the third raises perplexity by '
                       r'(\S+)%', front) == [third.split()[0].strip('+')]
     assert pages.effect('ties p2')['verdict'] == 'undecided'
-    assert re.findall(r'its perplexity is (\S+)% above that of the first tie alone',
-                      front) == [added.split()[0].strip('+')]
+    both = pages.percent(pages.over_llama('attn-1-three-wide'))
+    assert re.findall(r'CEM attention, which has the first two, changes it by (\S+)%\.',
+                      front) == [both.split()[0]]
     assert re.findall(r'the second tie, W_O = W_Q, changes it by (.*?\)), and the third, \S+ = \S+ '
                       r'by (.*?\))', study) == [tuple(each.replace(' ', '% ', 1)
                                                       for each in (second, third))]
@@ -124,7 +124,15 @@ def test_other_numbers_of_the_front_page() -> None:
     saved = [f'{100 - 100 * cache[model] / cache[pages.LLAMA]:.0f}'
              for model in ('llama-kv-three-wide-4-heads', 'llama-grouped-three-wide')]
     assert re.findall(r'the first tie makes the cache (\d+)% smaller, and grouped-query attention '
-                      r'makes it (\d+)% smaller', prose('README.md')) == [tuple(saved)]
+                      r'(\d+)%\.', prose('README.md')) == [tuple(saved)]
+    # CEM attention of Llama's width, at S and at L
+    sizes = {row['model']: row for row in read_csv(f'{RESULTS}/tokens/size_l.csv')}
+    small = pages.copying('copies')
+    fewer = [f'{100 - 100 * pages.ratio(one, other, "parameters"):.0f}' for one, other in (
+        (small['S', 'attn-1-none'], small['S', 'llama-alibi']),
+        (sizes['attn-1-none'], sizes['llama-alibi']))]
+    assert re.findall(r'with (\d+) to (\d+)% fewer parameters',
+                      prose('README.md')) == [tuple(fewer)]
 
 
 def known_numbers() -> list[float]:
