@@ -385,15 +385,16 @@ def evenly_spaced_texts(texts: Iterable[str], at_most: int) -> list[str]:
 
 def tokenize(o: PrepareConfig, parts: Iterator[Part], tokenizer: Any, writer: 'Writer') -> bool:
     """Write the tokens of all documents, until the train split is full. Return whether decoding
-    gives the text back: the first text of each batch is decoded."""
+    gives the text back: all texts of val and test are decoded, and of train one in each batch."""
     train = writer.splits['train']
     lossless = True
     with (ThreadPoolExecutor() as pool,
           progress_bar(unit=' tokens', unit_scale=True, disable=None) as bar):
         while train['tokens'] < o.tokens and (batch := list(islice(parts, BATCH))):
             encoded = list(pool.map(lambda part: tokenizer.encode(part.text, part.begins), batch))
-            lossless &= tokenizers.keeps_text(tokenizer, encoded[0], batch[0].text)
-            for part, ids in zip(batch, encoded, strict=True):
+            for n, (part, ids) in enumerate(zip(batch, encoded, strict=True)):
+                if n == 0 or part.split != 'train':
+                    lossless &= tokenizers.keeps_text(tokenizer, ids, part.text)
                 limit = o.tokens - train['tokens'] if part.split == 'train' else None
                 if part.begins:
                     ids = [tokenizer.bos, *ids]

@@ -413,6 +413,13 @@ def test_a_tokenizer_that_loses_text(tmp_path: Path) -> None:
     assert spelled_bytes(load_tokenizer(str(tmp_path / 'lossy')), lossy) is None
     assert 'lossless' not in prepare(write(tmp_path / 'b.jsonl', ['the data']), tmp_path / 'kept',
                                      *options)
+    # All texts of val and test are decoded, and not only the first of a batch
+    words = sorted({word for page in PAGES for word in page.split() if word.isalpha()})
+    rows = [' '.join(pair) for pair in itertools.islice(itertools.permutations(words, 2), 60)]
+    for name, unknown in ('d', ''), ('e', ' 世界'):
+        some = write(tmp_path / f'{name}.jsonl', [rows[0], *(row + unknown for row in rows[1:])])
+        found = prepare(some, tmp_path / name, options[0], '--held_out=0.2')
+        assert ('lossless' in found) == bool(unknown)
 
 
 # The data folder
