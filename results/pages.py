@@ -88,7 +88,8 @@ def percent(row: Row | None) -> str:
     """Format a row of an effects.csv: the change, and its interval if it has one."""
     if row is None or not row['effect_%']:
         return 'not run yet'
-    text = f'{float(row["effect_%"]):+.1f}'
+    change = round(float(row['effect_%']), 1) + 0.0  # never -0.0
+    text = f'{change:+.1f}'
     if row['low_%']:
         text += f' ({float(row["low_%"]):+.1f} to {float(row["high_%"]):+.1f})'
     return text

@@ -76,7 +76,8 @@ def test_the_front_page_has_the_means_of_the_runs() -> None:
         y = {run['seed']: float(run['y']) for run in llama}
         d = [float(run['y']) - y[run['seed']] for run in of_model if run['seed'] in y]
         effect = 100 * math.expm1(statistics.fmean(d))
-        assert change.split(' (')[0] == ('0' if model == pages.LLAMA else f'{effect:+.1f}')
+        shown = f'{round(effect, 1) + 0.0:+.1f}'  # never -0.0
+        assert change.split(' (')[0] == ('0' if model == pages.LLAMA else shown)
         assert ('(' in change) == (len(d) > 1 and model != pages.LLAMA)
 
 
@@ -102,8 +103,8 @@ def test_the_other_ties_have_the_effects_of_their_rows() -> None:
                       r'(\S+)%', front) == [third.split()[0].strip('+')]
     assert pages.effect('ties p2')['verdict'] == 'undecided'
     both = pages.percent(pages.over_llama('attn-1-three-wide'))
-    assert re.findall(r'CEM attention, which has the first two, changes it by (\S+)%\.',
-                      front) == [both.split()[0]]
+    assert re.findall(r'CEM attention, which has the first two, changes it by (.*?\))',
+                      front) == [both.replace(' ', '% ', 1)]
     assert re.findall(r'the second tie, W_O = W_Q, changes it by (.*?\)), and the third, \S+ = \S+ '
                       r'by (.*?\))', study) == [tuple(each.replace(' ', '% ', 1)
                                                       for each in (second, third))]
