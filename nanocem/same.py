@@ -121,11 +121,11 @@ def file_change(model: Transformer, state: dict[str, Any]) -> str:
     spec = importlib.util.spec_from_file_location('model_as_its_file_has_it', path)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    copied = module.Transformer(model.cfg)
     try:
+        copied = module.Transformer(model.cfg)
         copied.load_state_dict(model.state_dict())
         same = not find_change(copied, outputs(model))
-    except RuntimeError:  # the weights of other layers, or an edit that does not run in float64
+    except (KeyError, RuntimeError):  # layers that the file lacks, or other weights
         same = False
     return '' if same else ('its file does not compute what the classes do that a script has put '
                             'in place')

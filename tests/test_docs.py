@@ -93,6 +93,7 @@ def test_an_energy_of_ones_own_trains_and_descends(tmp_path: Path) -> None:
     assert re.search(r'mlp 1 .*\| 1.00 ', done.stdout), done.stdout  # the cosine
     done = new_energy(tmp_path, 'export', '--out_dir=o', '--to=x')
     assert done.returncode == 1 and 'holds the classes of model.py' in done.stderr, done.stderr
+    assert 'Traceback' not in done.stderr
     # Scripts without this energy say so
     o = str(tmp_path / 'o')
     for main, options in (
