@@ -181,10 +181,11 @@ def warn_of_edits(folder: str, run: dict[str, Any], model: Transformer, plain: b
     if code.is_file() and checksum_of_text(code) != run.get('code'):
         warn(f'{code} was edited, and is not the model.py here, which computes these numbers; '
              'transformers runs the one in the folder')
-    same_code = checksum_of_text(ROOT / 'model.py') == run.get('code')
-    if 'outputs' not in run and not (is_plain_llama(model) if plain else same_code):
-        warn(f'{folder}: model.py here is not the one that was exported, and no logits were '
-             'kept by which to tell whether it computes the same')
+    if 'outputs' not in run:
+        same_code = checksum_of_text(ROOT / 'model.py') == run.get('code')
+        if not (is_plain_llama(model) if plain else same_code):
+            warn(f'{folder}: model.py here is not the one that was exported, and no logits were '
+                 'kept by which to tell whether it computes the same')
     # The weights fit other options, too, but were not trained with them
     trained = vars(saved_config(run.get('options', vars(cfg))))
     changed = [f'{name}={value} (now {getattr(cfg, name)})' for name, value in trained.items()

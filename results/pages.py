@@ -84,14 +84,17 @@ def signed(number: str) -> str:
     return f'{float(number):+g}' if float(number) else '0'
 
 
+def rounded(number: str) -> str:
+    return f'{round(float(number), 1) + 0.0:+.1f}'  # never -0.0
+
+
 def percent(row: Row | None) -> str:
     """Format a row of an effects.csv: the change, and its interval if it has one."""
     if row is None or not row['effect_%']:
         return 'not run yet'
-    change = round(float(row['effect_%']), 1) + 0.0  # never -0.0
-    text = f'{change:+.1f}'
+    text = rounded(row['effect_%'])
     if row['low_%']:
-        text += f' ({float(row["low_%"]):+.1f} to {float(row["high_%"]):+.1f})'
+        text += f' ({rounded(row["low_%"])} to {rounded(row["high_%"])})'
     return text
 
 
@@ -128,16 +131,14 @@ def over_llama(model: str) -> Row | None:
 
 
 def ties_rows(models: list[str]) -> list[list[str]]:
-    """Return a row for each model of the study of the ties that has runs at S."""
+    """Return a row for each of these models of the study of the ties, at S."""
     measured = copying('ties')
     llama = measured['S', LLAMA]
     rows = []
     for model in models:
-        label, found = TIES[model], measured.get(('S', model))
-        if found is None:
-            continue
+        found = measured['S', model]
         rows.append([
-            label, f'{int(found["parameters"]) / 1e6:.3f}',
+            TIES[model], f'{int(found["parameters"]) / 1e6:.3f}',
             f'{ratio(found, llama, "flops_per_token"):.2f}',
             f'{float(found["cache"]):.2f}', f'{float(found["bits per byte"]):.3f}',
             found['repeated, nats'],
@@ -146,7 +147,7 @@ def ties_rows(models: list[str]) -> list[list[str]]:
 
 
 def front() -> str:
-    """The front page's table: the models that have runs. All are of one size."""
+    """The front page's table. All models are of one size."""
     rows = [row[:1] + row[2:3] + row[4:5] + row[6:] for row in ties_rows([*TIES])]
     return markdown_table(['', 'FLOPs', 'bits per byte', "perplexity vs. Llama, %", 'seeds'],
                           rows)
@@ -154,12 +155,9 @@ def front() -> str:
 
 def ties() -> str:
     """Which of the three ties pays? All models of as many weights as Llama."""
-    table = markdown_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
-                            'repeated targets, nats', "perplexity vs. Llama, %", 'seeds'],
-                           ties_rows([*TIES]))
-    measured = copying('ties')
-    waiting = [label for model, label in TIES.items() if ('S', model) not in measured]
-    return table + (f'\n\nNot run yet: {"; ".join(waiting)}.' if waiting else '')
+    return markdown_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
+                           'repeated targets, nats', "perplexity vs. Llama, %", 'seeds'],
+                          ties_rows([*TIES]))
 
 
 def expected() -> str:

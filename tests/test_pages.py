@@ -13,7 +13,7 @@ from nanocem.files import read_csv
 from results.gradient import tables as gradient
 from results.tokens import verdicts
 from running import ROOT
-from study import RESULTS
+from study import RESULTS, counting_runs
 
 VERDICTS = r'\b(hold|holds|does not hold|undecided|level|close to|better|matches|as good)\b'
 INTERVAL = r'[-+]?[.\d]+%? \([-+][.\d]+ to [-+][.\d]+\)'
@@ -48,21 +48,22 @@ def test_each_table_stands_on_a_page_and_a_changed_number_is_written_again() -> 
         assert changed != block[0] and pages.write(changed) == block[0]
 
 
+def runs_at_S() -> list[dict[str, str]]:
+    """Return the runs of the three studies that count, without ablations."""
+    folders = [RESULTS / study for study in ('copies', 'gradient', 'ties')]
+    return [run for run in counting_runs(*folders) if run['size'] == 'S' and not run['variant']]
+
+
 def test_the_front_page_has_the_means_of_the_runs() -> None:
     """Bits per byte are of both splits, which are counted by their bytes."""
     size = {row['split']: int(row['bytes']) for row in read_csv(f'{RESULTS}/tokens/text.csv')}
-    runs = [run for study in ('copies', 'gradient', 'ties')
-            if (RESULTS / study / 'runs.csv').exists()
-            for run in read_csv(f'{RESULTS}/{study}/runs.csv')
-            if run['size'] == 'S' and not run['variant'] and int(run['seed']) < 100]
+    runs = runs_at_S()
     found = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
              for cells in (line.split('|') for line in pages.front().splitlines()[2:])}
     llama = [run for run in runs if run['model'] == pages.LLAMA]
     for model, label in pages.TIES.items():
         of_model = [run for run in runs if run['model'] == model]
-        if not of_model:
-            assert label not in found
-            continue
+        assert of_model, label
         bits = statistics.fmean(
             sum(float(run[f'{split}_bits_per_byte']) * n for split, n in size.items())
             / sum(size.values()) for run in of_model)
@@ -113,11 +114,9 @@ def test_the_other_ties_have_the_effects_of_their_rows() -> None:
 def test_other_numbers_of_the_front_page() -> None:
     """Those of our additions: how much they help Llama, and what they do to its cache."""
     y: dict[str, dict[str, float]] = {'llama-alibi': {}, pages.LLAMA: {}}
-    for study in ('copies', 'gradient', 'ties'):
-        for run in read_csv(f'{RESULTS}/{study}/runs.csv'):
-            if run['model'] in y and run['size'] == 'S' and not run['variant'] and \
-                    int(run['seed']) < 100:
-                y[run['model']][run['seed']] = float(run['y'])
+    for run in runs_at_S():
+        if run['model'] in y:
+            y[run['model']][run['seed']] = float(run['y'])
     d = [y['llama-alibi'][seed] - loss for seed, loss in y[pages.LLAMA].items()]
     assert re.findall(r"without which Llama's perplexity is (\d+)% higher", prose('README.md')) == [
         f'{100 * math.expm1(statistics.fmean(d)):.0f}']

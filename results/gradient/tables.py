@@ -5,8 +5,9 @@ What the runs of this study say, computed again from runs.csv and those of CEM t
 
 The verdicts on all rows of verdicts.csv by RULE.md, how each model copies, by how often a pair
 stands in the training text, the weights of all heads, and the ablations are printed and written
-beside this file: effects.csv, copying.csv, counts.csv, heads.csv, ablations.csv. gaps.csv has what
-run.py measured in the models of pretrained/, and curves.png when a model falls behind.
+beside this file: effects.csv, copying.csv, counts.csv, heads.csv, ablations.csv. gaps.csv is
+made from pretrained.csv, which run.py of commit b47f8ef measured in the models of pretrained/.
+curves.png shows when a model falls behind.
 """
 import json
 import math
