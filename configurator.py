@@ -230,7 +230,7 @@ def parse_value(value: Any, hint: Any) -> Any:
 
 def parse_number(text: str) -> int | float:
     """Read a number, which may end in K, M or B. It is an int if its digits are a whole number.
-    ValueError if it is none."""
+    ValueError if it is not a number."""
     power = UNITS.get(text[-1:].upper(), 0)
     digits = text[:-1] if power else text
     try:

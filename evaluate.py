@@ -4,7 +4,7 @@ Evaluate a trained model.
     python evaluate.py                         bits per byte, loss and perplexity of the newest run
     python evaluate.py --text=book.txt         the same on a text; --data=FOLDER: on other data
     python evaluate.py --steps=1,2,3,4,8       the same for other T at test time
-    python evaluate.py --energies              energies along the steps: does the first one descend?
+    python evaluate.py --energies              energies along the steps: does step 1 lower them?
     python evaluate.py --compare=out/a,out/b   the results of runs, and the options that differ;
                                                with --text=FILE their bits per byte on it
 

@@ -118,8 +118,8 @@ def gradients(y: Value, xs: list[Value]) -> list[Value]:
 
 
 # Energies: what a layer lowers. Both take the states of J letters twice, as u and as h: (J, D). u
-# moves, and h is what it looks at. They start equal, but only u is differentiated, and h stays
-# fixed. w holds all weights of the model, and n is the number of the layer.
+# moves, and h is what it looks at. They start equal, but the gradient is with respect to u
+# alone, and h stays fixed. w holds all weights of the model, and n is the number of the layer.
 D, K, WIDTH = 16, 4, 32  # numbers in a state, heads of attention, features of the MLP
 Weights = dict[str | tuple, Value]
 
@@ -176,7 +176,7 @@ def descend(x: Value, w: Weights, n: int, T: int = 1, eta: float = 1.0) -> Value
     h = norm(x, w['gain', n])
     for _ in range(T):
         u = norm(x, w['gain', n])  # in the first step u equals h
-        # Letter i's energy depends on its own u and on every h: one gradient serves all letters
+        # Letter i's energy depends on no other letter's u, so one gradient serves all letters
         energy = total(LAYERS[n](u, h, w, n))
         # The first of two differentiations: this is the layer. Its result can be differentiated
         gradient = gradients(energy, [u])[0]

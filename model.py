@@ -24,7 +24,7 @@ to the update. docs/paper.md lists our choices where the paper is silent.
 This file needs only torch, and can be copied into another project (docs/options.md). On a CPU, a
 model runs only the code below; on a GPU, train.py can give attention a faster `kernel`.
 
-Shapes: B batch, I new and J attended positions (I < J with a cache), D = D_h the model's width,
+Shapes: B batch, I new and J attended positions (J - I are cached), D = D_h the model's width,
 K heads of width R = D_r = D / K, G heads of keys and values (n_kv_head: K, or fewer), D_v the MLP's
 width. i is a query's token, j a key's, k a head; k_j is a key of head k.
 """
@@ -38,9 +38,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-# 86m to 162m are the paper's (Table 1): the names count a Llama's parameters with 32,000 ids. The
-# shape of 256m is our choice. In the paper CEM has two layers more there, and Llama's budget of
-# tokens: --size=256m --n_layer=16 --tokens=5.1B
+# 86m to 162m are the paper's (Table 1), named for the parameters of a Llama with a vocabulary of
+# 32,000. The shape of 256m is our choice. At this size the paper gives CEM two more layers, and
+# Llama's token budget: --size=256m --n_layer=16 --tokens=5.1B
 SIZES: dict[str, dict[str, int]] = {
     'nano': dict(d_model=32, n_layer=2, n_head=2, d_mlp=86),
     'mini': dict(d_model=64, n_layer=3, n_head=4, d_mlp=172),
@@ -53,18 +53,18 @@ SIZES: dict[str, dict[str, int]] = {
 
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
 EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
-# A loss of more logits than the first number is computed chunk by chunk, of about as many logits as
-# the second: the chunks of a CPU fit into its cache
+# A loss over more logits than the first number is computed in chunks of about as many logits as
+# the second number: on a CPU, a chunk fits into the cache
 FEW_LOGITS = {'cuda': (2 ** 26, 2 ** 26), 'cpu': (2 ** 22, 2 ** 20)}
-FEW_QUERIES = 64  # `attend` computes more queries than these in parts of as many or more
+FEW_QUERIES = 64  # `attend` divides more queries than these into parts
 
 
 @dataclass
 class ModelConfig:
     """Describe the architecture: first the fields that Llama shares, then CEM's options, then
     variants, then our additions. A field that is None gets the default that its comment names. To
-    change a field make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and others
-    as derived from the old values. ValueError for a bad value, or for CEM's options on Llama."""
+    change a field, make a new ModelConfig: dataclasses.replace would keep d_mlp, init_std and
+    others as derived from the old values. ValueError for a bad value, or CEM's options on Llama."""
     size: Literal[tuple(SIZES)] | None = None  # preset of widths, layers and heads; default: 134m
     d_model: int | None = None  # D_h, width of the residual stream; default: the size's
     n_layer: int | None = None  # number of layers; default: the size's
@@ -89,7 +89,7 @@ class ModelConfig:
     kq_diag: Literal['none', 'shared', 'per_head', 'scaled'] = 'none'  # diagonal d_k; ours: scaled
 
     residual: Literal['raw', 'normed'] = 'raw'  # steps are added to x, or to norm(x)
-    score_scale: Literal['head', 'model'] | None = None  # tau: sqrt(D_r) or (CEM) sqrt(D_h)
+    score_scale: Literal['head', 'model'] | None = None  # tau^2: D_r (default: Llama) or D_h (CEM)
     exact_update: bool = False  # ours: add sum_j alpha_ijk d_k * h_j, left out by Algorithm 1
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
@@ -97,11 +97,11 @@ class ModelConfig:
     attn_reuse: int = 1  # times that attention is applied in a row, each time with a new context
     mlp_reuse: int = 1  # times that the MLP is applied in a row, each time with a new context
 
-    key_shift: Literal['none', 'half'] = 'none'  # ours: half of a key, from token j - 1
+    key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is token j - 1's
     match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare token i with j - 1
     untied_output: bool = False  # ours: queries W_Q h + W_O (u - h), so that W_O is not W_Q
 
-    # For config files: a size drops the widths that an earlier file gave
+    # For config files: a size drops the widths, layers and heads that an earlier file gave
     RESETS = (('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp'),)
     # The options that --help shows; --help=all shows all
     FIRST = ('size', 'context_length', 'positions', 'attn', 'mlp', 'attn_steps', 'mlp_steps',
@@ -121,7 +121,7 @@ class ModelConfig:
         return self.tie in (pair, 'both')
 
     def has_bias(self) -> bool:
-        """Return whether something is added to the products of queries and keys, beside the causal
+        """Return whether something is added to the products of queries and keys, besides the causal
         mask."""
         return self.positions == 'alibi' or self.needs_h()
 
@@ -154,7 +154,7 @@ class RMSNorm(nn.Module):
 
 
 class Positions(NamedTuple):
-    """What attention needs to know about queries i and keys j beside their vectors."""
+    """What attention needs to know about queries i and keys j besides their vectors."""
     distance: Tensor  # i - j, (I, J): below 0 for keys after the query
     mask: Tensor | None  # 0 where i may attend to j, -inf elsewhere, (I, J); None: torch's causal
     cos: Tensor | None = None  # cosines of RoPE's angles at the queries, (I, R / 2)
@@ -331,7 +331,7 @@ class BaseAttention(nn.Module):
 
     def diagonal_queries(self, u: Tensor) -> Tensor:
         """Return d_k * u_i / tau, (B, 1 or K, I, D), whose products with h_j are added to the
-        scores. For kq_diag=scaled d * u_i / tau: `diagonal_scores` multiplies by g_k."""
+        scores. For kq_diag=scaled, return d * u_i / tau: `diagonal_scores` multiplies by g_k."""
         return u[:, None] * (self.kq_diag[:, None] / self.tau)
 
     def softmax_attention(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
@@ -389,7 +389,7 @@ class BaseAttention(nn.Module):
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, pos: Positions, u: Tensor,
                         h: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Return what softmax_attention returns, for one part of the queries after the other. Each
+        """Return what softmax_attention returns, for one part of the queries at a time. Each
         part leaves out the keys after it: four parts compute 5/8 of all scores."""
         I, past = q.shape[2], k.shape[2] - q.shape[2]
         size = max(FEW_QUERIES, math.ceil(I / 4))
@@ -433,7 +433,7 @@ class LlamaAttention(BaseAttention):
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         D, std = cfg.d_model, cfg.init_std
-        # W_O is stored in blocks of rows, as W_Q, and used as o @ W_O
+        # W_O is stored in blocks of rows, like W_Q, and used as o @ W_O
         self.W_V = None if cfg.ties('kv') else normal_param(cfg.n_kv_head * self.R, D, std=std)
         self.W_O = None if cfg.ties('qo') else normal_param(D, D, std=std)
 
@@ -462,7 +462,8 @@ class CEMAttention(BaseAttention):
     out, which exact_update=True adds.
 
     Ours: an energy ties W_O only to how the queries depend on u. With untied_output the queries are
-    W_Q h + W_O (u - h). One step is then Llama's attention with W_V = W_K."""
+    W_Q h + W_O (u - h). With ALiBi and score_scale=head, one step is then Llama's attention with
+    W_V = W_K."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         D, std = cfg.d_model, cfg.init_std
@@ -481,7 +482,7 @@ class CEMAttention(BaseAttention):
         k, v, h_all = self.context(k, v, h, pos)                 # (B, K, J, R), h_all: (B, J, D)
         # The output matrix is W_Q again (ours: with untied_output W_O), with P folded in
         W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
-        # Start from the residual stream, or as in Algorithm 1 from its norm
+        # Start from the residual stream, or, as in Algorithm 1, from its norm
         x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i (ours, raw: x_i)
         for _ in range(self.T):
             # Project the current state to queries
@@ -506,7 +507,7 @@ class CEMAttention(BaseAttention):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return eps(u_i | h_1:i) = -tau sum_k log sum_j exp(a_ijk) (Eq. 2 with biases), (B, J),
-        for normed u and h of one shape."""
+        for normed u and h of the same shape."""
         require_one_shape(u, h)
         pos = make_positions(self.cfg, h)
         q = self.rotate(self.queries(u, h), pos)
@@ -542,7 +543,7 @@ class LlamaMLP(nn.Module):
         self.norm = RMSNorm(cfg.d_model)
         self.W = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
         self.V = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)
-        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # as V: CEM ties the two
+        self.W_d = normal_param(cfg.d_mlp, cfg.d_model, std=cfg.init_std)  # like V: CEM ties them
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x plus the MLP's output, (B, I, D)."""
@@ -574,7 +575,7 @@ class CEMMLP(nn.Module):
         # Project the normed input to gamma, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
-        # Start from the residual stream, or as in Algorithm 1 from its norm
+        # Start from the residual stream, or, as in Algorithm 1, from its norm
         x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i (ours, raw: x_i)
         for _ in range(self.T):
             # Project the current state up
@@ -645,8 +646,8 @@ class Preconditioner(nn.Module):
 
 
 # The layers that the options attn and mlp can name. To add one, write a class whose constructor
-# takes a ModelConfig, and give it a name here. If it has norm, T, eta and energy, it takes the
-# options of CEM's layers, and train.py and evaluate.py measure its steps (docs/new_energy.py)
+# takes a ModelConfig, and give it a name here. It may use the options of CEM's layers. If it has
+# norm, T, eta and energy, train.py and evaluate.py measure its steps (docs/new_energy.py)
 ATTENTION: dict[str, type] = {'llama': LlamaAttention, 'cem': CEMAttention}
 MLP: dict[str, type] = {'llama': LlamaMLP, 'cem': CEMMLP}
 
@@ -723,7 +724,7 @@ class Transformer(nn.Module):
 
     def positions(self, x: Tensor, cache: Cache | None = None) -> Positions:
         """Return the positions of x (B, I, D), which follows the tokens in the cache. RoPE's table
-        is made anew if x is longer, or has another device or dtype."""
+        is made anew if x is longer, on another device, or of another dtype."""
         if self.table is not None:
             cos, _ = self.table
             end = x.shape[1] + (0 if cache is None else cache.length)
@@ -759,7 +760,7 @@ class Transformer(nn.Module):
                  use_cache: bool = True) -> Tensor:
         """Continue ids (B, J), J > 0, to (B, J + max_new_tokens). Temperature 0 chooses the
         likeliest token. When the context is full, its last half becomes the context, so that the
-        cache is filled again once in half a context, and not at each token."""
+        cache is refilled once per half context, and not at each token."""
         length = self.cfg.context_length
         start = max(0, idx.shape[1] - length)  # the first token of the context
         cache = Cache() if use_cache else None
@@ -767,8 +768,8 @@ class Transformer(nn.Module):
             if idx.shape[1] - start > length:  # the context is full
                 start = idx.shape[1] - max(1, length // 2)
                 cache = Cache() if use_cache else None
-            # Read the ids that are not in the cache yet. Call the module, not next_logits: only
-            # then do forward hooks run, and does FSDP gather the weights
+            # Read the ids that are not in the cache yet. Call the module, not next_logits, so that
+            # forward hooks run and FSDP gathers the weights
             unread = start if cache is None else start + cache.length
             logits, _ = self(idx[:, unread:], next_only=True, cache=cache)
             if top_k is not None:  # keep exactly top_k logits, even if some are equal
@@ -837,12 +838,12 @@ class LossInParts(torch.autograd.Function):
 # Only for energies
 
 def require_one_shape(u: Tensor, h: Tensor) -> None:
-    """ValueError for states u and contexts h of other shapes: they would be broadcast."""
+    """ValueError unless states u and contexts h have the same shape: they would be broadcast."""
     require(u.shape == h.shape, f'u {tuple(u.shape)}, h {tuple(h.shape)}: expected a state u for '
             'each h')
 
 
-# As in energy.py: each of the two files runs alone
+# The same code is in energy.py, because each of the two files must run alone
 # B_2n / (2n + 1)! for n = 1 to 7, with Bernoulli's numbers B_2n
 SERIES = [B / math.factorial(2 * n + 1) for n, B in enumerate(
     (1 / 6, -1 / 30, 1 / 42, -1 / 30, 5 / 66, -691 / 2730, 7 / 6), start=1)]

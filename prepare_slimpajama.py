@@ -2,7 +2,7 @@
 Turn SlimPajama, or any text, into token shards that train.py reads.
 
     python prepare_slimpajama.py                      its first 3.3 B tokens, from the Hub
-    python prepare_slimpajama.py --input=FOLDER       your rows, or your .txt and .md
+    python prepare_slimpajama.py --input=FOLDER       your JSON, CSV or Parquet, else .txt and .md
     zcat book.txt.gz | python prepare_slimpajama.py --input=- --out_dir=data/book
     python prepare_slimpajama.py --input=book.txt --tokenizer=bpe2048
     python prepare_slimpajama.py --input=hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT

@@ -245,7 +245,7 @@ def recursion(w: dict[str, Tensor], h: Tensor, T: int) -> Tensor:
 def forward(w: dict[str, Tensor], x: Tensor, T: int) -> Tensor:
     """Predict values (R, N, 1) at inputs (R, N, 10): Linear, LayerNorm, a residual block, Linear.
     The names of the weights tell which model it is; only CEM uses T. As in Algorithm 1, CEM's
-    steps start from the normed h; unlike there, they have no norm, P = I and eta = 1."""
+    steps start from the normed h; but they apply no further norm, and P = I and eta = 1."""
     def linear(name: str, x: Tensor) -> Tensor:
         return torch.baddbmm(w[name + '_bias'], x, w[name].mT)
 

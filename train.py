@@ -54,7 +54,7 @@ from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
 MICRO_BATCH_TOKENS = 16_384  # most tokens of a forward pass, unless micro_batch_size is given
 MIN_FLOPS_TO_COMPILE = 2e12  # on a CPU a shorter run, under about a minute, is not compiled
-MAX_SKIPPED = 10  # a run ends after more steps in a row without a finite loss and gradient
+MAX_SKIPPED = 10  # most steps in a row without finite loss and gradient: after one more, a run ends
 STOPPED = 75  # exit code of a run that can be resumed (EX_TEMPFAIL: try again later)
 
 
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
         sys.stdout = None  # print then does nothing
 
     # Read the options, and what the run starts from: start.config and start.state are config.json
-    # and the last checkpoint of a run to resume, start.weights those of another run
+    # and the last checkpoint of a run to resume, start.weights is the checkpoint of another run
     given = read_options(argv, TrainConfig, ModelConfig)
     if given.get('text'):  # keep standard input as a file, which a resumed run finds
         check(world_size == 1 or given['text'] != '-', 'only one process can read a pipe: '
@@ -160,7 +160,7 @@ def main(argv: list[str]) -> int:
     if cfg.text and not (resume and os.path.exists(f'{data_dir}/meta.json')):
         data_dir = find_data(cfg.text, cfg.tokenizer, state or start.weights, cfg)
     meta = read_meta(data_dir)
-    if start.weights:  # they know the ids of one tokenizer, on whatever text
+    if start.weights:  # the weights fit one tokenizer's ids only, whatever the text
         runs.check_same(cfg.init_from, start.weights['data'],
                         {name: meta.get(name) for name in TOKENIZER_KEYS})
     tokenizer = load_tokenizer(data_dir)
@@ -218,12 +218,12 @@ def main(argv: list[str]) -> int:
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
     optimizers = make_optimizers(raw_model, cfg, dtype)
 
-    # Warn if an edit of model.py sees later tokens, or steps off its energy
+    # Warn if an edited model.py sees later tokens, or if its steps are not minus the gradient
     if rank == 0:
         warn_if_not_causal(raw_model)
         warn_of_wrong_layers(raw_model)
 
-    # Attend by our Triton kernels where they run, compile, and average gradients over processes
+    # Use our Triton attention kernels where they run, compile, and average gradients over processes
     by_kernels = False
     if on_gpu and cfg.kernels:
         from nanocem.triton_attention import use_kernels
@@ -258,7 +258,7 @@ def main(argv: list[str]) -> int:
               f'the processes have read different checkpoints, process {rank} one of step {step}: '
               'all need the same files')
 
-    # Write the options and the tokenizer, which sample.py reads, and begin the log, only in rank 0
+    # Write the options and the tokenizer, which sample.py reads, and begin the log, only on rank 0
     if rank == 0:
         config = {'train': asdict(cfg) | {'out_dir': out_dir, 'data': data_dir},
                   'model': asdict(model_cfg), 'data': data_identity, 'max_steps': max_steps}
@@ -282,7 +282,7 @@ def main(argv: list[str]) -> int:
                        disable=rank > 0 or None)  # None: unless stderr is a terminal
 
     def checkpoint(name: str) -> bool:
-        """Write the current state to a file in the run's folder, only in rank 0. Return False if
+        """Write the current state to a file in the run's folder, only on rank 0. Return False if
         that fails."""
         return rank > 0 or runs.save_checkpoint(f'{out_dir}/{name}', {
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
@@ -345,7 +345,7 @@ def main(argv: list[str]) -> int:
         loss = torch.zeros((), device=device)
         for n, indices in enumerate(micro_batches, 1):
             x, y = batch('train', indices)
-            # A dropout of your own draws the same after a resume, in any number of processes
+            # Dropout that you add draws the same numbers after a resume
             torch.manual_seed(cfg.seed + step * cfg.batch_size + rank * len(micro_batches) + n)
             if world_size > 1:
                 model.require_backward_grad_sync = n == len(micro_batches)
