@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH leaves it out
 
 from configurator import PathStr, UserError, build, check, command_line, read_options
-from model import ModelConfig, Transformer
+from model import Transformer
 from nanocem.data import TOKENIZER_KEYS
 from nanocem.documents import READING
 from nanocem.files import markdown_table, save_picture
@@ -256,8 +256,7 @@ def compare_runs(folders: Sequence[str]) -> str:
     reasons = [name for name, *_ in different if name in MUST_AGREE]
     if reasons:
         notes.append(f'Losses cannot be compared: the runs differ in {", ".join(reasons)}.')
-    data = [config.get('data', {}) for config in configs]
-    if len({tuple(of_run.get(name) for name in TOKENIZER_KEYS) for of_run in data}) > 1:
+    if len({tuple(config['data'].get(name) for name in TOKENIZER_KEYS) for config in configs}) > 1:
         notes.append('Bits per byte of different tokenizers can be compared if the runs were '
                      'tested on the same text.')
     return '\n\n'.join([*parts, *notes])
@@ -272,18 +271,15 @@ def compare_results(folders: Sequence[str],
                'seconds': ',.7g'}
     rows, notes = [], []
     for folder, config in zip(folders, configs, strict=True):
-        # Before a run ends it has no result, and its row has only the number of parameters
-        result = {}
+        # Before a run ends, its row has only the number of parameters
+        with torch.device('meta'):
+            result = {'parameters': Transformer(saved_config(config['model'])).num_params()}
         try:
-            result = read_result(folder, config)
+            result |= read_result(folder, config)
         except UserError as error:
             notes.append(f'No result of {folder}: {error}.')
         cells = [format(result[name], spec) if result.get(name) else ''
                  for name, spec in columns.items()]
-        if not cells[0]:
-            with torch.device('meta'):
-                model = Transformer(build(ModelConfig, config['model']))
-            cells[0] = f'{model.num_params():,}'
         rows.append([folder, *cells])
         if not config['train']:
             notes.append(f'{folder} is an export, without results: --text=FILE measures its loss.')
@@ -298,22 +294,17 @@ def differing_options(folders: Sequence[str],
     all_options, texts = [], {}
     for folder, config in zip(folders, configs, strict=True):
         options = config['train'] | vars(saved_config(config['model']))
-        for name in CHECKSUMS:
-            options[name] = config.get('data', {}).get(name)
+        options |= {name: config['data'].get(name) for name in CHECKSUMS}
         # Name each text of model.py by the first folder that has it: diff shows the difference
         path = Path(folder, 'model.py')  # an export of a plain Llama has none
         if path.exists():
             options['model.py'] = texts.setdefault(path.read_bytes(), str(path))
         all_options.append(options)
     # Compare those that all have: an older run lacks some
-    different = []
-    for name in all_options[0]:
-        if name == 'out_dir' or not all(name in options for options in all_options):
-            continue
-        values = [str(options[name]) for options in all_options]
-        if len(set(values)) > 1:
-            different.append([name, *values])
-    return different
+    shared = [name for name in all_options[0]
+              if name != 'out_dir' and all(name in options for options in all_options)]
+    rows = [[name, *(str(options[name]) for options in all_options)] for name in shared]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 # The command line

@@ -164,10 +164,10 @@ class Positions(NamedTuple):
 
 class Cache:
     """The KV cache, which saves `generate` from running the model on past tokens again. It holds
-    keys, values unless they are the keys, and h if scores need it: for CEM without options G R
-    numbers per token and sublayer, for Llama 2 G R (without grouped queries G R is D). Sublayers
-    append in the same order in each forward pass. If you edit a model so that tokens mix outside
-    attention, call generate(use_cache=False)."""
+    keys, values unless they are the keys, half keys with key_shift, and h if scores need it.
+    Without options these are G R numbers per token and layer for CEM, and 2 G R for Llama (without
+    grouped queries G R is D). Sublayers append in the same order in each forward pass. If you edit
+    a model so that tokens mix outside attention, call generate(use_cache=False)."""
     def __init__(self) -> None:
         self.length = 0  # how many tokens have been read
         self.buffers: list[Tensor] = []  # (..., J or more, width) each
@@ -261,7 +261,7 @@ class BaseAttention(nn.Module):
             self.kq_diag = nn.Parameter(torch.zeros(1 if cfg.kq_diag == 'shared' else K, D))
         # Whether a step adds the diagonal's part of the gradient, which Algorithm 1 leaves out
         self.adds_diagonal = cfg.exact_update or cfg.kq_diag == 'scaled'
-        self.kernel: Any = None  # a faster attend to a whole text, from nanocem/triton_attention.py
+        self.kernel: Any = None  # a faster `attend` without a cache: nanocem/triton_attention.py
 
     def split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.R)).transpose(1, 2)  # (B, I, K R) -> (B, K, I, R)
@@ -353,8 +353,8 @@ class BaseAttention(nn.Module):
 
     def context(self, k: Tensor, v: Tensor, h: Tensor, pos: Positions) -> tuple[Tensor, ...]:
         """Return what queries attend to, keys and values (B, K, J, R) and h (B, J, D), given those
-        of the new tokens, (B, G, I, R) and (B, I, D). A cache adds the past tokens. Values that are
-        the keys stay the keys."""
+        of the new tokens, (B, G, I, R) and (B, I, D). A cache adds the past tokens, to h only if
+        scores need it. Values that are the keys stay the keys."""
         tied = v is k
         if pos.cache is not None:
             k = pos.cache.append(k)
@@ -381,8 +381,8 @@ class BaseAttention(nn.Module):
         # Torch's own attention, if there is no bias, or on a GPU if there is no diagonal_update
         if pos.mask is None or (q.is_cuda and not self.adds_diagonal):
             return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
-        # The scores of all queries at once, if there are few. (A graph of torch.export takes any
-        # number of queries)
+        # The scores of all queries at once, if there are few. (torch.export records only one
+        # branch, and its graph must take any number of queries)
         if torch.compiler.is_exporting() or q.shape[2] <= FEW_QUERIES:
             return self.softmax_attention(q, k, v, pos, u, h)
         return self.attend_in_parts(q, k, v, pos, u, h)
@@ -597,8 +597,8 @@ class CEMMLP(nn.Module):
 
     def energy(self, u: Tensor, h: Tensor) -> Tensor:
         """Return xi(u | h) = -gamma . phi(V u), gamma = W h (Eq. 7), (B, J), for normed u and h of
-        one shape. phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) * V u)
-        and phi = softplus."""
+        the same shape. phi is the integral of SiLU. With sign_convex, -|gamma| . phi(sign(gamma) *
+        V u) and phi = softplus."""
         require_one_shape(u, h)
         gamma, z = F.linear(h, self.W), F.linear(u, self.V)
         gamma, z = gamma.to(exact_dtype(gamma)), z.to(exact_dtype(z))

@@ -331,7 +331,7 @@ def main(argv: list[str]) -> int:
     first_step = timed_from = step
     timed_seconds = 0.0  # of the steps after timed_from, whose speed is shown
     val_loss, stopped = None, False
-    saved = step  # the step of the last numbered checkpoint, or else of the start
+    written = True  # whether the last numbered checkpoint that was due could be written
     while step < stop_step and not stopped:
         # Set the learning rate of this step
         t0 = time.monotonic()
@@ -411,9 +411,8 @@ def main(argv: list[str]) -> int:
                     best = previous
 
         # Write a checkpoint
-        due = step % cfg.checkpoint_interval == 0 or step == stop_step or stopped
-        if due and checkpoint(f'step_{step:08d}.pt'):
-            saved = step
+        if step % cfg.checkpoint_interval == 0 or step == stop_step or stopped:
+            written = checkpoint(f'step_{step:08d}.pt')
     bar.close()
     seconds = time.monotonic() - started
 
@@ -423,7 +422,7 @@ def main(argv: list[str]) -> int:
         if val_loss is None:  # resumed after the last step
             val_loss, val_bits = evaluate('val', cfg.eval_tokens)
     # Try once more to write the last weights: the disk may have room again
-    written = saved == step or checkpoint(f'step_{step:08d}.pt')
+    written = written or checkpoint(f'step_{step:08d}.pt')
     if world_size > 1:
         del model  # with DDP alive, ending the process group could take forever
         dist.barrier()  # rank 0 may still be writing a checkpoint

@@ -231,8 +231,8 @@ def save_checkpoint(path: str, state: dict[str, Any]) -> bool:
     folder, name = os.path.split(path)
     if name == 'best.pt':  # it replaces only itself
         return True
-    # Keep this one and the one before it. Those of later steps are damaged, since the run was
-    # resumed before them, and do not count
+    # Keep this one and the one before it. A checkpoint of a later step does not count: it is
+    # damaged, since the run was resumed from an earlier one
     numbered = [old for old in checkpoints(folder) if os.path.basename(old) <= name]
     for old in numbered[:-2]:
         with contextlib.suppress(OSError):  # the next checkpoint tries again

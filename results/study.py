@@ -116,7 +116,7 @@ class Result:
     tokens: float  # that it was trained on
     held_out: HeldOut
     folder: str | None = None  # of an own run; None: it is published
-    # What runs.csv has, too. Of own runs alone, unless they failed
+    # Columns of runs.csv, which only own runs that did not fail have
     flops_per_token: float | None = None
     seconds: float | None = None
     val_bits_per_byte: float | None = None
@@ -137,10 +137,7 @@ def run_options(run: Run) -> str:
         options += ' --n_layer=16 --tokens=5.1B'  # two more layers, and the tokens of the Llama
     options += f' --learning_rate={run.rate:g} --seed={run.seed}'
     # Of an option that is given twice keep the later value
-    kept = {}
-    for option in options.split():
-        kept[option.partition('=')[0]] = option
-    return ' '.join(kept.values())
+    return ' '.join({option.partition('=')[0]: option for option in options.split()}.values())
 
 
 @cache

@@ -136,7 +136,7 @@ def options_of(model: dict[str, str], size: str, seed: str, variant: str) -> lis
         options += ['--key_shift=none', '--match_bias=none', '--kq_diag=none']
     if variant:
         options.append('--kernels=False')  # model.py's lines follow the patches
-    return list({option.partition('=')[0]: option for option in options}.values())
+    return options
 
 
 def targets(model: torch.nn.Module, ids: Tensor, bos: int) -> tuple[Tensor, Tensor]:
