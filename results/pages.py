@@ -25,15 +25,15 @@ PAGES = ROOT / 'README.md', RESULTS / 'README.md'
 BLOCK = re.compile(r'(<!-- results/pages\.py: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
 LLAMA = 'llama-alibi-three'  # the Llama that all rows of the front page are compared with
 
-# The study of the ties: its models of as many weights as Llama, in the words of the page
+# The study of the ties: its models of as many weights as Llama, by the ties that they have
 TIES = {
-    LLAMA: 'Llama',
-    'llama-kv-three-wide': 'Llama, values tied to keys (first tie)',
-    'llama-qo-three-wide': 'Llama, W_O tied to W_Q (second)',
-    'mlp-1-three-wide': 'Llama with a CEM MLP, W_d tied to V (third)',
-    'attn-1-three-wide': 'CEM attention (first and second)',
-    'kv-mlp-1-three-wide': 'Llama, values tied to keys, CEM MLP (first and third)',
-    'cem-1-three-wide': 'CEM attention and CEM MLP (all three)'}
+    LLAMA: 'Llama with our additions',
+    'llama-kv-three-wide': 'first tie: W_V = W_K',
+    'llama-qo-three-wide': 'second tie: W_O = W_Q',
+    'mlp-1-three-wide': 'third tie: W_d = V, a CEM MLP',
+    'attn-1-three-wide': 'first and second: CEM attention',
+    'kv-mlp-1-three-wide': 'first and third',
+    'cem-1-three-wide': 'all three: CEM attention and CEM MLP'}
 
 # CEM beside Llama, without and with the additions: a model, its effect over the Llama with the same
 # additions, and over Llama with ALiBi alone (the study and the row of its verdicts.csv)
@@ -124,40 +124,46 @@ def ties_effects() -> list[Row]:
     return effects('ties') + read_csv(f'{RESULTS}/ties/differences_found.csv')
 
 
-def over_llama(model: str) -> Row | None:
-    """Return the effect of a model of the ties over Llama, at S."""
+def over_llama(model: str, size: str = 'S') -> Row | None:
+    """Return the effect of a model of the ties over Llama. None if it was not run at this size."""
     return next((row for row in ties_effects()
-                 if (row['A'], row['B'], row['size']) == (model, LLAMA, 'S')), None)
+                 if (row['A'], row['B'], row['size']) == (model, LLAMA, size)), None)
 
 
-def ties_rows(models: list[str]) -> list[list[str]]:
-    """Return a row for each of these models of the study of the ties, at S."""
+def ties_table(columns: list[str]) -> str:
+    """Format these columns of the models of the study of the ties: of size S, but for the last."""
     measured = copying('ties')
-    llama = measured['S', LLAMA]
-    rows = []
-    for model in models:
-        found = measured['S', model]
-        rows.append([
-            TIES[model], f'{int(found["parameters"]) / 1e6:.3f}',
-            f'{ratio(found, llama, "flops_per_token"):.2f}',
-            f'{float(found["cache"]):.2f}', f'{float(found["bits per byte"]):.3f}',
-            found['repeated, nats'],
-            '0' if model == LLAMA else percent(over_llama(model)), found['seeds']])
-    return rows
+    llama, rows = measured['S', LLAMA], []
+    for model, label in TIES.items():
+        found, larger = measured['S', model], over_llama(model, 'M')
+        changes = [percent(over_llama(model)), percent(larger) if larger else '']
+        if model == LLAMA:
+            changes = ['0', '0']
+        cells = {
+            '': label,
+            'parameters, M': f'{int(found["parameters"]) / 1e6:.3f}',
+            'FLOPs': f'{ratio(found, llama, "flops_per_token"):.2f}',
+            'KV cache': f'{float(found["cache"]):.2f}',
+            'bits per byte': f'{float(found["bits per byte"]):.3f}',
+            'repeated targets, nats': found['repeated, nats'],
+            'perplexity vs. Llama, %': changes[0],
+            'seeds': found['seeds'],
+            'at 1.51 M, one seed, %': changes[1]}
+        rows.append([cells[name] for name in columns])
+    return markdown_table(columns, rows)
 
 
 def front() -> str:
-    """The front page's table. All models are of one size."""
-    rows = [row[:1] + row[2:3] + row[4:5] + row[6:] for row in ties_rows([*TIES])]
-    return markdown_table(['', 'FLOPs', 'bits per byte', "perplexity vs. Llama, %", 'seeds'],
-                          rows)
+    """The front page's table of the ties."""
+    return ties_table(['', 'FLOPs', 'bits per byte', 'perplexity vs. Llama, %', 'seeds',
+                       'at 1.51 M, one seed, %'])
 
 
 def ties() -> str:
     """Which of the three ties pays? All models of as many weights as Llama."""
-    return markdown_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
-                           'repeated targets, nats', "perplexity vs. Llama, %", 'seeds'],
-                          ties_rows([*TIES]))
+    return ties_table(['', 'parameters, M', 'FLOPs', 'KV cache', 'bits per byte',
+                       'repeated targets, nats', 'perplexity vs. Llama, %', 'seeds',
+                       'at 1.51 M, one seed, %'])
 
 
 def expected() -> str:

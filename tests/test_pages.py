@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import evaluate
 import pages
 from nanocem.files import read_csv
 from results.gradient import tables as gradient
@@ -57,7 +58,7 @@ def runs_at_S() -> list[dict[str, str]]:
 def test_the_front_page_has_the_means_of_the_runs() -> None:
     """Bits per byte are of both splits, which are counted by their bytes."""
     size = {row['split']: int(row['bytes']) for row in read_csv(f'{RESULTS}/tokens/text.csv')}
-    runs = runs_at_S()
+    runs, ties = runs_at_S(), read_csv(f'{RESULTS}/ties/runs.csv')
     found = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
              for cells in (line.split('|') for line in pages.front().splitlines()[2:])}
     llama = [run for run in runs if run['model'] == pages.LLAMA]
@@ -67,9 +68,9 @@ def test_the_front_page_has_the_means_of_the_runs() -> None:
         bits = statistics.fmean(
             sum(float(run[f'{split}_bits_per_byte']) * n for split, n in size.items())
             / sum(size.values()) for run in of_model)
-        flops, bits_per_byte, change, seeds = found[label]
+        flops, bits_per_byte, change, seeds, larger = found[label]
         parameters = int(of_model[0]['parameters']) / 1e6
-        assert pages.ties_rows([model])[0][1] == f'{parameters:.3f}'
+        assert re.search(rf'\| {re.escape(label)} +\| {parameters:.3f} ', pages.ties())
         assert f'{parameters:.2f}' == '0.72'  # as the front page says of all
         ratio = float(of_model[0]['flops_per_token']) / float(llama[0]['flops_per_token'])
         assert flops == f'{ratio:.2f}'
@@ -80,6 +81,13 @@ def test_the_front_page_has_the_means_of_the_runs() -> None:
         shown = f'{round(effect, 1) + 0.0:+.1f}'  # never -0.0
         assert change.split(' (')[0] == ('0' if model == pages.LLAMA else shown)
         assert ('(' in change) == (len(d) > 1 and model != pages.LLAMA)
+        # The last column is of size M, and of the seed that all its models have
+        at_M = {row['model']: row for row in ties if (row['size'], row['seed']) == ('M', '1')}
+        assert (larger != '') == (model in at_M), label
+        if larger and model != pages.LLAMA:
+            d_M = float(at_M[model]['y']) - float(at_M[pages.LLAMA]['y'])
+            assert larger == f'{100 * math.expm1(d_M):+.1f}'
+            assert f'{int(at_M[model]["parameters"]) / 1e6:.2f}' == '1.51'
 
 
 def test_the_headline_is_the_effect_of_its_row() -> None:
@@ -87,12 +95,16 @@ def test_the_headline_is_the_effect_of_its_row() -> None:
     effect = pages.effect('ties p1')
     expected = f'{-float(effect["effect_%"]):.1f}'
     assert effect['verdict'] == 'holds'
-    for page in ('README.md', 'results/README.md'):
-        assert re.findall(r"lowers Llama's perplexity by (\S+)%", prose(page)) == [expected], page
+    larger = f'{-float(pages.effect("ties p1", "M")["effect_%"]):.1f}'
+    found = re.findall(r'its perplexity falls by (\S+)% at 0.72 million parameters, and by (\S+)% '
+                       r'at 1.51 million \(one seed\)', prose('README.md'))
+    assert found == [(expected, larger)]
+    found = re.findall(r"lowers Llama's perplexity by (\S+)%", prose('results/README.md'))
+    assert found == [expected]
     # Without the additions it is another one
     (row,) = [row for row in pages.ties_effects() if row['id'] == 'd12']
     for page in ('README.md', 'results/README.md'):
-        found = re.findall(r"Without (?:them|our additions), the first tie raises (?:Llama's )?"
+        found = re.findall(r"[Ww]ithout (?:them|our additions), the first tie raises (?:Llama's )?"
                            r'perplexity by (\S+)%', prose(page))
         assert found == [pages.percent(row).split()[0].strip('+')], page
 
@@ -100,11 +112,11 @@ def test_the_headline_is_the_effect_of_its_row() -> None:
 def test_the_other_ties_have_the_effects_of_their_rows() -> None:
     second, third = (pages.percent(pages.effect(f'ties {row}')) for row in ('p2', 'p3'))
     front, study = prose('README.md'), prose('results/README.md')
-    assert re.findall(r'the second makes no clear difference, and the third raises perplexity by '
-                      r'(\S+)%', front) == [third.split()[0].strip('+')]
+    assert re.findall(r'the second tie makes no clear difference, and the third raises perplexity '
+                      r'by (\S+)%', front) == [third.split()[0].strip('+')]
     assert pages.effect('ties p2')['verdict'] == 'undecided'
     both = pages.percent(pages.over_llama('attn-1-three-wide'))
-    assert re.findall(r'CEM attention, which has the first two, changes it by (.*?\))',
+    assert re.findall(r'CEM attention has the first two .*? It changes perplexity by (.*?\))',
                       front) == [both.replace(' ', '% ', 1)]
     assert re.findall(r'the second tie, W_O = W_Q, changes it by (.*?\)), and the third, \S+ = \S+ '
                       r'by (.*?\))', study) == [tuple(each.replace(' ', '% ', 1)
@@ -123,8 +135,8 @@ def test_other_numbers_of_the_front_page() -> None:
     cache = {model: float(row['cache']) for (_, model), row in pages.copying('ties').items()}
     saved = [f'{100 - 100 * cache[model] / cache[pages.LLAMA]:.0f}'
              for model in ('llama-kv-three-wide-4-heads', 'llama-grouped-three-wide')]
-    assert re.findall(r'the first tie makes the cache (\d+)% smaller, and grouped-query attention '
-                      r'(\d+)%\.', prose('README.md')) == [tuple(saved)]
+    assert re.findall(r'The first tie makes the KV cache (\d+)% smaller, and grouped-query '
+                      r'attention (\d+)%\.', prose('README.md')) == [tuple(saved)]
     # CEM attention of Llama's width, at S and at L
     sizes = {row['model']: row for row in read_csv(f'{RESULTS}/tokens/size_l.csv')}
     small = pages.copying('copies')
@@ -133,6 +145,21 @@ def test_other_numbers_of_the_front_page() -> None:
         (sizes['attn-1-none'], sizes['llama-alibi']))]
     assert re.findall(r'with (\d+) to (\d+)% fewer parameters',
                       prose('README.md')) == [tuple(fewer)]
+
+
+def test_the_command_of_the_front_page_prints_its_numbers(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """And pretrained/README.md says the same. The text has 13 pages."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / 'README.md').read_text(encoding='utf-8')
+    (options,) = re.findall(r'python evaluate\.py (--compare=\S+) \\\n +(--text=\S+)', page)
+    evaluate.main([*options, '--device=cpu'])
+    found = re.findall(r'\| (\d\.\d{4}) +\|', capsys.readouterr().out)
+    shown = re.findall(r'It prints (\S+) and (\S+) bits per byte', prose('README.md'))
+    assert shown == [tuple(found)]
+    assert f'prints {found[1]} and {found[0]} bits per byte' in prose('pretrained/README.md')
+    text = (ROOT / options[1].partition('=')[2]).read_text(encoding='utf-8')
+    assert len(text.splitlines()) == 13
 
 
 def known_numbers() -> list[float]:
@@ -242,7 +269,7 @@ def test_other_numbers_of_the_results_page() -> None:
     assert numbers(r'a perplexity (\S+)% lower, and the Llama with both has one (\S+)% higher') == [
         round(-100 * math.expm1(lower[0]), 1), round(100 * math.expm1(lower[1]), 1)]
     pairs = {row['model']: float(row['0 to 10: nats'])
-             for row in read_csv(f'{RESULTS}/ties/counts.csv')}
+             for row in read_csv(f'{RESULTS}/ties/counts.csv') if row['size'] == 'S'}
     (shown,) = re.findall(r'loss is (\S+) nats for Llama and (\S+) for the model with the first '
                           r'tie\. With both ties of attention it is (\S+) \(',
                           prose('pretrained/README.md').replace('[', '('))
