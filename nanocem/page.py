@@ -32,10 +32,13 @@ REPOSITORY: str = tomllib.loads(Path(__file__).parents[1].joinpath('pyproject.to
 QUESTION = 'Can it copy a word it has read only once?'  # the title of a page
 # The page puts a word into the two gaps of these sentences. The model reads it once, and spells it
 LESSON = ('The ', ' is a rare fish. If the ', ' is hungry,')
-# Invented words: a page says how many of their pieces its model spells
+# Invented words: a page says how many of their pieces its model spells. A reader who had not seen
+# the others made up the last ten
 WORDS = ('Zorblax', 'Quimby', 'Fendril', 'Morvath', 'Drumbolt', 'Skelnar', 'Wobrick', 'Tarquel',
          'Nimbrosk', 'Gravenol', 'Brizzock', 'Jalpent', 'Oskrim', 'Pelvadur', 'Triskett',
-         'Humbrell', 'Vexaloo', 'Yarndip', 'Krellovar', 'Gumfort')
+         'Humbrell', 'Vexaloo', 'Yarndip', 'Krellovar', 'Gumfort', 'Gryndal', 'Vexolite',
+         'Tamsuro', 'Plikworth', 'Ozzibane', 'Hrunkel', 'Dwimmerly', 'Squombat', 'Jaxtavir',
+         'xyzzq')
 MOST_WEIGHTS = 50_000_000  # base64 makes 133 MB of them, and some browsers stop soon after
 LOGIT_ERROR = 1e-4  # relative to their norm; GELU in place of SiLU would cause 0.7%
 PROBE_PRODUCTS = 100_000_000  # a browser computes this many in less than a second
