@@ -137,6 +137,12 @@ def test_other_numbers_of_the_front_page() -> None:
              for model in ('llama-kv-three-wide-4-heads', 'llama-grouped-three-wide')]
     assert re.findall(r'The first tie makes the KV cache (\d+)% smaller, and grouped-query '
                       r'attention (\d+)%\.', prose('README.md')) == [tuple(saved)]
+    # The first tie without its parameters
+    (found,) = [row for row in pages.ties_effects() if row['id'] == 'd9']
+    parameters = int(pages.copying('ties')['S', found['A']]['parameters']) / 1e6
+    expected = f'{parameters:.3f}', f'{-float(found["effect_%"]):.1f}'
+    assert re.findall(r"at (\S+) million, perplexity is (\S+)% below Llama's \(one seed\)",
+                      prose('README.md')) == [expected]
     # CEM attention of Llama's width, at S and at L
     sizes = {row['model']: row for row in read_csv(f'{RESULTS}/tokens/size_l.csv')}
     small = pages.copying('copies')
