@@ -2,6 +2,7 @@
 import math
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -234,6 +235,11 @@ def test_a_committed_table_is_as_near_the_paper_as_its_page_says(
     column = 2 if protocol == 'inferred' else 3
     for line, number in zip(rows_within, reversed(within), strict=True):
         assert line.split('|')[column].split()[0] == str(number)
+    # The front page says it, too, and the default is the inferred one
+    assert gp.GPConfig().protocol == 'inferred'
+    front = (RESULTS.parents[1] / 'README.md').read_text(encoding='utf-8')
+    said = {'inferred': rf'\[{within[1]} of\s+them\]', 'blind': rf'=blind`\),\s+{within[1]}\s+do'}
+    assert re.search(said[protocol], front)
     *rows, other = table(next(tmp_path.glob('table*CEM-T3.csv')))
     assert rows == committed and other['paper_train_rmse'] == ''
 
