@@ -130,15 +130,21 @@ def over_llama(model: str, size: str = 'S') -> Row | None:
                  if (row['A'], row['B'], row['size']) == (model, LLAMA, size)), None)
 
 
+def change(model: str, size: str) -> str:
+    """Format what a model of the ties changes over Llama; '' if it was not run at this size."""
+    if model == LLAMA:
+        return '0'
+    found = over_llama(model, size)
+    return percent(found) if found else ''
+
+
 def ties_table(columns: list[str]) -> str:
-    """Format these columns of the models of the study of the ties: of size S, but for the last."""
+    """Format these columns of the models of the study of the ties. The last one is of size M, and
+    all others are of size S."""
     measured = copying('ties')
     llama, rows = measured['S', LLAMA], []
     for model, label in TIES.items():
-        found, larger = measured['S', model], over_llama(model, 'M')
-        changes = [percent(over_llama(model)), percent(larger) if larger else '']
-        if model == LLAMA:
-            changes = ['0', '0']
+        found = measured['S', model]
         cells = {
             '': label,
             'parameters, M': f'{int(found["parameters"]) / 1e6:.3f}',
@@ -146,9 +152,9 @@ def ties_table(columns: list[str]) -> str:
             'KV cache': f'{float(found["cache"]):.2f}',
             'bits per byte': f'{float(found["bits per byte"]):.3f}',
             'repeated targets, nats': found['repeated, nats'],
-            'perplexity vs. Llama, %': changes[0],
+            'perplexity vs. Llama, %': change(model, 'S'),
             'seeds': found['seeds'],
-            'at 1.51 M, one seed, %': changes[1]}
+            'at 1.51 M, one seed, %': change(model, 'M')}
         rows.append([cells[name] for name in columns])
     return markdown_table(columns, rows)
 
