@@ -134,6 +134,10 @@ def test_a_word_of_the_readers_is_taught_and_counted(still: Browser, play: Path)
     word = still.run("$('word').value")
     assert word in page.WORDS and still.text('#note') == ''
     assert still.text('#tally').startswith('Your words: 1 of 2 ')  # this one is the page's
+    still.click('#other')
+    wait_until_taught(still)
+    before, word = word, still.run("$('word').value")
+    assert word in page.WORDS and word != before
     # The address restores word and switch
     still.click('#off')
     assert address(still) == {'word': word, 'off': '1'}
@@ -407,6 +411,8 @@ def test_an_exported_page_opens_its_prompt_and_writes(wide: Browser, tmp_path: P
     wide.type('#mlp', '\ue014')
     wait_until_read(wide)
     assert wide.run('model.T.mlp') == 2 and address(wide)['T_mlp'] == '2'
+    open_play(wide, path, wide.run('location.hash'))
+    assert wide.run('model.T') == {'attn': 1, 'mlp': 2}
 
 
 # train.html

@@ -18,6 +18,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import evaluate
 import train
 from configurator import UserError
 from model import ModelConfig
@@ -39,7 +40,10 @@ def test_a_llama_is_read_whatever_the_defaults_of_cem(tmp_path: Path) -> None:
     for path in out.glob('*.pt'):
         state = torch.load(path, weights_only=True)
         torch.save(state | {'model_config': state['model_config'] | other}, path)
-    assert runs.load_model(str(out))[0].cfg.attn_steps == 1
+    model, _ = runs.load_model(str(out))
+    assert model.cfg.attn_steps == 1
+    # evaluate.py --compare reads a run that has not ended in the same way
+    assert f'| {model.num_params():,} ' in evaluate.compare_runs([str(out), str(out)])
     assert Run(tmp_path, f'--out_dir={out}', RESUME).wait().codes == [0]
     tuned = [f'--init_from={out}', f'--out_dir={tmp_path / "t"}', steps(1)]
     names = {'--d_model', '--n_layer', '--n_head', '--d_mlp', '--attn_steps', '--mlp_steps'}
