@@ -18,6 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from configurator import build, check, fail, read_options
 from model import SIZES, ModelConfig
 from nanocem.files import read_csv, read_json, read_json_lines
@@ -362,6 +365,37 @@ def count_rows(runs: list[Row]) -> list[Row]:
             row[f'{words}: nats'] = f'{statistics.fmean(loss for _, loss in parts):.3f}'
         found.append(row)
     return sorted(found, key=lambda row: (row['size'], row['model']))
+
+
+# How runs train
+
+def draw_curves(losses: list[Row], lines: list[tuple[str, str, str, str]], title: str) -> Figure:
+    """Draw how far training losses are above that of Llama with all three additions. `losses` are
+    rows of losses.csv; a line has a size, a model, a format and a label. Each line is the mean over
+    the seeds that its model and Llama both have. A line without runs is left out."""
+    by_run: dict[tuple[str, str, str], list[float]] = {}
+    for row in losses:
+        if not row['variant']:
+            run = row['size'], row['model'], row['seed']
+            by_run.setdefault(run, []).append(float(row['loss']))
+    figure = Figure((8.3, 4), layout='constrained')
+    axes = figure.subplots()
+    for size, model, line_format, label in lines:
+        over = []
+        for run, of_run in by_run.items():
+            llama = by_run.get((size, 'llama-alibi-three', run[2]))
+            if run[:2] == (size, model) and llama:
+                over.append(np.subtract(of_run, llama))
+        if over:
+            # Each point is the mean of a twentieth of the run
+            points = [part.mean() for part in np.array_split(np.mean(over, axis=0), 20)]
+            axes.plot(np.arange(2.5, 100, 5), points, line_format, label=label)
+    axes.axhline(0, color='0.6', lw=1)
+    axes.set_xlabel('training, %')
+    axes.set_ylabel('training loss over Llama, nats')
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8)
+    return figure
 
 
 # Which runs failed

@@ -472,7 +472,7 @@ def test_panels_failed_runs_and_missing_ones(monkeypatch: pytest.MonkeyPatch, tm
 
 def test_pages_show_pictures_830_pixels_wide() -> None:
     pictures = sorted((ROOT / 'results').rglob('*.png'))
-    assert len(pictures) == len(FIGURES) + 4  # rows, gp, copies, gradient
+    assert len(pictures) == len(FIGURES) + 5  # rows, gp, copies, gradient, ties
     for path in pictures:
         with Image.open(path) as picture:
             assert picture.width == 2 * 830, path

@@ -14,7 +14,7 @@ from model import Cache, LlamaAttention, LlamaMLP, ModelConfig, Transformer, mak
 from nanocem.files import csv_text, read_csv
 from results.gradient.run import COLUMNS
 from results.ties import tables
-from study import RESULTS
+from study import RESULTS, draw_curves
 from test_model import randomize
 
 OPTIONS = dict(d_model=24, n_layer=1, n_head=3, d_mlp=20, vocab_size=50, context_length=20,
@@ -42,7 +42,7 @@ def found_in(folder: Path, rows: list[dict[str, str]],
              monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, str]]]:
     """Return the CSVs that tables.py writes for these runs."""
     folder.mkdir()
-    for name in 'models', 'verdicts', 'differences':
+    for name in 'models', 'verdicts', 'differences', 'losses':
         shutil.copy(RESULTS / f'ties/{name}.csv', folder)
     (folder / 'runs.csv').write_text(csv_text(rows), encoding='utf-8')
     monkeypatch.setattr(tables, 'HERE', folder)
@@ -66,6 +66,24 @@ def test_the_files_are_those_of_the_runs(tmp_path: Path, monkeypatch: pytest.Mon
     found = found_in(tmp_path / 'ties', read_csv(f'{RESULTS}/ties/runs.csv'), monkeypatch)
     for name, rows in found.items():
         assert rows == read_csv(f'{RESULTS}/ties/{name}.csv'), name
+
+
+def test_a_curve_is_the_mean_over_the_seeds_that_both_have() -> None:
+    """Llama has seeds 1 and 2. Seed 3 of the model, its ablation, and a line without runs are left
+    out."""
+    rows = []
+    for model, seed, variant, loss in (
+            ('llama-alibi-three', '1', '', 2.0), ('llama-alibi-three', '2', '', 3.0),
+            ('a', '1', '', 2.5), ('a', '2', '', 3.1), ('a', '3', '', 9.0), ('a', '1', 'cut', 9.0)):
+        for step in range(50, 2001, 50):
+            rows.append({'size': 'S', 'model': model, 'seed': seed, 'variant': variant,
+                         'step': str(step), 'loss': str(loss + step / 2000 * (model == 'a'))})
+    figure = draw_curves(rows, [('S', 'a', 'C0-', 'a'), ('M', 'a', 'C1-', 'none')], 'title')
+    line, _ = figure.axes[0].lines  # and the one at zero
+    share, over = line.get_data()
+    np.testing.assert_allclose(share, np.arange(20) * 5 + 2.5)
+    # (0.5 + 0.1) / 2, and the mean of two of the forty steps
+    np.testing.assert_allclose(over, 0.3 + (share + 1.25) / 100)
 
 
 @pytest.mark.parametrize('n_cells', [10, 1000])

@@ -11,14 +11,11 @@ curves.png shows when a model falls behind.
 """
 import json
 import math
-import statistics
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / 'tokens')]
-
-from matplotlib.figure import Figure
 
 from nanocem.files import csv_text, markdown_table, read_csv, write_atomic
 from study import (
@@ -27,6 +24,7 @@ from study import (
     copying_rows,
     count_rows,
     counting_runs,
+    draw_curves,
     load_study,
     read_published_rows,
 )
@@ -40,10 +38,13 @@ from verdicts import (
 )
 
 COPIES = HERE.parent / 'copies'
-# Drawn in curves.png, at S, over Llama with all three
-CURVES = {'cem-1-three': 'plain all-CEM, one step', 'cem-1-three-wide': "... Llama's parameters",
-          'attn-1-three': 'CEM attention', 'attn-1-three-wide': "... Llama's parameters",
-          'attn-1-both-wide': "... Llama's parameters, without the diagonal"}
+CURVES = [('S', 'cem-1-three', 'C0-', 'plain all-CEM, one step'),
+          ('S', 'cem-1-three-wide', 'C0--', "... Llama's parameters"),
+          ('S', 'attn-1-three', 'C1-', 'CEM attention'),
+          ('S', 'attn-1-three-wide', 'C1--', "... Llama's parameters"),
+          ('S', 'attn-1-both-wide', 'C2--', "... Llama's parameters, without the diagonal")]
+CURVES_TITLE = ('With as many parameters CEM approaches Llama in the second half (S,\n'
+                'all with shifted key and match bias, all but one with the scaled diagonal)')
 
 
 def all_runs() -> list[Row]:
@@ -107,36 +108,6 @@ def gap_rows() -> list[Row]:
     return found
 
 
-def draw_curves() -> Figure:
-    """Draw the training loss of models at S less that of Llama with all three, the mean of seeds
-    that both have."""
-    losses: dict[tuple[str, str], dict[int, float]] = {}
-    for row in read_csv(f'{HERE}/losses.csv'):
-        if row['size'] == 'S' and not row['variant']:
-            of_run = losses.setdefault((row['model'], row['seed']), {})
-            of_run[int(row['step'])] = float(row['loss'])
-    figure = Figure((8.3, 4), layout='constrained')
-    axes = figure.subplots()
-    for n, (model, label) in enumerate(CURVES.items()):
-        seeds = [seed for name, seed in losses
-                 if name == model and ('llama-alibi-three', seed) in losses]
-        steps = [*losses[model, '1']]
-        over = [statistics.fmean(losses[model, seed][step] - losses['llama-alibi-three', seed][step]
-                                 for seed in seeds) for step in steps]
-        # Each point is the mean of four, which are of 50 steps each
-        points = [statistics.fmean(over[i - 4:i]) for i in range(4, len(over) + 1, 4)]
-        style = '--' if label.startswith('...') else '-'
-        axes.plot(steps[3::4], points, style, color=f'C{(0, 0, 1, 1, 2)[n]}', label=label)
-    axes.axhline(0, color='0.6', lw=1)
-    axes.set_xlabel('step')
-    axes.set_ylabel('training loss over Llama, nats')
-    axes.set_title('With as many parameters CEM approaches Llama in the second half (S,\n'
-                   'all with shifted key and match bias, all but one with the scaled diagonal)',
-                   fontsize=10)
-    axes.legend(fontsize=8, loc='lower right', bbox_to_anchor=(0.95, 0))
-    return figure
-
-
 def main() -> None:
     runs = all_runs()
     verdicts = judge(HERE, gradient_rule)
@@ -150,7 +121,8 @@ def main() -> None:
         if rows:
             print(f'{markdown_table([*rows[0]], [[*row.values()] for row in rows])}\n')
             write_atomic(f'{HERE}/{name}.csv', csv_text(rows).encode())
-    draw_curves().savefig(HERE / 'curves.png', dpi=200)
+    curves = draw_curves(read_csv(f'{HERE}/losses.csv'), CURVES, CURVES_TITLE)
+    curves.savefig(HERE / 'curves.png', dpi=200)
 
 
 if __name__ == '__main__':
