@@ -35,6 +35,7 @@ from nanocem.hardware import (
     keep_freed_memory,
     peak_flops,
 )
+from nanocem.hub import LLAMA_SIZES, fixed_in_llama
 from nanocem.triton_attention import use_kernels
 
 # The config files of each model. The defaults are all-CEM, one step
@@ -81,12 +82,11 @@ def make_model(cfg: BenchConfig, name: str) -> torch.nn.Module:
             sizes['d_mlp'] = 3 * SIZES[cfg.size]['d_model']
         return Transformer(ModelConfig(**options, **sizes)).to(cfg.device)
     from transformers import LlamaConfig, LlamaForCausalLM
-    size = SIZES[cfg.size]
+    size = SIZES[cfg.size] | dict(vocab_size=cfg.vocab_size, context_length=cfg.context_length)
     config = LlamaConfig(
-        vocab_size=cfg.vocab_size, max_position_embeddings=cfg.context_length, rms_norm_eps=1e-5,
-        hidden_size=size['d_model'], intermediate_size=size['d_mlp'],
-        num_hidden_layers=size['n_layer'], num_attention_heads=size['n_head'],
-        tie_word_embeddings=False, use_cache=False, bos_token_id=None, eos_token_id=None)
+        **{theirs: size[ours] for ours, theirs in LLAMA_SIZES.items()},
+        **fixed_in_llama(size['d_model'], size['n_head']),
+        use_cache=False, bos_token_id=None, eos_token_id=None)
     return LlamaForCausalLM._from_config(config, attn_implementation='sdpa').to(cfg.device)
 
 

@@ -44,6 +44,7 @@ from nanocem.measure import (
     TOKENS_AT_ONCE,
     Measured,
     Sequences,
+    bits_per_byte,
     describe_source,
     loss_sums,
     perplexity,
@@ -129,7 +130,7 @@ def report_loss(run: Evaluated) -> str:
         row = {'T': str(T or 'as trained'), 'tokens': f'{n_targets:,.0f}',
                'nats per token': f'{loss:.4f}', 'perplexity': f'{perplexity(loss):.6g}'}
         if text_bytes:
-            row['bits per byte'] = f'{text_nats / math.log(2) / text_bytes:.4f}'
+            row['bits per byte'] = f'{bits_per_byte(text_nats, text_bytes):.4f}'
         if llama_tokens:
             row['perplexity per Llama token'] = f'{perplexity(text_nats / llama_tokens):.6g}'
         rows.append(row)
@@ -225,7 +226,7 @@ def compare_on_text(cfg: EvaluateConfig) -> str:
         run = Evaluated(replace(cfg, out_dir=folder))
         ids, text_bytes, _ = run.sequences
         n_targets, _, text_nats = evaluate_loss(run.model, ids, run.tokenizer.bos)
-        bits.append(text_nats / math.log(2) / text_bytes if text_bytes else math.nan)
+        bits.append(bits_per_byte(text_nats, text_bytes) if text_bytes else math.nan)
         rows.append([folder, f'{run.model.num_params():,}', f'{n_targets:,.0f}',
                      f'{bits[-1]:.4f}'])
     last = bits[-1]

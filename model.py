@@ -54,7 +54,7 @@ SIZES: dict[str, dict[str, int]] = {
 NORM_EPS = 1e-5  # added to the mean square in RMSNorm
 EMBEDDING_STD = 1.0  # standard deviation of the initial token embedding
 # A loss over more logits than the first number is computed in chunks of about as many logits as
-# the second number: on a CPU, a chunk fits into the cache
+# the second number, but of at least 128 rows
 FEW_LOGITS = {'cuda': (2 ** 26, 2 ** 26), 'cpu': (2 ** 22, 2 ** 20)}
 FEW_QUERIES = 64  # `attend` divides more queries than these into parts
 
@@ -175,14 +175,15 @@ class Cache:
         self.W_O: dict[nn.Module, Tensor] = {}  # each CEM attention's preconditioned W_O
 
     def append(self, new: Tensor) -> Tensor:
-        """Append new (..., I, width) to that of past tokens. Return all of it, (..., J, width)."""
+        """Append the new tokens' rows (..., I, width) to those of past tokens. Return all rows,
+        (..., J, width)."""
         n, J = self.next, self.length + new.shape[-2]
         self.next += 1
         if n == len(self.buffers):  # the first pass
             self.buffers.append(new)
             return new
         room = self.buffers[n].shape[-2]
-        if room < J:  # make room for as many tokens again
+        if room < J:  # make room for twice as many tokens
             self.buffers[n] = F.pad(self.buffers[n], (0, 0, 0, 2 * J - room))
         self.buffers[n][..., self.length:J, :] = new
         return self.buffers[n][..., :J, :]
@@ -210,7 +211,8 @@ def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None,
     mask = causal_mask(distance) if cfg.has_bias() or past > 0 else None
     cos = sin = None
     if cfg.positions == 'rope':
-        cos, sin = (part[past:end] for part in table or rope_table(cfg, x, end))
+        cos, sin = table or rope_table(cfg, x, end)
+        cos, sin = cos[past:end], sin[past:end]
     return Positions(distance, mask, cos, sin, cache)
 
 
@@ -295,7 +297,9 @@ class BaseAttention(nn.Module):
     def scores(self, q: Tensor, k: Tensor, pos: Positions, u: Tensor, h: Tensor) -> Tensor:
         """Return a_ijk = k_j . q_i / tau + bias_ijk, (B, K, I, J)."""
         b = self.bias(pos, u, h)
-        return (q / self.tau) @ k.mT + (causal_mask(pos.distance) if b is None else b)
+        if b is None:
+            b = causal_mask(pos.distance)
+        return (q / self.tau) @ k.mT + b
 
     def bias(self, pos: Positions, u: Tensor, h: Tensor) -> Tensor | None:
         """Return what is added to the products of queries and keys, (B, K, I, J) or a shape that
@@ -345,7 +349,8 @@ class BaseAttention(nn.Module):
 
     def diagonal_update(self, alpha: Tensor, h: Tensor) -> Tensor:
         """Return the part of minus the gradient, (B, I, D), that kq_diag=scaled adds, for alpha
-        (B, K, I, J): d * sum_j (sum_k g_k alpha_ijk) h_j, one product for all heads."""
+        (B, K, I, J): d * sum_j (sum_k g_k alpha_ijk) h_j, one product for all heads. Llama has no
+        other diagonal."""
         alpha = (self.diag_weight[:, None, None] * alpha).sum(dim=1)
         return self.kq_diag * (alpha.type_as(h) @ h)
 
@@ -378,7 +383,8 @@ class BaseAttention(nn.Module):
             o = self.kernel(self, q, k, v, pos, u, h)            # None where it cannot
             if o is not None:
                 return o, 0
-        # Torch's own attention, if there is no bias, or on a GPU if there is no diagonal_update
+        # Torch's own attention, if its causal mask is enough, or on a GPU if there is no
+        # diagonal_update
         if pos.mask is None or (q.is_cuda and not self.adds_diagonal):
             return fused_attention(q, k, v, self.bias(pos, u, h), self.tau), 0
         # The scores of all queries at once, if there are few. (torch.export records only one
@@ -462,8 +468,8 @@ class CEMAttention(BaseAttention):
     out, which exact_update=True adds.
 
     Ours: an energy ties W_O only to how the queries depend on u. With untied_output the queries are
-    W_Q h + W_O (u - h). With ALiBi and score_scale=head, one step is then Llama's attention with
-    W_V = W_K."""
+    W_Q h + W_O (u - h). With ALiBi, score_scale=head and residual=raw, one step of length 1 without
+    P is then Llama's attention with W_V = W_K."""
     def __init__(self, cfg: ModelConfig):
         super().__init__(cfg)
         D, std = cfg.d_model, cfg.init_std
@@ -482,8 +488,9 @@ class CEMAttention(BaseAttention):
         k, v, h_all = self.context(k, v, h, pos)                 # (B, K, J, R), h_all: (B, J, D)
         # The output matrix is W_Q again (ours: with untied_output W_O), with P folded in
         W_O = self.output_weight(pos.cache)                      # (D, D), blocks W_k^Q P_k
-        # Start from the residual stream, or, as in Algorithm 1, from its norm
-        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i (ours, raw: x_i)
+        # Algorithm 1 starts from the norm. Ours, raw: start from the residual stream itself
+        if self.cfg.residual == 'normed':
+            x = h                                                # x_i <- h_i
         for _ in range(self.T):
             # Project the current state to queries
             u = self.norm(x)                                     # u_i <- rms(x_i); raw: at first h
@@ -575,8 +582,9 @@ class CEMMLP(nn.Module):
         # Project the normed input to gamma, which stays fixed for all steps
         h = self.norm(x)                                         # h_i <- rms(x_i)
         gamma = F.linear(h, self.W)                              # gamma = W h_i, (B, I, D_v)
-        # Start from the residual stream, or, as in Algorithm 1, from its norm
-        x = h if self.cfg.residual == 'normed' else x            # x_i <- h_i (ours, raw: x_i)
+        # Algorithm 1 starts from the norm. Ours, raw: start from the residual stream itself
+        if self.cfg.residual == 'normed':
+            x = h                                                # x_i <- h_i
         for _ in range(self.T):
             # Project the current state up
             u = self.norm(x)                                     # u_i <- rms(x_i)
@@ -632,10 +640,11 @@ class Preconditioner(nn.Module):
             self.right = nn.Parameter(torch.zeros(n, D, rank))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Apply each of the n matrices to its m rows, (..., n, m, D); n = 1 takes any (..., D)."""
+        """Apply each of the n matrices to its m rows, (..., n, m, D), or one to (B, I, D)."""
         out = rows
         if self.diag is not None:
-            diagonal = F.softplus(self.diag * self.diag.shape[1] ** 0.5)
+            D = rows.shape[-1]
+            diagonal = F.softplus(D ** 0.5 * self.diag)
             out = rows * diagonal[:, None]
         if self.left is not None:
             # Both low-rank parts in one product: [left, right] [right, left]^T
@@ -838,7 +847,7 @@ class LossInParts(torch.autograd.Function):
 # Only for energies
 
 def require_one_shape(u: Tensor, h: Tensor) -> None:
-    """ValueError unless states u and contexts h have the same shape: they would be broadcast."""
+    """ValueError unless u and h have the same shape: otherwise they would broadcast silently."""
     require(u.shape == h.shape, f'u {tuple(u.shape)}, h {tuple(h.shape)}: expected a state u for '
             'each h')
 
@@ -886,11 +895,10 @@ def check_values(cfg: ModelConfig) -> None:
             ok = is_number and 0 < value < math.inf
             expected = 'a whole number from 1' if kind is int else 'a number above 0'
         else:
-            words = get_args(kind)
-            if name in ('attn', 'mlp'):
-                words = tuple(ATTENTION if name == 'attn' else MLP)
+            layers = {'attn': ATTENTION, 'mlp': MLP}
+            words = [*layers[name]] if name in layers else get_args(kind)
             ok, expected = value in words, f'one of {", ".join(words)}'
-            kind = str
+            kind = str  # a Literal cannot be called
         require(ok, f'{name}={value}: expected {expected}')
         setattr(cfg, name, kind(value))
 
@@ -899,7 +907,7 @@ def default_values(cfg: ModelConfig) -> dict[str, Any]:
     """Return the defaults of the fields that depend on other fields."""
     size = SIZES[cfg.size or '134m']
     D, R = cfg.d_model or size['d_model'], size['d_model'] // size['n_head']
-    # As many heads as divide D and are no narrower than the size's
+    # The largest number of heads that divides D, with heads at least as wide as the size's
     n_head = next((K for K in range(D // R, 1, -1) if D % K == 0), 1)
     llama = cfg.attn == 'llama'
     return dict(
@@ -944,8 +952,8 @@ def unused_options(cfg: Any) -> dict[str, str]:
 
 
 def check_combination(cfg: ModelConfig) -> None:
-    """ValueError for an option that has no part in this model, or contradicts another."""
-    defaults = vars(ModelConfig) | default_values(cfg)
+    """ValueError for an option that this model does not use, or that contradicts another."""
+    defaults = vars(ModelConfig) | default_values(cfg)  # a dataclass keeps defaults as attributes
     for name, setting in unused_options(cfg).items():
         value, default = getattr(cfg, name), defaults[name]
         require(value == default,

@@ -283,9 +283,9 @@ def learning_rate(cfg: GPConfig, step: int) -> float:
 
 def train(cfg: GPConfig, w: dict[str, Tensor], T: int, x: Tensor, y: Tensor,
           repeats: Sequence[int]) -> dict[str, Tensor]:
-    """Train the weights w of all repeats in place, by AdamW with the settings of the paper's Table
-    2. x (R, N, 10), y (R, N, 1). Return the weights after each repeat's epoch of lowest test error
-    or, as cfg.checkpoint says, after the last step."""
+    """Train the weights w of all repeats in place, by AdamW with the betas, epsilon, weight decay
+    and clipping of the paper's Table 2. x (R, N, 10), y (R, N, 1). Return the weights after each
+    repeat's epoch of lowest test error or, as cfg.checkpoint says, after the last step."""
     optimizer = torch.optim.AdamW(w.values(), betas=(0.9, 0.95), eps=1e-9,
                                   weight_decay=0.1, fused=True)
     generators = [generator(cfg, repeat, 'batches') for repeat in repeats]

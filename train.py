@@ -44,7 +44,7 @@ from nanocem.hardware import (
     keep_freed_memory,
     peak_flops,
 )
-from nanocem.measure import loss_sums, perplexity
+from nanocem.measure import bits_per_byte, loss_sums, perplexity
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, keep_console_and_signals, note_signals, progress_bar
@@ -181,13 +181,13 @@ def main(argv: list[str]) -> int:
     tokens_per_step = cfg.batch_size * length
     max_steps = count_steps(cfg, model_cfg)
 
-    # Go on with a run if its data is the same. One that has ended stays as it is
+    # Resume a run only if its data is unchanged. Leave a finished run as it is
     out_dir = cfg.out_dir
     _lock = start.lock  # held until main returns
     if resume:
         runs.check_same(out_dir, start.config['data'], data_identity)
         if state and state['step'] == max_steps and os.path.exists(f'{out_dir}/result.json'):
-            print(f'{out_dir} has ended, and result.json has its test: python evaluate.py '
+            print(f'{out_dir} is finished, and result.json has its test loss: python evaluate.py '
                   f'--out_dir={shlex.quote(out_dir)} measures more', flush=True)
             return 0
 
@@ -284,7 +284,9 @@ def main(argv: list[str]) -> int:
     def checkpoint(name: str) -> bool:
         """Write the current state to a file in the run's folder, only on rank 0. Return False if
         that fails."""
-        return rank > 0 or runs.save_checkpoint(f'{out_dir}/{name}', {
+        if rank > 0:
+            return True
+        return runs.save_checkpoint(f'{out_dir}/{name}', {
             'model': raw_model.state_dict(), 'optimizers': [o.state_dict() for o in optimizers],
             'step': step, 'best': best, 'seconds': time.monotonic() - started,
             'skipped': skipped, 'consecutive_skips': consecutive_skips,
@@ -319,8 +321,7 @@ def main(argv: list[str]) -> int:
             sums[3] += n_bytes.sum()
         raw_model.train()
         tokens, nats, text_nats, text_bytes = sum_over_processes(sums).tolist()
-        bits = text_nats / text_bytes / math.log(2) if text_bytes else None
-        return nats / tokens, bits
+        return nats / tokens, bits_per_byte(text_nats, text_bytes) if text_bytes else None
 
     # Let a signal such as SIGTERM, or Ctrl-C, stop the run after the current step
     signals = note_signals()
@@ -331,7 +332,7 @@ def main(argv: list[str]) -> int:
     first_step = timed_from = step
     timed_seconds = 0.0  # of the steps after timed_from, whose speed is shown
     val_loss, stopped = None, False
-    written = True  # whether the last numbered checkpoint that was due could be written
+    written = True  # False if the last numbered checkpoint could not be written
     while step < stop_step and not stopped:
         # Set the learning rate of this step
         t0 = time.monotonic()
@@ -358,8 +359,9 @@ def main(argv: list[str]) -> int:
 
         # Clip the gradient. Average the loss, and stop if any process has received a signal
         grad_norm = float(torch.nn.utils.clip_grad_norm_(raw_model.parameters(), cfg.grad_clip))
-        sums = sum_over_processes(torch.tensor([float(loss), len(signals)])).tolist()
-        loss, stopped = sums[0] / world_size, sums[1] > 0
+        loss, n_signals = sum_over_processes(torch.tensor([float(loss), len(signals)])).tolist()
+        loss /= world_size
+        stopped = n_signals > 0
 
         # Update the weights, or in all processes skip the step if loss or gradient is not finite
         if math.isfinite(loss) and math.isfinite(grad_norm):
@@ -374,7 +376,8 @@ def main(argv: list[str]) -> int:
             check(consecutive_skips <= MAX_SKIPPED, f'{consecutive_skips} consecutive steps, up to '
                   f'step {step + 1}, without finite loss and gradient: try a lower learning_rate')
         raw_model.zero_grad(set_to_none=True)
-        step, timed_seconds = step + 1, timed_seconds + time.monotonic() - t0
+        step += 1
+        timed_seconds += time.monotonic() - t0
         is_last = step == max_steps
 
         # Show the speed, with the share of the GPUs' peak (model FLOPs utilization)

@@ -24,7 +24,7 @@ def find_device(kind: str) -> torch.device:
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if kind == 'auto':
         if mps:
-            print('An Apple GPU is there: --device=mps, untried, uses it', flush=True)
+            print('Found an Apple GPU: --device=mps uses it, which nobody has tried', flush=True)
         kind = 'cuda' if cuda else 'cpu'
     check({'cpu': True, 'cuda': cuda, 'mps': mps}[kind],
           f'device={kind}: torch finds no GPU of this kind on this machine; set device=cpu')

@@ -1,4 +1,4 @@
-"""What a model is measured on, text or shards as sequences, and its losses there."""
+"""Read a text or shards as sequences, and sum up a model's losses on them."""
 import math
 import os
 import tempfile
@@ -135,6 +135,11 @@ def loss_sums(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
     losses = token_losses(logits, targets)
     n_targets = (targets != NO_TARGET).sum().cpu()
     return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
+
+
+def bits_per_byte(nats: float, text_bytes: float) -> float:
+    """Return the loss of a whole text, in nats, as bits per byte."""
+    return nats / math.log(2) / text_bytes
 
 
 def perplexity(loss: float) -> float:

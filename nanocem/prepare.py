@@ -285,7 +285,7 @@ class Division:
         of_names = len({*self.split_of_file.values()}) > 1
         of_hashes = f'a hash of each {"piece of a document" if self.piece else "document"}'
         words = ['the names of files'] * of_names + [of_hashes] * bool(self.held_out)
-        return ' and '.join(words) or 'nothing: all is train'
+        return ' and '.join(words) or 'nothing: everything goes to train'
 
 
 def splits_of_names(files: list[str]) -> dict[str, str]:

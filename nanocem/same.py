@@ -181,8 +181,8 @@ def is_causal(model: Any) -> bool:
 
 def warn_if_not_causal(model: Any) -> None:
     if not is_causal(model):
-        warn('this model.py lets a token see later ones, or is random: logits change if the '
-             'text is cut after them. Its losses say nothing about text that it writes')
+        warn('this model.py is not causal, or is random: logits depend on later tokens. Its '
+             'losses say nothing about text that it writes')
 
 
 @torch.no_grad()

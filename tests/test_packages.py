@@ -52,7 +52,7 @@ def test_training_sampling_and_evaluating_need_no_other(tmp_path: Path) -> None:
                'synthetic_gp|--kernels=rbf|--models=Plain|--steps=1|--points=128|--test_points=9')
     assert done.returncode == 0, done.stderr
     assert done.stderr == 'out/a, the newest run in out/:\n'
-    for words in ('Finished in', 'out/a has ended', 'bits per byte', 'cosine', 'Runs\n',
+    for words in ('Finished in', 'out/a is finished', 'bits per byte', 'cosine', 'Runs\n',
                   'No picture: pip install matplotlib', '; no picture: pip install matplotlib'):
         assert words in done.stdout, done.stdout
     assert not [*(tmp_path / 'out/a').glob('events*')]

@@ -195,7 +195,7 @@ def test_a_finished_run_stays_as_it_is(halves: tuple[Path, Path], tmp_path: Path
     for world in 1, 2:
         run = resume(out, '--dtype=bfloat16', '--test_tokens=300', '--sample_tokens=5', world=world)
         assert run.codes == [0] * world and files(out) == before
-        assert run.text.count(f'{out} has ended, and result.json has its test') == 1
+        assert run.text.count(f'{out} is finished, and result.json has its test') == 1
     with pytest.raises(SystemExit, match='has seed='):
         train.main([f'--out_dir={out}', RESUME, '--seed=5'])
     assert files(out) == before
