@@ -175,19 +175,19 @@ def ties() -> str:
 def expected() -> str:
     """What was expected of the ties beside what was found. The largest size with an interval gives
     the verdict, and has it in its row."""
-    rows, waiting = [], 0
+    rows, waiting = [], []
     for row in (read_csv(f'{RESULTS}/ties/verdicts.csv')
                 + read_csv(f'{RESULTS}/ties/differences.csv')):
         found = {one['size']: one for one in ties_effects() if one['id'] == row['id']}
         decided = [size for size, one in found.items() if one['low_%']]
         for size in row['sizes'].split():
             if percent(found.get(size)) == 'not run yet':
-                waiting += 1
+                waiting.append(f'{row["id"]} at {size}')
                 continue
             word = found[size].get('verdict', '') if size in decided[-1:] else ''
             rows.append([row.get('claim') or row['question'], size,
                          signed(row[f'expected_{size}']), percent(found[size]), word])
-    note = f'{waiting} comparisons of the study are not run yet.' if waiting else ''
+    note = f'Not run yet (ids of ties/*.csv): {", ".join(waiting)}.' if waiting else ''
     if not rows:
         return note
     table = markdown_table(['', 'size', 'expected, %', 'found, %', 'verdict'], rows)

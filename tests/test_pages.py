@@ -12,6 +12,7 @@ import evaluate
 import pages
 from nanocem.files import read_csv
 from results.gradient import tables as gradient
+from results.ties import tables as ties
 from results.tokens import verdicts
 from running import ROOT
 from study import RESULTS, counting_runs
@@ -125,11 +126,11 @@ def test_the_other_ties_have_the_effects_of_their_rows() -> None:
 
 def test_other_numbers_of_the_front_page() -> None:
     """Those of our additions: how much they help Llama, and what they do to its cache."""
-    y: dict[str, dict[str, float]] = {'llama-alibi': {}, pages.LLAMA: {}}
+    of_seeds: dict[str, dict[str, float]] = {'llama-alibi': {}, pages.LLAMA: {}}
     for run in runs_at_S():
-        if run['model'] in y:
-            y[run['model']][run['seed']] = float(run['y'])
-    d = [y['llama-alibi'][seed] - loss for seed, loss in y[pages.LLAMA].items()]
+        if run['model'] in of_seeds:
+            of_seeds[run['model']][run['seed']] = float(run['y'])
+    d = [of_seeds['llama-alibi'][seed] - loss for seed, loss in of_seeds[pages.LLAMA].items()]
     assert re.findall(r"without which Llama's perplexity is (\d+)% higher", prose('README.md')) == [
         f'{100 * math.expm1(statistics.fmean(d)):.0f}']
     cache = {model: float(row['cache']) for (_, model), row in pages.copying('ties').items()}
@@ -137,11 +138,16 @@ def test_other_numbers_of_the_front_page() -> None:
              for model in ('llama-kv-three-wide-4-heads', 'llama-grouped-three-wide')]
     assert re.findall(r'The first tie makes the KV cache (\d+)% smaller, and grouped-query '
                       r'attention (\d+)%\.', prose('README.md')) == [tuple(saved)]
-    # The first tie without its parameters
+    # The first tie with seed 1, that of rows with one seed, and without its parameters
+    y = {run['model']: float(run['y']) for run in runs_at_S() if run['seed'] == '1'}
+    of_seed_1 = 100 * math.expm1(y['llama-kv-three-wide'] - y[pages.LLAMA])
+    for page, words in (('README.md', 'with this seed, moving them gives'),
+                        ('results/README.md', 'what the first tie does at this seed:')):
+        assert re.findall(rf'{words} (\S+)%', prose(page)) == [f'{of_seed_1:.1f}'], page
     (found,) = [row for row in pages.ties_effects() if row['id'] == 'd9']
     parameters = int(pages.copying('ties')['S', found['A']]['parameters']) / 1e6
     expected = f'{parameters:.3f}', f'{-float(found["effect_%"]):.1f}'
-    assert re.findall(r"at (\S+) million, perplexity is (\S+)% below Llama's \(one seed\)",
+    assert re.findall(r"at (\S+) million, perplexity is (\S+)% below Llama's \(one seed;",
                       prose('README.md')) == [expected]
     # CEM attention of Llama's width, at S and at L
     sizes = {row['model']: row for row in read_csv(f'{RESULTS}/tokens/size_l.csv')}
@@ -262,9 +268,10 @@ def test_other_numbers_of_the_results_page() -> None:
     assert numbers(r'Of the (\d+) runs that the study .* planned, (\d+) were run') == [
         len(read_csv(f'{RESULTS}/gradient/{name}.csv')) for name in ('cells', 'runs')]
     measured = pages.copying('copies') | pages.copying('gradient')
-    assert numbers(r'the tied Llama has a perplexity of (\S+) and the untied one (\S+) \(') == [
-        float(measured['S', model]['perplexity per Llama token'])
-        for model in ('llama-alibi-kv-copies', 'llama-alibi-copies')]
+    tied, untied = (float(measured['S', model]['perplexity per Llama token'])
+                    for model in ('llama-alibi-kv-copies', 'llama-alibi-copies'))
+    assert numbers(r'match bias, again without a wider MLP, it lowers perplexity by (\S+)%') == [
+        round(100 * (1 - tied / untied), 1)]
     narrow, llama = measured['S', 'attn-1-three'], measured['S', pages.LLAMA]
     assert numbers(r'has (\d+)% fewer parameters') == [
         round(100 - 100 * pages.ratio(narrow, llama, 'parameters'))]
@@ -290,18 +297,23 @@ def test_other_numbers_of_the_results_page() -> None:
 def noise(folder: Path) -> dict[str, float]:
     """Return the standard deviation of each kind's runs, in per cent."""
     claims = [{'unit': 'perplexity'} | row for row in read_csv(f'{folder}/verdicts.csv')]
-    rule = gradient.gradient_rule if folder == gradient.HERE else verdicts.RULES[folder]
+    own = {gradient.HERE: gradient.gradient_rule, ties.HERE: ties.ties_rule}
+    rule = own.get(folder) or verdicts.RULES[folder]
     tables = rule(folder, claims, {})
     return {kind: 100 * s for table in tables.values() for kind, s, _ in table.noise.values()}
 
 
 def test_the_noise_on_the_page_is_that_of_the_rules() -> None:
     page = prose('results/README.md')
-    third, own = noise(verdicts.STUDY / 'third'), noise(gradient.HERE)
+    third, own, of_ties = (noise(folder) for folder in (
+        verdicts.STUDY / 'third', gradient.HERE, ties.HERE))
     (shown,) = re.findall(r'a run is (\S+)% for Llama with RoPE, (\S+)% for .* (\S+)% for models '
-                          r'with it\. .* it is (\S+)% for Llama with RoPE and (\S+)% for', page)
+                          r'with it\. .* it is (\S+)% for Llama with RoPE and (\S+)% for the other '
+                          r'models\. .* it is (\S+)% for models .* (\S+)% for models with it',
+                          page)
     expected = [third[kind] for kind in ('Llama with RoPE', 'no CEM MLP', 'CEM MLP')]
     expected += [own[kind] for kind in ('Llama with RoPE', 'no CEM MLP')]
+    expected += [of_ties[kind] for kind in ('no CEM MLP', 'CEM MLP')]
     assert [*shown] == [f'{s:.1f}' for s in expected]
 
 
