@@ -394,7 +394,7 @@ def draw_curves(losses: list[Row], lines: list[tuple[str, str, str, str]], title
     axes.set_xlabel('training, %')
     axes.set_ylabel('training loss over Llama, nats')
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc='outside right')
     return figure
 
 

@@ -5,8 +5,8 @@ What the runs of this study say, computed again from its runs.csv and those of c
 
 The verdicts on the rows of verdicts.csv by RULE.md, the differences of differences.csv, and how
 each model copies, also by how often a pair stands in the training text, are printed and written
-beside this file: effects.csv, differences_found.csv, copying.csv, counts.csv. curves.png shows when
-a tie pays. Finished runs count, so it can be run at any time.
+beside this file: effects.csv, differences_found.csv, copying.csv, counts.csv. curves.png has the
+losses during training. Finished runs count, so it can be run at any time.
 """
 import sys
 from pathlib import Path
@@ -36,13 +36,14 @@ from verdicts import (
 STUDIES = [HERE.parent / 'copies', HERE.parent / 'gradient', HERE]
 DIFFERENCES = ('id', 'question', 'A', 'B', 'size', 'seeds', 'effect_%', 'low_%', 'high_%',
                'expected_S', 'expected_M', 'source')  # of differences_found.csv
-CURVES = [('S', 'llama-kv-three-wide', 'C0-', 'first tie, W_V = W_K'),
+CURVES = [('S', 'llama-alibi-three-shifted', 'k-', 'no tie, but shifted values'),
+          ('S', 'llama-kv-three-wide', 'C0-', 'first tie, W_V = W_K'),
           ('M', 'llama-kv-three-wide', 'C0--', '... at M'),
           ('S', 'attn-1-three-wide', 'C1-', 'first and second: CEM attention'),
           ('M', 'attn-1-three-wide', 'C1--', '... at M'),
           ('S', 'llama-qo-three-wide', 'C2-', 'second tie, W_O = W_Q'),
           ('S', 'mlp-1-three-wide', 'C3-', 'third tie, W_d = V')]
-CURVES_TITLE = 'The loss with the first tie is below Llama\'s from early on (S, unless M is named)'
+CURVES_TITLE = 'What the first tie gains, shifted values gain without it (S, unless M is named)'
 
 
 def ties_rule(folder: Path, claims: list[Row], own: dict[Run, Row]) -> Tables:
