@@ -148,8 +148,8 @@ def test_other_numbers_of_the_front_page() -> None:
     (found,) = [row for row in pages.ties_effects() if row['id'] == 'd9']
     parameters = int(pages.copying('ties')['S', found['A']]['parameters']) / 1e6
     expected = f'{parameters:.3f}', f'{-float(found["effect_%"]):.1f}'
-    assert re.findall(r'at (\S+) million, perplexity is (\S+)% below that of the first row \(one seed;',
-                      prose('README.md')) == [expected]
+    assert re.findall(r'at (\S+) million, perplexity is (\S+)% below that of the first row '
+                      r'\(one seed;', prose('README.md')) == [expected]
     # CEM attention of Llama's width, at S and at L
     sizes = {row['model']: row for row in read_csv(f'{RESULTS}/tokens/size_l.csv')}
     small = pages.copying('copies')
