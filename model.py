@@ -17,9 +17,10 @@ Read LlamaAttention.forward beside CEMAttention.forward, and LlamaMLP beside CEM
 difference is the paper. BaseAttention, which stands before them, can wait. Comments at the ends of
 lines are shapes, or the formulas of Algorithm 1. Whatever is not in the paper is marked "rope:"
 (Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw, exact_update, grouped
-queries (n_kv_head: `repeat`) and four options: key_shift changes `keys`, match_bias changes
-`bias`, untied_output changes `queries` and `output_weight`, and kq_diag=scaled adds to `bias` and
-to the update. docs/paper.md lists our choices where the paper is silent.
+queries (n_kv_head: `repeat`) and five options: key_shift changes `keys`, value_shift changes
+Llama's values, match_bias changes `bias`, untied_output changes `queries` and `output_weight`, and
+kq_diag=scaled adds to `bias` and to the update. docs/paper.md lists our choices where the paper is
+silent.
 
 This file needs only torch, and can be copied into another project (docs/options.md). On a CPU, a
 model runs only the code below; on a GPU, train.py can give attention a faster `kernel`.
@@ -98,6 +99,7 @@ class ModelConfig:
     mlp_reuse: int = 1  # times that the MLP is applied in a row, each time with a new context
 
     key_shift: Literal['none', 'half'] = 'none'  # ours: half of each key is token j - 1's
+    value_shift: Literal['none', 'half'] = 'none'  # ours, in Llama: the same for values
     match_bias: Literal['none', 'token'] = 'none'  # ours: scores compare token i with j - 1
     untied_output: bool = False  # ours: queries W_Q h + W_O (u - h), so that W_O is not W_Q
 
@@ -455,6 +457,10 @@ class LlamaAttention(BaseAttention):
         k = self.rotate(k, pos)
         # Gather the context: past tokens from a cache, keys and values for all K heads
         k, v, h_all = self.context(k, v, h, pos)                 # (B, K, J, R), h_all: (B, J, D)
+        # Ours: with value_shift=half the first R / 2 numbers of each value are the previous token's
+        if self.cfg.value_shift == 'half':
+            first, second = v.chunk(2, dim=-1)
+            v = torch.cat([previous(first), second], dim=-1)     # (B, K, J, R)
         # Attend to the context
         o, diagonal = self.attend(q, k, v, pos, u, h_all)        # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
@@ -935,7 +941,7 @@ def unused_options(cfg: Any) -> dict[str, str]:
     # A custom layer may use all of CEM's options
     cem_attn, cem_mlp = cfg.attn != 'llama', cfg.mlp != 'llama'
     groups = [
-        ('attn=llama', cfg.attn == 'llama', ['tie']),
+        ('attn=llama', cfg.attn == 'llama', ['tie', 'value_shift']),
         ('attn=cem', cem_attn, ['attn_steps', 'attn_step_size', 'attn_rank', 'score_scale',
                                 'exact_update', 'untied_output']),
         ('mlp=cem', cem_mlp, ['mlp_steps', 'mlp_step_size', 'mlp_rank', 'mlp_energy', 'mlp_match']),
@@ -964,9 +970,11 @@ def check_combination(cfg: ModelConfig) -> None:
     require(R.is_integer(), f'd_model={cfg.d_model} is not a multiple of n_head={cfg.n_head}')
     require(cfg.n_head % cfg.n_kv_head == 0,
             f'n_head={cfg.n_head} is not a multiple of n_kv_head={cfg.n_kv_head}')
-    for name, value in (('positions', 'rope'), ('key_shift', 'half')):
+    for name, value in (('positions', 'rope'), ('key_shift', 'half'), ('value_shift', 'half')):
         require(getattr(cfg, name) != value or R % 2 == 0,
                 f'{name}={value}: d_model / n_head = {R:g} is odd, expected an even number')
+    require(cfg.value_shift == 'none' or not cfg.ties('kv'), f'value_shift={cfg.value_shift}: with '
+            f'tie={cfg.tie} the values are the keys: set key_shift, or else value_shift=none')
     require(not llama or cfg.kq_diag in ('none', 'scaled'),
             f'{diagonal} is only for attn=cem: set that, or else kq_diag=none or scaled')
     require(not cfg.exact_update or cfg.kq_diag in ('shared', 'per_head'), 'exact_update needs a '

@@ -36,7 +36,8 @@ TINY = dict(d_model=24, n_layer=2, n_head=3, d_mlp=20, vocab_size=50, context_le
 OPTIONS = dict(
     attn=['llama', 'cem'], mlp=['llama', 'cem'], attn_steps=[1, 2, 3], mlp_steps=[1, 2],
     attn_reuse=[1, 2], mlp_reuse=[1, 2], tie=['none', 'kv', 'qo', 'both'],
-    positions=['alibi', 'rope'], key_shift=['none', 'half'], match_bias=['none', 'token'],
+    positions=['alibi', 'rope'], key_shift=['none', 'half'], value_shift=['none', 'half'],
+    match_bias=['none', 'token'],
     kq_diag=['none', 'shared', 'per_head', 'scaled'], score_scale=['head', 'model'],
     residual=['raw', 'normed'], preconditioner=['none', 'diag', 'diag_lowrank'],
     exact_update=[False, True], untied_output=[False, True], mlp_energy=['gated', 'sign_convex'],
@@ -201,12 +202,31 @@ def test_one_step_with_an_output_of_its_own_is_llama_with_values_tied_to_keys(
     assert not torch.allclose(cem(idx)[0], llama(idx)[0])
 
 
+@pytest.mark.parametrize('options', [
+    dict(), dict(positions='alibi', match_bias='token', kq_diag='scaled'),
+    dict(positions='alibi', **GROUPED)], ids=str)
+def test_shifted_values_that_equal_the_shifted_keys_are_tied_values(options: dict) -> None:
+    """With W_V = W_K, key_shift and value_shift together are tie=kv with key_shift alone."""
+    options = dict(attn='llama', mlp='llama', key_shift='half') | options
+    tied = randomize(Transformer(ModelConfig(**TINY | options, tie='kv')), seed=37)
+    shifted = Transformer(ModelConfig(**TINY | options, value_shift='half')).double()
+    unshifted = Transformer(ModelConfig(**TINY | options)).double()
+    state = tied.state_dict()
+    state |= {name.replace('W_K', 'W_V'): w for name, w in state.items() if name.endswith('W_K')}
+    idx = torch.randint(50, (2, 16))
+    shifted.load_state_dict(state)
+    torch.testing.assert_close(shifted(idx)[0], tied(idx)[0], rtol=0, atol=1e-12)
+    unshifted.load_state_dict(state)
+    assert not torch.allclose(unshifted(idx)[0], tied(idx)[0])
+
+
 # Grouped queries
 
 @pytest.mark.parametrize('options', [
     dict(attn='llama', mlp='llama'), dict(attn='llama', tie='kv', positions='alibi'),
     dict(attn='llama', tie='kv', key_shift='half'), dict(attn='llama', tie='both', attn_reuse=2),
-    dict(attn_steps=2), dict(attn_steps=2, positions='rope', preconditioner='diag_lowrank'),
+    dict(attn='llama', value_shift='half'), dict(attn_steps=2),
+    dict(attn_steps=2, positions='rope', preconditioner='diag_lowrank'),
     dict(key_shift='half', match_bias='token', kq_diag='scaled'),
     dict(kq_diag='per_head', exact_update=True)], ids=str)
 def test_a_group_shares_what_equal_heads_have(options: dict) -> None:

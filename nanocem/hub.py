@@ -38,7 +38,8 @@ def is_plain_llama(model: Transformer) -> bool:
     """Return whether transformers' own LlamaForCausalLM computes the same."""
     cfg = model.cfg
     return (cfg.attn == cfg.mlp == 'llama' and cfg.positions == 'rope'
-            and cfg.tie == cfg.key_shift == cfg.match_bias == cfg.kq_diag == 'none'
+            and cfg.tie == cfg.key_shift == cfg.value_shift == 'none'
+            and cfg.match_bias == cfg.kq_diag == 'none'
             and cfg.attn_reuse == cfg.mlp_reuse == 1 and is_llama(cfg.n_kv_head < cfg.n_head))
 
 

@@ -49,7 +49,8 @@ CHOICES = {
     'score_scale': ('head', 'model'), 'preconditioner': ('none', 'diag', 'diag_lowrank'),
     'residual': ('raw', 'normed'), 'exact_update': (False, True), 'untied_output': (False, True),
     'mlp_energy': ('gated', 'sign_convex'), 'mlp_match': ('dims', 'params'),
-    'key_shift': ('none', 'half'), 'match_bias': ('none', 'token')}
+    'key_shift': ('none', 'half'), 'value_shift': ('none', 'half'),
+    'match_bias': ('none', 'token')}
 NUMBERS = {
     'd_model', 'n_layer', 'n_head', 'd_mlp', 'vocab_size', 'context_length', 'attn_steps',
     'mlp_steps', 'attn_reuse', 'mlp_reuse', 'attn_step_size', 'mlp_step_size', 'attn_rank',

@@ -42,7 +42,7 @@ WEIGHTS = ('size', 'd_model', 'n_layer', 'n_head', 'n_kv_head', 'd_mlp', 'vocab_
 # Options that a new run's folder is named for, where they are not the default
 IN_NAME = {'tie': 'tie_{}', 'residual': '{}', 'mlp_energy': '{}', 'untied_output': 'untied',
            'preconditioner': 'P', 'kq_diag': 'diagonal', 'key_shift': 'half',
-           'match_bias': 'match'}
+           'value_shift': 'half_values', 'match_bias': 'match'}
 # model.py as it was when the program began: saving another one during a run changes nothing in it
 MODEL_TEXT = Path(model_py.__file__).read_text(encoding='utf-8')
 

@@ -133,6 +133,8 @@ def test_what_a_width_decides() -> None:
     ('mlp_rank=3', 'only for preconditioner=diag_lowrank'),
     ('mlp=llama preconditioner=diag_lowrank mlp_rank=3', 'only for mlp=cem'),
     ('rope_theta=7', 'only for positions=rope'), ('d_model=6 n_head=2 key_shift=half', 'is odd'),
+    ('value_shift=half', 'only for attn=llama'),
+    ('attn=llama tie=kv value_shift=half', 'the values are the keys'),
     ('d_model=6 n_head=2 positions=rope', 'is odd')])
 def test_an_option_without_a_part_is_refused(options: str, words: str) -> None:
     """And one with a part is taken: the same beside what it is for."""

@@ -66,6 +66,7 @@ def test_a_cache_of_grouped_queries_keeps_a_head_for_each_group(options: dict, s
     dict(key_shift='half', match_bias='token', kq_diag='scaled'),
     dict(key_shift='half', match_bias='token', kq_diag='scaled', attn='llama', mlp='llama'),
     dict(attn='llama', mlp='llama', tie='kv', positions='alibi'),
+    dict(key_shift='half', value_shift='half', attn='llama', mlp='llama', n_kv_head=1),
     dict(key_shift='half', match_bias='token', positions='rope', n_kv_head=1)], ids=str)
 def test_generation_with_the_cache_gives_the_same_tokens(options: dict) -> None:
     model = randomize(Transformer(ModelConfig(**TINY, **options)), seed=15).eval()

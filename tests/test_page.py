@@ -111,6 +111,7 @@ MODELS = [
     dict(**THREE, attn_steps=2, attn_step_size=0.7, n_head=3),
     dict(kq_diag='scaled', positions='rope', residual='normed', score_scale='head'),
     dict(attn='llama', mlp='llama', positions='alibi', **THREE),
+    dict(attn='llama', mlp='llama', positions='alibi', value_shift='half', **THREE),
     dict(attn='llama', mlp='llama', positions='alibi', tie='kv', **THREE),
     dict(attn='llama', mlp='llama', positions='rope', tie='both', attn_reuse=2, **THREE),
     dict(mlp='llama', untied_output=True, score_scale='head', **THREE),

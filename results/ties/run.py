@@ -12,7 +12,6 @@ process of its own with one thread, which continues where it was stopped. S take
 and M some 95. This file has the layers that model.py does not have.
 """
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -76,31 +75,17 @@ def take_two_steps() -> None:
     model_file.LlamaMLP.forward = mlp
 
 
-def change_values(change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
-    """Let Llama's attention read change(self, v, h) in place of its values v (B, K, J, R), for the
-    context h (B, J, D)."""
-    attend = model_file.LlamaAttention.attend
-
-    def attend_to_changed(self, q: Tensor, k: Tensor, v: Tensor, pos, u: Tensor, h: Tensor):
-        return attend(self, q, k, change(self, v, h), pos, u, h)
-    model_file.LlamaAttention.attend = attend_to_changed
-
-
-def shift_values() -> None:
-    """Shift half of each value by one token, as key_shift=half does with the keys."""
-    def shifted(self, v: Tensor, h: Tensor) -> Tensor:
-        first, second = v.chunk(2, dim=-1)
-        return torch.cat([model_file.previous(first), second], dim=-1)
-    change_values(shifted)
-
-
 def leave_values_unshifted() -> None:
     """With W_V = W_K, let the values be the keys before key_shift=half shifts them."""
-    change_values(lambda self, v, h: self.split_heads(F.linear(h, self.W_K)))
+    attend = model_file.LlamaAttention.attend
+
+    def attend_unshifted(self, q: Tensor, k: Tensor, v: Tensor, pos, u: Tensor, h: Tensor):
+        return attend(self, q, k, self.split_heads(F.linear(h, self.W_K)), pos, u, h)
+    model_file.LlamaAttention.attend = attend_unshifted
 
 
 VARIANTS = {'': lambda: None, 'head weights': weigh_heads, 'two steps': take_two_steps,
-            'shifted values': shift_values, 'unshifted values': leave_values_unshifted}
+            'unshifted values': leave_values_unshifted}
 
 
 def patch(variant: str) -> None:
