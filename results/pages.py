@@ -28,8 +28,9 @@ LLAMA = 'llama-alibi-three'  # the Llama that all rows of the front page are com
 # The study of the ties: its models of as many weights as Llama, by the ties that they have
 TIES = {
     LLAMA: 'Llama with our additions',
-    'llama-alibi-three-shifted': 'Llama, its values shifted as well',
+    'llama-alibi-three-shifted': 'Llama, its values shifted',
     'llama-kv-three-wide': 'first tie: W_V = W_K',
+    'llama-kv-three-wide-unshifted': 'first tie, its values not shifted',
     'llama-qo-three-wide': 'second tie: W_O = W_Q',
     'mlp-1-three-wide': 'third tie: W_d = V, a CEM MLP',
     'attn-1-three-wide': 'first and second: CEM attention',

@@ -145,6 +145,17 @@ def test_other_numbers_of_the_front_page() -> None:
                       prose('README.md')) == [f'{-of_seed_1:.1f}']
     assert re.findall(r'what the first tie does at this seed: (\S+)%',
                       prose('results/README.md')) == [f'{of_seed_1:.1f}']
+    # The tie and the shift of the values, each with and without the other
+    shifted, unshifted = 'llama-alibi-three-shifted', 'llama-kv-three-wide-unshifted'
+    lowered = [f'{-100 * math.expm1(y[one] - y[other]):.1f}' for one, other in (
+        (shifted, pages.LLAMA), ('llama-kv-three-wide', unshifted))]
+    raised = [f'{100 * math.expm1(y[one] - y[other]):.1f}' for one, other in (
+        (unshifted, pages.LLAMA), ('llama-kv-three-wide', shifted))]
+    for page in 'README.md', 'results/README.md':
+        assert re.findall(r'values lower perplexity by (\S+)% without the tie and by (\S+)% with '
+                          r'it', prose(page)) == [tuple(lowered)], page
+        assert re.findall(r'The tie raises it by (\S+)% if values are not shifted, and by (\S+)% '
+                          r'if they are', prose(page)) == [tuple(raised)], page
     (found,) = [row for row in pages.ties_effects() if row['id'] == 'd9']
     parameters = int(pages.copying('ties')['S', found['A']]['parameters']) / 1e6
     expected = f'{parameters:.3f}', f'{-float(found["effect_%"]):.1f}'
