@@ -13,7 +13,7 @@ from configurator import read_options
 from model import Cache, LlamaAttention, LlamaMLP, ModelConfig, Transformer, make_positions
 from nanocem.files import csv_text, read_csv
 from results.gradient.run import COLUMNS
-from results.ties import tables
+from results.ties import run, tables
 from study import RESULTS, draw_curves
 from test_model import randomize
 
@@ -195,6 +195,24 @@ def test_the_recommended_config_is_the_model_of_the_study() -> None:
     baseline = ModelConfig(size='nano', vocab_size=50,
                            **read_options(['config/llama_three.py'], ModelConfig))
     assert cem.num_params() == pytest.approx(Transformer(baseline).num_params(), rel=0.01)
+
+
+@torch.no_grad()
+def test_unshifted_values_are_the_keys_before_they_are_shifted(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an untied Llama with W_V = W_K, which shifts only its keys."""
+    options = OPTIONS | dict(key_shift='half', match_bias='token', kq_diag='scaled')
+    tied = randomize(Transformer(ModelConfig(**options, tie='kv')), seed=8)
+    untied = Transformer(ModelConfig(**options)).double()
+    state = tied.state_dict()
+    state |= {name.replace('W_K', 'W_V'): w for name, w in state.items() if name.endswith('W_K')}
+    untied.load_state_dict(state)
+    idx = torch.arange(20)[None]
+    shifted = tied(idx)[0]
+    monkeypatch.setattr(LlamaAttention, 'attend', LlamaAttention.attend)  # what `patch` replaces
+    run.patch('unshifted values')
+    torch.testing.assert_close(tied(idx)[0], untied(idx)[0], rtol=0, atol=1e-12)
+    assert not torch.allclose(tied(idx)[0], shifted)
 
 
 @pytest.mark.parametrize('tie', ['kv', 'none'])
