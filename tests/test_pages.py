@@ -146,6 +146,11 @@ def test_other_numbers_of_the_front_page() -> None:
     assert re.findall(r'what the first tie does at this seed: (\S+)%',
                       prose('results/README.md')) == [f'{of_seed_1:.1f}']
     # The tie and the shift of the values, each with and without the other
+    rows = {row['id']: row for row in pages.ties_effects() if row['size'] == 'S'}
+    both = tuple(pages.percent(rows[name]).replace(' ', '% ', 1) for name in ('d15', 'd16'))
+    for page in 'README.md', 'results/README.md':
+        assert re.findall(r'shifting the values like the keys changes perplexity by (.*?\)), and '
+                          r'the first tie then changes it by (.*?\))', prose(page)) == [both], page
     shifted, unshifted = 'llama-alibi-three-shifted', 'llama-kv-three-wide-unshifted'
     lowered = [f'{-100 * math.expm1(y[one] - y[other]):.1f}' for one, other in (
         (shifted, pages.LLAMA), ('llama-kv-three-wide', unshifted))]
