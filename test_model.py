@@ -202,6 +202,15 @@ def test_one_step_with_an_output_of_its_own_is_llama_with_values_tied_to_keys(
     assert not torch.allclose(cem(idx)[0], llama(idx)[0])
 
 
+def untied(tied: Transformer, cfg: ModelConfig) -> Transformer:
+    """Return a Llama with values of its own, whose W_V is the tied model's W_K."""
+    state = tied.state_dict()
+    state |= {name.replace('W_K', 'W_V'): w for name, w in state.items() if name.endswith('W_K')}
+    model = Transformer(cfg).double()
+    model.load_state_dict(state)
+    return model
+
+
 @pytest.mark.parametrize('options', [
     dict(), dict(positions='alibi', match_bias='token', kq_diag='scaled'),
     dict(positions='alibi', **GROUPED)], ids=str)
@@ -209,14 +218,10 @@ def test_shifted_values_that_equal_the_shifted_keys_are_tied_values(options: dic
     """With W_V = W_K, key_shift and value_shift together are tie=kv with key_shift alone."""
     options = dict(attn='llama', mlp='llama', key_shift='half') | options
     tied = randomize(Transformer(ModelConfig(**TINY | options, tie='kv')), seed=37)
-    shifted = Transformer(ModelConfig(**TINY | options, value_shift='half')).double()
-    unshifted = Transformer(ModelConfig(**TINY | options)).double()
-    state = tied.state_dict()
-    state |= {name.replace('W_K', 'W_V'): w for name, w in state.items() if name.endswith('W_K')}
+    shifted = untied(tied, ModelConfig(**TINY | options, value_shift='half'))
+    unshifted = untied(tied, ModelConfig(**TINY | options))
     idx = torch.randint(50, (2, 16))
-    shifted.load_state_dict(state)
     torch.testing.assert_close(shifted(idx)[0], tied(idx)[0], rtol=0, atol=1e-12)
-    unshifted.load_state_dict(state)
     assert not torch.allclose(unshifted(idx)[0], tied(idx)[0])
 
 

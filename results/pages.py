@@ -18,12 +18,11 @@ RESULTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(RESULTS.parent), str(RESULTS)]
 
 from nanocem.files import markdown_table, read_csv, write_atomic
-from study import TRIAL_SEEDS, Row, load_study, read_published_rows
+from study import LLAMA, TRIAL_SEEDS, Row, load_study, read_published_rows
 
 ROOT = RESULTS.parent
 PAGES = ROOT / 'README.md', RESULTS / 'README.md'
 BLOCK = re.compile(r'(<!-- results/pages\.py: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
-LLAMA = 'llama-alibi-three'  # the Llama that all rows of the front page are compared with
 
 # The study of the ties: its models of as many weights as Llama, by the ties that they have
 TIES = {

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from configurator import build, check, fail, read_options
 from model import SIZES, ModelConfig
@@ -29,6 +28,7 @@ from train import MAX_SKIPPED, TrainConfig
 
 RESULTS = Path(__file__).resolve().parent
 FIRST = RESULTS / 'tokens'  # the first family's folder, which has the text and the sizes, too
+LLAMA = 'llama-alibi-three'  # Llama with all three additions
 TRIAL_SEEDS = 101  # seeds from here on belong to trials, which choose learning rates
 # How often the pair of a repeated target stands in training, as gradient/run.py divides it
 COUNTS = '0 to 10', '11 to 100', '101 to 1,000', 'more'
@@ -369,10 +369,12 @@ def count_rows(runs: list[Row]) -> list[Row]:
 
 # How runs train
 
-def draw_curves(losses: list[Row], lines: list[tuple[str, str, str, str]], title: str) -> Figure:
-    """Draw how far training losses are above that of Llama with all three additions. `losses` are
-    rows of losses.csv; a line has a size, a model, a format and a label. Each line is the mean over
-    the seeds that its model and Llama both have. A line without runs is left out."""
+def draw_curves(losses: list[Row], lines: list[tuple[str, str, str, str]], title: str) -> Any:
+    """Return a matplotlib figure of how far training losses are above that of Llama with all three
+    additions. `losses` are rows of losses.csv; a line has a size, a model, a format and a label.
+    Each line is the mean over the seeds that its model and Llama both have. A line without runs is
+    left out."""
+    from matplotlib.figure import Figure  # only for this: most scripts of the study draw nothing
     by_run: dict[tuple[str, str, str], list[float]] = {}
     for row in losses:
         if not row['variant']:
@@ -381,11 +383,8 @@ def draw_curves(losses: list[Row], lines: list[tuple[str, str, str, str]], title
     figure = Figure((8.3, 4), layout='constrained')
     axes = figure.subplots()
     for size, model, line_format, label in lines:
-        over = []
-        for run, of_run in by_run.items():
-            llama = by_run.get((size, 'llama-alibi-three', run[2]))
-            if run[:2] == (size, model) and llama:
-                over.append(np.subtract(of_run, llama))
+        over = [np.subtract(of_run, by_run[size, LLAMA, run[2]]) for run, of_run in by_run.items()
+                if run[:2] == (size, model) and (size, LLAMA, run[2]) in by_run]
         if over:
             # Each point is the mean of a twentieth of the run
             points = [part.mean() for part in np.array_split(np.mean(over, axis=0), 20)]

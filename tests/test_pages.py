@@ -59,7 +59,7 @@ def runs_at_S() -> list[dict[str, str]]:
 def test_the_front_page_has_the_means_of_the_runs() -> None:
     """Bits per byte are of both splits, which are counted by their bytes."""
     size = {row['split']: int(row['bytes']) for row in read_csv(f'{RESULTS}/tokens/text.csv')}
-    runs, ties = runs_at_S(), read_csv(f'{RESULTS}/ties/runs.csv')
+    runs, of_ties = runs_at_S(), read_csv(f'{RESULTS}/ties/runs.csv')
     found = {cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
              for cells in (line.split('|') for line in pages.front().splitlines()[2:])}
     llama = [run for run in runs if run['model'] == pages.LLAMA]
@@ -83,7 +83,8 @@ def test_the_front_page_has_the_means_of_the_runs() -> None:
         assert change.split(' (')[0] == ('0' if model == pages.LLAMA else shown)
         assert ('(' in change) == (len(d) > 1 and model != pages.LLAMA)
         # The last column is of size M, and of the seed that all its models have
-        at_M = {row['model']: row for row in ties if (row['size'], row['seed']) == ('M', '1')}
+        at_M = {row['model']: row for row in of_ties
+                if (row['size'], row['seed']) == ('M', '1')}
         assert (larger != '') == (model in at_M), label
         if larger and model != pages.LLAMA:
             d_M = float(at_M[model]['y']) - float(at_M[pages.LLAMA]['y'])
@@ -126,21 +127,24 @@ def test_the_other_ties_have_the_effects_of_their_rows() -> None:
 
 def test_other_numbers_of_the_front_page() -> None:
     """Those of our additions: how much they help Llama, and what they do to its cache."""
-    of_seeds: dict[str, dict[str, float]] = {'llama-alibi': {}, pages.LLAMA: {}}
-    for run in runs_at_S():
-        if run['model'] in of_seeds:
-            of_seeds[run['model']][run['seed']] = float(run['y'])
-    d = [of_seeds['llama-alibi'][seed] - loss for seed, loss in of_seeds[pages.LLAMA].items()]
+    y = {(run['model'], run['seed']): float(run['y']) for run in runs_at_S()}
+
+    def over(one: str, other: str, seeds: str) -> float:
+        """Return by how many per cent one model's perplexity is above another's."""
+        d = [y[one, seed] - y[other, seed] for seed in seeds]
+        return 100 * math.expm1(statistics.fmean(d))
+
+    seeds = ''.join(seed for model, seed in y if model == pages.LLAMA)
     assert re.findall(r"without which Llama's perplexity is (\d+)% higher", prose('README.md')) == [
-        f'{100 * math.expm1(statistics.fmean(d)):.0f}']
+        f'{over("llama-alibi", pages.LLAMA, seeds):.0f}']
     cache = {model: float(row['cache']) for (_, model), row in pages.copying('ties').items()}
     saved = [f'{100 - 100 * cache[model] / cache[pages.LLAMA]:.0f}'
              for model in ('llama-kv-three-wide-4-heads', 'llama-grouped-three-wide')]
     assert re.findall(r'The first tie makes the KV cache (\d+)% smaller, and grouped-query '
                       r'attention (\d+)%\.', prose('README.md')) == [tuple(saved)]
     # The first tie with seed 1, that of rows with one seed, and without its parameters
-    y = {run['model']: float(run['y']) for run in runs_at_S() if run['seed'] == '1'}
-    of_seed_1 = 100 * math.expm1(y['llama-kv-three-wide'] - y[pages.LLAMA])
+    tied = 'llama-kv-three-wide'
+    of_seed_1 = over(tied, pages.LLAMA, '1')
     assert re.findall(r'it is (\S+)% below if they are moved, with the same seed',
                       prose('README.md')) == [f'{-of_seed_1:.1f}']
     assert re.findall(r'what the first tie does at this seed: (\S+)%',
@@ -152,16 +156,9 @@ def test_other_numbers_of_the_front_page() -> None:
         assert re.findall(r'shifting the values like the keys changes perplexity by (.*?\)), and '
                           r'the first tie then changes it by (.*?\))', prose(page)) == [both], page
     shifted, unshifted = 'llama-alibi-three-shifted', 'llama-kv-three-wide-unshifted'
-    of_both = {(run['model'], run['seed']): float(run['y']) for run in runs_at_S()}
-
-    def over(one: str, other: str) -> float:
-        d = [of_both[one, seed] - of_both[other, seed] for seed in '12']
-        return 100 * math.expm1(statistics.fmean(d))
-
-    lowered = [f'{-over(*pair):.1f}' for pair in (
-        (shifted, pages.LLAMA), ('llama-kv-three-wide', unshifted))]
-    raised = [f'{over(*pair):.1f}' for pair in (
-        (unshifted, pages.LLAMA), ('llama-kv-three-wide', shifted))]
+    lowered = [f'{-over(*pair, "12"):.1f}' for pair in (
+        (shifted, pages.LLAMA), (tied, unshifted))]
+    raised = [f'{over(*pair, "12"):.1f}' for pair in ((unshifted, pages.LLAMA), (tied, shifted))]
     for page in 'README.md', 'results/README.md':
         assert re.findall(r'values lower perplexity by (\S+)% without the tie and by (\S+)% with '
                           r'it', prose(page)) == [tuple(lowered)], page

@@ -15,7 +15,7 @@ from nanocem.files import csv_text, read_csv
 from results.gradient.run import COLUMNS
 from results.ties import run, tables
 from study import RESULTS, draw_curves
-from test_model import randomize
+from test_model import randomize, untied
 
 OPTIONS = dict(d_model=24, n_layer=1, n_head=3, d_mlp=20, vocab_size=50, context_length=20,
                attn='llama', mlp='llama', positions='alibi')
@@ -203,15 +203,12 @@ def test_unshifted_values_are_the_keys_before_they_are_shifted(
     """As in an untied Llama with W_V = W_K, which shifts only its keys."""
     options = OPTIONS | dict(key_shift='half', match_bias='token', kq_diag='scaled')
     tied = randomize(Transformer(ModelConfig(**options, tie='kv')), seed=8)
-    untied = Transformer(ModelConfig(**options)).double()
-    state = tied.state_dict()
-    state |= {name.replace('W_K', 'W_V'): w for name, w in state.items() if name.endswith('W_K')}
-    untied.load_state_dict(state)
+    same = untied(tied, ModelConfig(**options))
     idx = torch.arange(20)[None]
     shifted = tied(idx)[0]
     monkeypatch.setattr(LlamaAttention, 'attend', LlamaAttention.attend)  # what `patch` replaces
     run.patch('unshifted values')
-    torch.testing.assert_close(tied(idx)[0], untied(idx)[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(tied(idx)[0], same(idx)[0], rtol=0, atol=1e-12)
     assert not torch.allclose(tied(idx)[0], shifted)
 
 
