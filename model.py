@@ -17,10 +17,10 @@ Read LlamaAttention.forward beside CEMAttention.forward, and LlamaMLP beside CEM
 difference is the paper. BaseAttention, which stands before them, can wait. Comments at the ends of
 lines are shapes, or the formulas of Algorithm 1. Whatever is not in the paper is marked "rope:"
 (Algorithm 1 has no RoPE) or "ours:". Ours are the default residual=raw, exact_update, grouped
-queries (n_kv_head: `repeat`) and five options: key_shift changes `keys`, value_shift changes
-Llama's values, match_bias changes `bias`, untied_output changes `queries` and `output_weight`, and
-kq_diag=scaled adds to `bias` and to the update. docs/paper.md lists our choices where the paper is
-silent.
+queries (n_kv_head: `repeat`), Llama's ties (tie) and five options: key_shift changes `keys`,
+value_shift changes Llama's values, match_bias changes `bias`, untied_output changes `queries` and
+`output_weight`, and kq_diag=scaled adds to `bias` and to the update. docs/paper.md lists our
+choices where the paper is silent.
 
 This file needs only torch, and can be copied into another project (docs/options.md). On a CPU, a
 model runs only the code below; on a GPU, train.py can give attention a faster `kernel`.
@@ -94,7 +94,7 @@ class ModelConfig:
     exact_update: bool = False  # ours: add sum_j alpha_ijk d_k * h_j, left out by Algorithm 1
     mlp_energy: Literal['gated', 'sign_convex'] = 'gated'  # Eq. 7, or the appendix's: convex phi
     mlp_match: Literal['dims', 'params'] = 'dims'  # dims: Llama's width; params: 1.5 times it
-    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # in Llama: kv, W_V = W_K; qo, W_O = W_Q
+    tie: Literal['none', 'kv', 'qo', 'both'] = 'none'  # ours, in Llama: W_V = W_K, W_O = W_Q
     attn_reuse: int = 1  # times that attention is applied in a row, each time with a new context
     mlp_reuse: int = 1  # times that the MLP is applied in a row, each time with a new context
 

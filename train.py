@@ -48,7 +48,7 @@ from nanocem.measure import bits_per_byte, loss_sums, perplexity
 from nanocem.optim import make_optimizers
 from nanocem.prepare import find_data
 from nanocem.process import check_launcher, keep_console_and_signals, note_signals, progress_bar
-from nanocem.same import outputs_to_keep, warn_if_not_causal, warn_of_wrong_layers
+from nanocem.same import first_line, outputs_to_keep, warn_if_not_causal, warn_of_wrong_layers
 from nanocem.sampling import sample_text
 from nanocem.tokenizers import MODEL_FILE, load_tokenizer, spelled_bytes
 
@@ -314,11 +314,9 @@ def main(argv: list[str]) -> int:
             stance = 'force_eager' if len(x) < micro_batch_size else 'default'
             with autocast, torch.compiler.set_stance(stance):
                 logits, _ = model(x)
-            n_bytes = torch.zeros_like(y, device='cpu')
+            sums[:3] += loss_sums(logits, y, is_text=y != tokenizer.bos)
             if token_bytes is not None:
-                n_bytes = token_bytes[y.cpu()]
-            sums[:3] += loss_sums(logits, y, n_bytes > 0)
-            sums[3] += n_bytes.sum()
+                sums[3] += token_bytes[y.cpu()].sum()
         raw_model.train()
         tokens, nats, text_nats, text_bytes = sum_over_processes(sums).tolist()
         return nats / tokens, bits_per_byte(text_nats, text_bytes) if text_bytes else None
@@ -517,8 +515,8 @@ def should_compile(cfg: TrainConfig, device: torch.device, run_flops: float) -> 
     try:
         torch.compile(torch.relu)(torch.ones(64, device=device))
     except Exception as error:  # such as a missing C++ compiler
-        reason = str(error).strip().partition('\n')[0]
-        print(f'Not compiled, so the run is slower and needs more memory: {reason}', flush=True)
+        print(f'Not compiled, so the run is slower and needs more memory: {first_line(error)}',
+              flush=True)
         return False
     return True
 

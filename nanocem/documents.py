@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from configurator import UserError, check, fail, warn
 
 HUB = 'hf://datasets/'
+SHAKESPEARE = Path(__file__).resolve().parents[1] / 'shakespeare'  # the text of config/mini.py
 # A file is what its suffix says: rows, or else a text. Both may be packed; pyarrow unpacks them
 ROWS = ('.jsonl', '.ndjson', '.json', '.csv', '.tsv', '.parquet')
 TEXTS = ('.txt', '.md')  # what is read of a folder without rows, unless suffixes are given
@@ -219,12 +220,18 @@ def keep_piped(path: str) -> str:
     return kept
 
 
+def text_path(text: str) -> str:
+    """Return the absolute path of a user's text. The built-in one is found from any folder."""
+    built_in = text == SHAKESPEARE.name and not os.path.exists(text)
+    return str(SHAKESPEARE) if built_in else os.path.abspath(text)
+
+
 # Documents
 
 def text_documents(path: str, reading: Reading) -> Iterator[Iterable[str]]:
     """Yield the documents of an input, in blocks, as train.py --text reads them: for evaluate.py.
     Raises UserError."""
-    source = find_source(os.path.abspath(keep_piped(path)), reading)
+    source = find_source(text_path(path), reading)
     if source.left_out:
         warn(f'{path} is not read whole. Left out: {count(source.left_out)}')
     documents = Documents(source, reading)

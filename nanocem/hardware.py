@@ -79,7 +79,7 @@ def compile_for(device: torch.device, model: Any, by_kernels: bool) -> Any:
         # With torch's attention the compiler would keep the bias (B, K, J, J) of every step for the
         # backward pass, 30 GB at 134m. False for both settings makes it compute the bias again
         keep_bias = (by_kernels or not model.cfg.has_bias()
-                     or model.blocks[0].attn.adds_diagonal)
+                     or getattr(model.blocks[0].attn, 'adds_diagonal', False))
         set_switch(torch._functorch.config, 'ban_recompute_materialized_backward', keep_bias)
         set_switch(torch._functorch.config, 'ban_recompute_used_far_apart', keep_bias)
         # By default DDP cuts the graph, at 134m into 17, to sum gradients during the backward pass.

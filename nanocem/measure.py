@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configurator import PathStr, check, in_range
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.documents import Reading, text_documents
+from nanocem.documents import Reading, keep_piped, text_documents
 from nanocem.files import name_in_errors
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes
 
@@ -36,6 +36,8 @@ class Measured(Reading):
         super().__post_init__()
         in_range(self, 1, 10**15, 'tokens')
         self.check_text(self.text)
+        if self.text:
+            self.text = keep_piped(self.text)
 
     def check_given(self, given: dict[str, Any]) -> None:
         """UserError if options of shards were given for a text."""
@@ -93,7 +95,8 @@ def read_text_sequences(path: str, tokenizer: Any, length: int, data_dir: str,
         ids = torch.from_numpy(np.memmap(file, np.int32, 'r+'))
     # Divide the ids into sequences, which share one token each: the last target is the next input
     sequences = ids.unfold(0, length + 1, length)
-    if spelled_bytes(tokenizer, {'lossless': lossless}) is None:
+    if not lossless:
+        print('No bits per byte: the tokenizer loses some of this text', flush=True)
         return sequences, None, None
     return sequences, text_bytes, llama_tokens if llama else None
 
@@ -134,7 +137,7 @@ def loss_sums(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
     Targets of -100 count in none."""
     losses = token_losses(logits, targets)
     n_targets = (targets != NO_TARGET).sum().cpu()
-    return torch.stack([n_targets, losses.sum(), losses[is_text].sum()])
+    return torch.stack([n_targets, losses.sum(), losses[is_text.cpu()].sum()])
 
 
 def bits_per_byte(nats: float, text_bytes: float) -> float:

@@ -1,6 +1,5 @@
 """From documents to a data folder: divide them among splits, and write shards of their tokens."""
 import hashlib
-import json
 import math
 import os
 import re
@@ -20,18 +19,26 @@ from filelock import FileLock
 from configurator import PathStr, check, fail, in_range, set_if_none
 from nanocem import tokenizers
 from nanocem.data import FORMAT, checksums
-from nanocem.documents import BLOCK, HUB, Documents, Reading, Source, find_source, state_of
+from nanocem.documents import (
+    BLOCK,
+    HUB,
+    Documents,
+    Reading,
+    Source,
+    find_source,
+    state_of,
+    text_path,
+)
 from nanocem.files import (
     fill_folder,
     finish_folder,
     other_files,
     read_json,
     short_name,
-    write_atomic,
+    write_json,
 )
 from nanocem.process import progress_bar
 
-SHAKESPEARE = Path(__file__).resolve().parents[1] / 'shakespeare'  # the text of config/mini.py
 SLIMPAJAMA = HUB + 'gmongaras/SlimPajama-627B_Reupload'
 LLAMA = ('hf-internal-testing/llama-tokenizer', 'tokenizer.model')  # Llama 1 and 2 have the same
 # The default tokenizer of train.py --text, for texts below each size in bytes
@@ -60,8 +67,8 @@ class PrepareConfig(Reading):
     input: PathStr = SLIMPAJAMA  # path, or hf://datasets/OWNER/NAME[@REVISION][/FOLDER]
     out_dir: PathStr | None = None  # data folder to make; default: data/ and the name of the input
     tokens: int = 3_300_000_000  # training tokens at most; the default is enough for 162m
-    tokenizer: PathStr | None = None  # llama, the default, byte, gpt2, bpe2048 or FILE.model
-    held_out: float | None = None  # share of val and of test; default: 0.005
+    tokenizer: PathStr = 'llama'  # llama, byte, gpt2, bpe2048 or FILE.model
+    held_out: float = 0.005  # share of val and of test
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +79,7 @@ class PrepareConfig(Reading):
         # Name the folder after the input, without its suffix and the dots of a hidden one
         name = os.path.basename(self.input.rstrip('/')).lstrip('.').partition('.')[0] or 'text'
         name = 'slimpajama' if self.input == SLIMPAJAMA else short_name(name)
-        set_if_none(self, tokenizer='llama', held_out=0.005, out_dir=f'data/{name}')
+        set_if_none(self, out_dir=f'data/{name}')
 
     def content_options(self) -> dict[str, Any]:
         """Return the options that decide the content of the data folder."""
@@ -91,9 +98,7 @@ def find_data(text: str, tokenizer: str | None = None, checkpoint: dict[str, Any
         saved = tokenizers.tokenizer_of(checkpoint)
         tokenizer = saved.path or saved.name
     reading = reading or Reading()
-    # The built-in text is found from any folder
-    built_in = text == SHAKESPEARE.name and not os.path.exists(text)
-    path = str(SHAKESPEARE) if built_in else os.path.abspath(text)
+    path = text_path(text)
     source = find_source(path, reading)
     size = source.size()
     default = next(name for limit, name in TEXT_TOKENIZERS.items() if size < limit)
@@ -193,7 +198,7 @@ def write_folder(o: PrepareConfig, folder: str, source: Source) -> None:
     if not lossless:
         meta['lossless'] = False
         print('The tokenizer loses some of this text: there will be no bits per byte', flush=True)
-    write_atomic(f'{folder}/meta.json', json.dumps(meta, indent=1).encode())
+    write_json(Path(folder, 'meta.json'), **meta)
 
 
 # Splits: one rule for all input, retold in docs/data.md

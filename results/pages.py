@@ -89,14 +89,16 @@ def rounded(number: str) -> str:
     return f'{round(float(number), 1) + 0.0:+.1f}'  # never -0.0
 
 
-def percent(row: Row | None) -> str:
+def percent(row: Row) -> str:
     """Format a row of an effects.csv: the change, and its interval if it has one."""
-    if row is None or not row['effect_%']:
-        return 'not run yet'
     text = rounded(row['effect_%'])
     if row['low_%']:
         text += f' ({rounded(row["low_%"])} to {rounded(row["high_%"])})'
     return text
+
+
+def was_run(row: Row | None) -> bool:
+    return row is not None and bool(row['effect_%'])
 
 
 def effects(study: str) -> list[Row]:
@@ -136,7 +138,7 @@ def change(model: str, size: str) -> str:
     if model == LLAMA:
         return '0'
     found = over_llama(model, size)
-    return percent(found) if found else ''
+    return percent(found) if was_run(found) else ''
 
 
 def ties_table(columns: list[str]) -> str:
@@ -182,7 +184,7 @@ def expected() -> str:
         found = {one['size']: one for one in ties_effects() if one['id'] == row['id']}
         decided = [size for size, one in found.items() if one['low_%']]
         for size in row['sizes'].split():
-            if percent(found.get(size)) == 'not run yet':
+            if not was_run(found.get(size)):
                 waiting.append(f'{row["id"]} at {size}')
                 continue
             word = found[size].get('verdict', '') if size in decided[-1:] else ''
@@ -288,7 +290,7 @@ TABLES = {table.__name__: table
           for table in (front, ties, expected, gap, additions, questions, parts, claims)}
 
 
-def write(page: str) -> str:
+def with_tables(page: str) -> str:
     """Return a page's text with its tables written again. KeyError if a block has no function."""
     return BLOCK.sub(lambda block: f'{block[1]}{TABLES[block[2]]()}\n{block[3]}', page)
 
@@ -296,7 +298,7 @@ def write(page: str) -> str:
 def main() -> None:
     for path in PAGES:
         text = path.read_text(encoding='utf-8')
-        write_atomic(str(path), write(text).encode())
+        write_atomic(str(path), with_tables(text).encode())
         print(f'{path.relative_to(ROOT)}: {", ".join(name for _, name, _ in BLOCK.findall(text))}')
 
 

@@ -204,6 +204,16 @@ def test_a_piped_prompt_is_not_kept(tmp_path: Path) -> None:
     assert done.stdout.startswith('The river') and [*tmp_path.iterdir()] == [tmp_path / 'a']
 
 
+def test_models_are_compared_on_standard_input(tmp_path: Path) -> None:
+    """It is read once, and each model gets all of it."""
+    (tmp_path / 'a').write_text('The river runs to the sea.')
+    run = f'{ROOT}/pretrained/cem'
+    done = run_script(ROOT / 'evaluate.py', f'--compare={run},{run}', '--text=-', '--device=cpu',
+                      cwd=tmp_path, before=partial(pipe_into, 0, tmp_path / 'a'))
+    assert done.stdout.count(f'| {run} ') == 2, done.stderr
+    assert done.stdout.count('Read 26 bytes') == 1
+
+
 # Rows
 
 def test_a_table_is_what_pythons_csv_says(tmp_path: Path) -> None:

@@ -568,6 +568,8 @@ def test_the_built_in_text_is_tiny_shakespeare(tmp_path: Path,
     for split, file in ('train', 'train_00000'), ('val', 'val'), ('test', 'test'):
         ids = np.fromfile(folder / f'{file}.bin', dtype=np.uint16)
         assert ids.tolist() == [256, *texts[split]]
+    read = [''.join(blocks) for blocks in docs.text_documents('shakespeare', docs.Reading())]
+    assert sorted(read) == sorted(text.decode() for text in texts.values())
 
 
 # The Hub

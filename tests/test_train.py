@@ -155,6 +155,24 @@ def test_ddp_leaves_a_gpus_model_one_graph(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
+def test_any_attention_can_be_compiled_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the user's has nothing of BaseAttention. A CPU stands in for the GPU."""
+    class Mean(torch.nn.Module):
+        def __init__(self, cfg: ModelConfig):
+            super().__init__()
+
+        def forward(self, x: torch.Tensor, pos: Any) -> torch.Tensor:
+            return x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='eager'))
+    monkeypatch.setitem(model_py.ATTENTION, 'mean', Mean)
+    model, ids = Transformer(ModelConfig(**SMALL, attn='mean')), torch.randint(30, (2, 20))
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=True,
+                                       ban_recompute_used_far_apart=True):
+        compiled = compile_for(torch.device('cuda'), model, False)
+        torch.testing.assert_close(compiled(ids)[0], model(ids)[0])
+
+
 def with_an_unused_parameter() -> None:
     init = Transformer.__init__
 
