@@ -118,7 +118,7 @@ def test_the_other_ties_have_the_effects_of_their_rows() -> None:
                       r'by (\S+)%', front) == [third.split()[0].strip('+')]
     assert pages.effect('ties p2')['verdict'] == 'undecided'
     both = pages.percent(pages.over_llama('attn-1-three-wide'))
-    assert re.findall(r'CEM attention has the first two .*? It changes perplexity by (.*?\))',
+    assert re.findall(r'CEM attention\W+has the first two .*? It changes perplexity by (.*?\))',
                       front) == [both.replace(' ', '% ', 1)]
     assert re.findall(r'the second tie, W_O = W_Q, changes it by (.*?\)), and the third, \S+ = \S+ '
                       r'by (.*?\))', study) == [tuple(each.replace(' ', '% ', 1)
