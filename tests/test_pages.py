@@ -98,8 +98,9 @@ def test_the_headline_is_the_effect_of_its_row() -> None:
     expected = f'{-float(effect["effect_%"]):.1f}'
     assert effect['verdict'] == 'holds'
     larger = f'{-float(pages.effect("ties p1", "M")["effect_%"]):.1f}'
-    found = re.findall(r'With our additions, perplexity falls by (\S+)% at 0.72 million parameters, and by (\S+)% '
-                       r'at 1.51 million \(one seed\)', prose('README.md'))
+    found = re.findall(r'With our additions, perplexity falls by (\S+)% at 0.72 million '
+                       r'parameters, and by (\S+)% at 1.51 million \(one seed\)',
+                       prose('README.md'))
     assert found == [(expected, larger)]
     found = re.findall(r"lowers Llama's perplexity by (\S+)%", prose('results/README.md'))
     assert found == [expected]
@@ -120,8 +121,8 @@ def test_the_other_ties_have_the_effects_of_their_rows() -> None:
     both = pages.percent(pages.over_llama('attn-1-three-wide'))
     assert re.findall(r'CEM attention\W+has the first two .*? It changes perplexity by (.*?\))',
                       front) == [both.replace(' ', '% ', 1)]
-    assert re.findall(r'the second tie, W_O = W_Q, changes it by (.*?\)), and the third, \S+ = \S+ '
-                      r'by (.*?\))', study) == [tuple(each.replace(' ', '% ', 1)
+    assert re.findall(r"the second tie, W_O = W_Q, changes Llama's perplexity by (.*?\)), and the "
+                      r'third, \S+ = \S+ by (.*?\))', study) == [tuple(each.replace(' ', '% ', 1)
                                                       for each in (second, third))]
 
 
