@@ -37,6 +37,7 @@ STUDIES = [HERE.parent / 'copies', HERE.parent / 'gradient', HERE]
 DIFFERENCES = ('id', 'question', 'A', 'B', 'size', 'seeds', 'effect_%', 'low_%', 'high_%',
                'expected_S', 'expected_M', 'source')  # of differences_found.csv
 CURVES = [('S', 'llama-alibi-three-shifted', 'k-', 'no tie, but shifted values'),
+          ('M', 'llama-alibi-three-shifted', 'k--', '... at M'),
           ('S', 'llama-kv-three-wide', 'C0-', 'first tie, W_V = W_K'),
           ('M', 'llama-kv-three-wide', 'C0--', '... at M'),
           ('S', 'attn-1-three-wide', 'C1-', 'first and second: CEM attention'),
