@@ -111,7 +111,7 @@ def test_precision_and_compiler(
     cfg = TrainConfig(dtype=dtype, compile=compiled)
     compiled = should_compile(cfg, CPU, flops)
     assert (choose_dtype(cfg, CPU, compiled), compiled) == expected
-    assert works or 'memory: Failed to find C compiler.\n' in capsys.readouterr().out
+    assert works or 'memory: RuntimeError: Failed to find C compiler.\n' in capsys.readouterr().out
 
 
 @pytest.mark.slow
