@@ -55,7 +55,6 @@ from study import (
     run_options,
     unique,
 )
-from train import count_steps
 
 FigureName = Literal['2a', '2b', '2c', '2d', '3a', '3b', '3c', 'attention', 'all']
 
@@ -113,8 +112,9 @@ def print_todo(runs: list[Run], root: str) -> None:
         options = run_options(run)
         if (run.size, run.model) not in counted:
             train, cfg = configs(options)
-            tokens = count_steps(train, cfg) * train.batch_size * cfg.context_length
             with torch.device('meta'):
+                llama_params = Transformer(cfg.llama()).num_params()
+                tokens = train.tokens or train.tokens_per_param * llama_params
                 counted[run.size, run.model] = tokens * flops_per_token(Transformer(cfg))
         flops = counted[run.size, run.model]
         start, hours = 'torchrun --nproc_per_node=8', f'{flops / 1e14 / 3600:.2g} A100-hours'
