@@ -200,6 +200,12 @@ def previous(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 1, -1))
 
 
+def shift_half(first: Tensor, second: Tensor) -> Tensor:
+    """Return vectors (..., I, R) whose first half is the previous token's, given both halves:
+    `second` (..., I, R / 2) of some tokens, and `first` (..., J, R / 2) also of those before."""
+    return torch.cat([previous(first)[..., -second.shape[-2]:, :], second], dim=-1)
+
+
 def make_positions(cfg: ModelConfig, x: Tensor, cache: Cache | None = None,
                    table: tuple[Tensor, Tensor] | None = None) -> Positions:
     """Return the positions of x (B, I, D), which follows the tokens that a cache holds. `table` is
@@ -281,7 +287,7 @@ class BaseAttention(nn.Module):
         if self.cfg.key_shift == 'half':
             first, second = k.chunk(2, dim=-1)
             first = first if pos.cache is None else pos.cache.append(first)
-            k = torch.cat([previous(first)[:, :, -h.shape[1]:], second], dim=-1)
+            k = shift_half(first, second)
         return k
 
     def rotate(self, x: Tensor, pos: Positions, inverse: bool = False) -> Tensor:
@@ -459,8 +465,7 @@ class LlamaAttention(BaseAttention):
         k, v, h_all = self.context(k, v, h, pos)                 # (B, K, J, R), h_all: (B, J, D)
         # Ours: with value_shift=half the first R / 2 numbers of each value are the previous token's
         if self.cfg.value_shift == 'half':
-            first, second = v.chunk(2, dim=-1)
-            v = torch.cat([previous(first), second], dim=-1)     # (B, K, J, R)
+            v = shift_half(*v.chunk(2, dim=-1))                  # (B, K, J, R)
         # Attend to the context
         o, diagonal = self.attend(q, k, v, pos, u, h_all)        # (B, K, I, R)
         # Merge the heads, project, and add to the residual stream
