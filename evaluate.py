@@ -36,7 +36,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # PYTHONSAFEPATH
 from configurator import PathStr, UserError, build, check, command_line, read_options
 from model import Transformer
 from nanocem.data import TOKENIZER_KEYS
-from nanocem.documents import READING
+from nanocem.documents import READING, keep_piped
 from nanocem.files import markdown_table, save_picture
 from nanocem.hub import WEIGHTS_FILE, read_export, saved_config
 from nanocem.measure import (
@@ -113,7 +113,7 @@ def evaluate_loss(model: Transformer, ids: Tensor, bos: int) -> list[float]:
     sums = torch.zeros(3, dtype=torch.float64)
     for batch in ids.split(max(1, TOKENS_AT_ONCE // ids.shape[1])):
         x, y = batch[:, :-1].long().clamp(min=0), batch[:, 1:].long()
-        sums += loss_sums(model(x.to(device))[0], y.to(device), is_text=y != bos)
+        sums += loss_sums(model(x.to(device))[0], y.to(device), bos)
     return sums.tolist()
 
 
@@ -315,6 +315,8 @@ def main(argv: list[str]) -> None:
     given = read_options(argv, EvaluateConfig)
     cfg = build(EvaluateConfig, given)
     cfg.check_given(given)
+    if cfg.text:  # standard input is read once, for all models
+        cfg.text = keep_piped(cfg.text)
     if cfg.compare:
         allowed = {'compare', 'text', 'device', *READING}
         others = ', '.join(name for name in given if name not in allowed)

@@ -314,7 +314,7 @@ def main(argv: list[str]) -> int:
             stance = 'force_eager' if len(x) < micro_batch_size else 'default'
             with autocast, torch.compiler.set_stance(stance):
                 logits, _ = model(x)
-            sums[:3] += loss_sums(logits, y, is_text=y != tokenizer.bos)
+            sums[:3] += loss_sums(logits, y, tokenizer.bos)
             if token_bytes is not None:
                 sums[3] += token_bytes[y.cpu()].sum()
         raw_model.train()

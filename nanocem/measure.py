@@ -12,7 +12,7 @@ from torch import Tensor
 
 from configurator import PathStr, check, in_range
 from nanocem.data import TOKENIZER_KEYS, TokenDataset, evenly_spaced
-from nanocem.documents import Reading, keep_piped, text_documents
+from nanocem.documents import Reading, text_documents
 from nanocem.files import name_in_errors
 from nanocem.tokenizers import find_llama, keeps_text, spelled_bytes
 
@@ -36,8 +36,6 @@ class Measured(Reading):
         super().__post_init__()
         in_range(self, 1, 10**15, 'tokens')
         self.check_text(self.text)
-        if self.text:
-            self.text = keep_piped(self.text)
 
     def check_given(self, given: dict[str, Any]) -> None:
         """UserError if options of shards were given for a text."""
@@ -131,13 +129,13 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
         for row, y in zip(logits, targets, strict=True)]).cpu().double()
 
 
-def loss_sums(logits: Tensor, targets: Tensor, is_text: Tensor) -> Tensor:
+def loss_sums(logits: Tensor, targets: Tensor, bos: int) -> Tensor:
     """Return three sums over the targets (B, J) of logits (B, J, vocabulary): their number, their
-    loss in nats, and the loss of those where is_text (B, J) is True. (3,), float64, on the CPU.
+    loss in nats, and the loss of text: of those that are not BOS. (3,), float64, on the CPU.
     Targets of -100 count in none."""
-    losses = token_losses(logits, targets)
-    n_targets = (targets != NO_TARGET).sum().cpu()
-    return torch.stack([n_targets, losses.sum(), losses[is_text.cpu()].sum()])
+    losses, targets = token_losses(logits, targets), targets.cpu()
+    n_targets = (targets != NO_TARGET).sum()
+    return torch.stack([n_targets, losses.sum(), losses[targets != bos].sum()])
 
 
 def bits_per_byte(nats: float, text_bytes: float) -> float:

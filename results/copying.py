@@ -21,6 +21,7 @@ from tqdm import tqdm
 from configurator import build, check, command_line, read_options
 from model import Transformer
 from nanocem.data import TOKENIZER_KEYS
+from nanocem.documents import keep_piped
 from nanocem.files import markdown_table
 from nanocem.measure import (
     NO_TARGET,
@@ -177,6 +178,8 @@ def main(argv: list[str]) -> None:
     cfg = build(Measured, given)
     check(len(paths) <= 2, f'{" ".join(paths)}: expected one run, or two')
     cfg.check_given(given)
+    if cfg.text:
+        cfg.text = keep_piped(cfg.text)
     # Load them, and what they are measured on
     path, *others = paths or [newest_run()]
     model, state = load_model(path, cfg.device)

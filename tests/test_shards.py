@@ -139,11 +139,12 @@ def test_measured_losses_are_sums_over_targets_that_count() -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(3, 7, 5).double(), torch.randint(5, (3, 7))
     counts = torch.rand(3, 7) < 0.6
-    is_text = (torch.rand(3, 7) < 0.5) & counts
+    bos = 3
+    is_text = (targets != bos) & counts
     expected = F.cross_entropy(logits.mT, targets, reduction='none').where(counts, 0)
     targets = targets.where(counts, NO_TARGET)
     torch.testing.assert_close(token_losses(logits, targets), expected, rtol=1e-6, atol=0)
-    sums = loss_sums(logits, targets, is_text).tolist()
+    sums = loss_sums(logits, targets, bos).tolist()
     right = [int(counts.sum()), float(expected.sum()), float(expected[is_text].sum())]
     assert sums == pytest.approx(right, rel=1e-6)
     assert perplexity(math.log(7)) == pytest.approx(7)
